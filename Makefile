@@ -1,0 +1,62 @@
+# What a developer types; `make` alone lists it. Needs Python 3.11 or newer and a package index, nothing else.
+PYTHON ?= python3
+
+BIN := .venv/bin
+LOCK := requirements/lock.txt
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+
+# .venv/.begun becomes .venv/.done when everything is installed. Found at the start, it tells of an interrupted
+# run, whose half-written packages pip would trust: the environment is then made anew.
+BEGUN := .venv/.begun
+DONE := .venv/.done
+
+.PHONY: help venv train test lint verify-table clean
+.DEFAULT_GOAL := help
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
+
+train: $(DONE) ## Train the example, a small character-level GPT
+	@$(BIN)/roundelay train examples/char_gpt.py
+
+test: $(DONE) ## Run the tests
+	@$(BIN)/pytest
+
+lint: $(DONE) ## Check style, formatting, types and import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+verify-table: $(DONE) ## Print the table of equivalences, each line computed now
+	@$(BIN)/python -m tests.equivalence.table
+
+clean: ## Delete caches and build outputs; .venv and runs/ stay
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(wildcard $(BEGUN)),)
+.PHONY: $(BIN)/python
+endif
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make: Roundelay needs Python 3.11 or newer; got $(PYTHON) = $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "make: Name another interpreter: make venv PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@rm -rf .venv/* && mkdir -p .venv && touch $(BEGUN)
+	@$(PYTHON) -m venv .venv
+
+# Torch goes first and alone, with whatever its build for this machine needs; nothing after it may replace it.
+$(DONE): $(BIN)/python pyproject.toml $(LOCK)
+	@touch $(BEGUN)
+	@echo "Installing $$(grep '^torch==' $(LOCK)) (large: minutes, the first time)"
+	@$(PIP) install --constraint $(LOCK) torch
+	@echo "Installing the other packages of $(LOCK)"
+	@$(PIP) install --no-deps --requirement $(LOCK)
+	@echo "Installing roundelay itself, editable"
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip check >/dev/null || $(BIN)/python -m pip check
+	@mv $(BEGUN) $(DONE)

@@ -1,0 +1,10 @@
+"""From an ordinary ``nn.Module`` to a logical graph and stage functions: the one place that knows how torch traces.
+
+Nothing outside of this package may know that ``torch.export`` and ``torch.fx`` stand behind it.
+"""
+
+from roundelay.capture.captured import Captured, capture
+from roundelay.capture.draws import DEFAULT_GENERATOR_LOCK, Draw
+from roundelay.capture.stage import Mode, StageFunction, StageTape
+
+__all__ = ["DEFAULT_GENERATOR_LOCK", "Captured", "Draw", "Mode", "StageFunction", "StageTape", "capture"]

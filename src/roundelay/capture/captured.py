@@ -1,0 +1,224 @@
+"""A captured model: its logical graph, and the functions of any stage cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from roundelay.capture.batch import Batch, leaves, num_rows, replace
+from roundelay.capture.export import Exported, export
+from roundelay.capture.face import CallShape, Inputs, default_inputs
+from roundelay.capture.loss import LossCall, LossFunction, record
+from roundelay.capture.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
+from roundelay.capture.sample import describe
+from roundelay.capture.segment import Segment
+from roundelay.capture.stage import StageFunction
+from roundelay.errors import CaptureError, JobError
+from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
+from roundelay.ir.stage import SegmentSpec, StageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model, its loss and its call, ready to be cut.
+
+    Args:
+        model: the person's own module; its weights are never changed by capture or by stages.
+        graph: what the planner and the lowering see.
+    """
+
+    model: torch.nn.Module
+    graph: Graph
+    _exported: Exported
+    _cleaned: Cleaned
+    _loss: LossCall
+    _inputs: Inputs
+    _call: CallShape
+
+    def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
+        """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
+
+        Raises:
+            JobError: the call differs from the sample's in more than its tensors.
+        """
+        tensors, call = CallShape.flatten(*self._inputs(micro_batch))
+        if not call.matches(self._call) or len(tensors) != len(self.graph.inputs):
+            raise JobError(
+                "the call of the model",
+                got=f"{len(tensors)} tensors in the layout {call.spec} with constants {list(call.constants.values())}",
+                expected=f"{len(self.graph.inputs)} tensors in the layout of the first batch, {self._call.spec}, "
+                f"with constants {list(self._call.constants.values())}",
+                remedy="Call the model the same way for every batch; only tensors may differ.",
+            )
+        named = {INPUT + str(i): tensor for i, tensor in enumerate(tensors)}
+        fields = leaves(micro_batch)
+        return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Every parameter of the graph by its first name; the person's own objects."""
+        roles = [r for r in self._exported.roles.values() if r.kind == "parameter"]
+        return {r.name: r.tensor for r in roles if isinstance(r.tensor, torch.nn.Parameter)}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every buffer of the graph by name; the person's own objects."""
+        return {r.name: r.tensor for r in self._exported.roles.values() if r.kind == "buffer" and r.tensor is not None}
+
+    def mutated_buffers(self) -> frozenset[str]:
+        """Names of the buffers that a forward changes."""
+        return self._cleaned.mutated
+
+    def stage(self, spec: StageSpec) -> StageFunction:
+        """The functions of one stage."""
+        segments = [self._segment(part) for part in spec.segments]
+        outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
+        if spec.loss_reads:
+            segments.append(self._loss_segment(spec))
+            outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
+        return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
+
+    def _stage_zero_inputs(self, spec: StageSpec) -> tuple[str, ...]:
+        """Stage 0 reads the data: what its own segments read of it, and nothing of what it only passes on."""
+        made = (*self.graph.inputs, *self.graph.batch)
+        read = {name for segment in spec.segments for name in segment.inputs} | set(spec.loss_reads)
+        return tuple(name for name in made if name in read)
+
+    def _segment(self, spec: SegmentSpec) -> Segment:
+        call = _piece(self._exported, self.graph, spec)
+        trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
+        wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
+        mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
+        return Segment(spec, call, trainable, wanted, mutated)
+
+    def _loss_segment(self, spec: StageSpec) -> Segment:
+        end = len(self.graph.ops)
+        outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
+        part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
+        wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
+        return Segment(part, lambda *values: self._loss(*values[:-1]), frozenset(), wanted, frozenset())
+
+    def _wants_gradient(self, name: str) -> bool:
+        if name.startswith(WEIGHT):
+            return self.graph.parameters[name.removeprefix(WEIGHT)].trainable
+        if name.startswith((INPUT, BATCH)):
+            return False
+        return self.graph.values[name].requires_grad
+
+
+def capture(
+    model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: Inputs | None = None
+) -> Captured:
+    """Capture a model in training mode, called as it would be called on ``batch``.
+
+    Args:
+        model: any exportable module; it is left as it was, in training mode.
+        loss: (outputs, batch) -> scalar, or (sum, count).
+        batch: a sample micro-batch; one row is repeated, since export fixes sizes of one.
+        inputs: batch -> (args, kwargs).
+
+    Raises:
+        CaptureError: the model cannot be exported.
+        JobError: batch, call or loss cannot be used.
+    """
+    model.train()
+    sample = batch if num_rows(batch) > 1 else replace(batch, lambda _, leaf: _twice(leaf))
+    how = inputs or default_inputs
+    tensors, call = CallShape.flatten(*_called(how, sample))
+    with torch.random.fork_rng(devices=[]):
+        exported = export(model, call, tensors)
+        cleaned = clean(exported, tensors)
+        nodes = list(exported.module.graph.output_node().args[0])  # type: ignore[arg-type]
+        made = run_nodes(exported, tensors, lambda node, value: None)
+        outputs = [made[node.name] for node in nodes]
+        reads = record(loss, exported.output_shape, outputs, sample)
+        kept = {n for n in exported.module.graph.nodes if n.name in {x for span in cleaned.uncuttable for x in span}}
+        prune(exported, [nodes[i] for i in reads.outputs], frozenset(n for n in kept if n.op != "call_function"))
+        draws = key_draws(exported)
+        graph = describe(exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
+    if not graph.ops:
+        raise _nothing_to_train(model)
+    return Captured(model, graph, exported, cleaned, LossCall(loss, reads, exported.output_shape, sample), how, call)
+
+
+def _twice(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.cat([leaf, leaf]) if leaf.ndim else leaf
+
+
+def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    called = inputs(batch)
+    good = isinstance(called, tuple) and len(called) == 2 and isinstance(called[0], (tuple, list))
+    if not good or not isinstance(called[1], Mapping):
+        raise JobError(
+            "Job(inputs=...)",
+            got=f"{type(called).__name__}",
+            expected="a function batch -> (args, kwargs): a tuple and a dict",
+            remedy='For example: inputs=lambda batch: ((batch["x"],), {}).',
+        )
+    return tuple(called[0]), dict(called[1])
+
+
+def _nothing_to_train(model: torch.nn.Module) -> CaptureError:
+    return CaptureError(
+        f"the model ({type(model).__name__})",
+        got="a forward without any operation that the loss depends on",
+        expected="at least one operation between inputs and loss",
+        remedy="Check that the loss reads the model's outputs.",
+    )
+
+
+def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.GraphModule:
+    """Operations ``start`` to ``stop`` as a function of parameters, buffers, inputs and the draw key."""
+    piece = torch.fx.Graph()
+    owner = torch.nn.Module()
+    inner = {op.name for op in graph.ops[spec.start : spec.stop]}
+    nodes = {node.name: node for node in exported.module.graph.nodes}
+    places = {(r.kind, r.name): name for name, r in reversed(exported.roles.items())}
+    env: dict[str, torch.fx.Node] = {}
+    sources = [("parameter", n) for n in spec.parameters] + [("buffer", n) for n in spec.buffers]
+    for source in sources:
+        env[places[source]] = piece.placeholder(_identifier(source[1]))
+    for name in spec.inputs:
+        place = name if name in nodes else places[_source(name)]
+        env[place] = piece.placeholder(_identifier(name))
+    env[DRAW] = piece.placeholder(DRAW)
+    first_place = {id(exported.roles[p].tensor): p for p in env if p in exported.roles}
+
+    def find(node: torch.fx.Node) -> torch.fx.Node:
+        if node.name in env:
+            return env[node.name]
+        role = exported.roles.get(node.name)
+        if role is not None and role.kind in ("parameter", "buffer"):  # another name of a tied tensor
+            return env[first_place[id(role.tensor)]]
+        name = str(node.target) if role is None else _identifier(node.name)
+        setattr(owner, name, getattr(exported.module, name) if role is None else role.tensor)
+        env[node.name] = piece.get_attr(name)
+        return env[node.name]
+
+    for op in graph.ops[spec.start : spec.stop]:
+        env[op.name] = piece.node_copy(nodes[op.name], find)
+    results = []
+    for name in spec.outputs:
+        if name in inner:
+            results.append(env[name])
+        else:  # handed on, by an operation at the very end, so that the later readers' gradient is added first
+            place = name if name in nodes else places[_source(name)]
+            results.append(piece.call_function(_hand_on, (env[place],)))
+    piece.output(results)
+    return torch.fx.GraphModule(owner, piece)
+
+
+def _hand_on(value: Any) -> Any:
+    return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
+
+
+def _source(name: str) -> tuple[str, str]:
+    if name.startswith(WEIGHT):
+        return "parameter", name.removeprefix(WEIGHT)
+    return "input", name.removeprefix(INPUT)
+
+
+def _identifier(name: str) -> str:
+    return "v_" + "".join(c if c.isalnum() else "_" for c in name)

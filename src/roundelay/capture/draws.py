@@ -1,0 +1,104 @@
+"""Random numbers that depend on the micro-batch and the place in the model alone.
+
+PyTorch's default CPU generator is one per process, and dropout takes no generator of its own: between threads, or in
+a forward that runs a second time, its numbers would depend on timing. Here every random operation of the graph draws
+from a generator seeded by (seed, position of the operation in the whole graph, micro-batch), so that the same numbers
+come out whatever the number of stages, the order of execution, and however often a forward is repeated.
+
+Dropout and attention's dropout are written out over an own generator; dropout's numbers equal ``aten.dropout``'s for
+the same generator state. Any other random operator runs under the process-wide generator, seeded and put back under a
+lock; :data:`DEFAULT_GENERATOR_LOCK` is also held while the person's data loader runs, so neither disturbs the other.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DEFAULT_GENERATOR_LOCK = threading.RLock()
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64: a bijection of 64-bit integers that scatters neighbouring inputs."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The key of one micro-batch's random numbers.
+
+    Args:
+        seed: the run's seed.
+        g: global number of the micro-batch.
+    """
+
+    seed: int
+    g: int
+
+    def key(self, position: int) -> int:
+        """Seed of the random operation at ``position``: 63 bits."""
+        return _mix(_mix(_mix(self.seed & _MASK) ^ position) ^ self.g) >> 1
+
+    def generator(self, position: int) -> torch.Generator:
+        """A fresh CPU generator for the random operation at ``position``."""
+        return torch.Generator().manual_seed(self.key(position))
+
+
+def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw, position: int) -> torch.Tensor:
+    """``aten.dropout`` with the mask drawn under the key; same shape as ``x``."""
+    if not train or p == 0.0 or x.numel() == 0:
+        return x
+    noise = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(position))
+    return x * (noise.div_(1.0 - p) if p < 1.0 else noise)
+
+
+def keyed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """``aten.scaled_dot_product_attention`` with dropout, written out; (..., L, E) and (..., S, E) to (..., L, Ev).
+
+    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``.
+    """
+    draw, position = options["draw"], options["position"]
+    scale = options.get("scale")
+    root = math.sqrt(1.0 / math.sqrt(query.size(-1)) if scale is None else scale)
+    if options.get("enable_gqa", False):
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
+    if is_causal:
+        allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = keyed_dropout(torch.softmax(scores, -1), dropout_p, True, draw=draw, position=position)
+    return torch.matmul(weights, value)
+
+
+def keyed_call(operator: Callable[..., Any], *args: Any, draw: Draw, position: int, **kwargs: Any) -> Any:
+    """Any other random operator, under the process-wide generator seeded by the key and put back afterwards."""
+    with DEFAULT_GENERATOR_LOCK:
+        before = torch.random.get_rng_state()
+        try:
+            torch.manual_seed(draw.key(position))
+            return operator(*args, **kwargs)
+        finally:
+            torch.random.set_rng_state(before)

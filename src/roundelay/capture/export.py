@@ -1,0 +1,165 @@
+"""``torch.export`` of an unmodified model, and what to tell a person when it fails.
+
+The result is the training graph as export gives it: parameters, buffers, constants and the call's tensors are
+placeholders; linear, attention, convolution and LSTM stay single operations.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch.export.graph_signature import InputKind
+
+from roundelay.capture.face import CallShape, Face, OutputShape
+from roundelay.errors import CaptureError
+
+PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a placeholder of the exported graph stands for.
+
+    ``name`` is the parameter's or buffer's first name in the model, or ``str(i)`` for the i-th tensor of the call;
+    ``tensor`` is the original object (None for inputs).
+    """
+
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    name: str
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported model.
+
+    Args:
+        module: owns ``module.graph`` and the sub-graphs of higher-order operations.
+        roles: placeholder name to its role.
+        output_shape: layout of the model's result.
+    """
+
+    module: torch.fx.GraphModule
+    roles: dict[str, Role]
+    output_shape: OutputShape
+
+
+def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
+    """Export ``model`` for calls like this one, every size of every tensor free to vary where the model allows it.
+
+    Raises:
+        CaptureError: naming the module, the line and the remedy.
+    """
+    face = Face(model, call)
+    failures: list[Exception] = []
+    for sizes in (_every_size, _rows_only, _no_size):
+        dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
+        with _watch_modules(model) as running:
+            try:
+                program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
+            except Exception as error:  # whatever the person's forward raises
+                failures.append(error)
+                if running.failed_at is None:
+                    running.failed_at = ""
+                where = running.failed_at
+                continue
+        if face.output_shape is None:
+            raise _not_exportable(model, "", RuntimeError("the forward was not called"))
+        return Exported(program.graph_module, _roles(program, model), face.output_shape)
+    raise _not_exportable(model, where, failures[-1]) from failures[-1]
+
+
+def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
+    return dict.fromkeys(range(tensor.ndim), torch.export.Dim.AUTO)
+
+
+def _rows_only(tensor: torch.Tensor) -> dict[int, Any]:
+    return {0: torch.export.Dim.AUTO} if tensor.ndim else {}
+
+
+def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
+    return {}
+
+
+class _Running:
+    """The stack of modules whose forward runs, and the innermost one when something was raised."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.failed_at: str | None = None
+
+
+@contextmanager
+def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
+    running = _Running()
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(_module: torch.nn.Module, _args: Any, name: str = name) -> None:
+            running.stack.append(name)
+            running.failed_at = name
+
+        def leave(_module: torch.nn.Module, _args: Any, _result: Any) -> None:
+            running.stack.pop()
+            running.failed_at = running.stack[-1] if running.stack else None
+
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _not_exportable(model: torch.nn.Module, where: str, error: Exception) -> CaptureError:
+    kind = type(model.get_submodule(where)).__name__
+    module = f"module {where!r} ({kind})" if where else f"the model ({kind})"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CaptureError(
+        f"{module} of the model{_users_line(error)}",
+        got=f"{type(error).__name__}: {first_line[:300]}",
+        expected="a forward that torch.export can follow: no Python branch on tensor values, no call that leaves torch",
+        remedy="Replace the branch by torch.where or torch.cond, move data-dependent code into the loss or the data "
+        "loader, and check with torch.export.export(model, args, strict=False).",
+    )
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line outside of torch and Roundelay in the error's traceback."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]
+    if not frames:
+        return ""
+    return f", {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`"
+
+
+def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    buffers = {id(b): name for name, b in model.named_buffers()}
+    roles: dict[str, Role] = {}
+    inputs = 0
+    for spec in program.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind is InputKind.USER_INPUT:
+            roles[placeholder] = Role("input", str(inputs), None)
+            inputs += 1
+            continue
+        target = str(spec.target).removeprefix(PREFIX)
+        if spec.kind is InputKind.PARAMETER:
+            parameter = model.get_parameter(target)
+            roles[placeholder] = Role("parameter", parameters[id(parameter)], parameter)
+        elif spec.kind is InputKind.BUFFER:
+            buffer = model.get_buffer(target)
+            roles[placeholder] = Role("buffer", buffers[id(buffer)], buffer)
+        else:
+            constant = program.constants[str(spec.target)]
+            roles[placeholder] = Role("constant", target, constant if isinstance(constant, torch.Tensor) else None)
+    return roles

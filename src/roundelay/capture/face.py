@@ -1,0 +1,147 @@
+"""The face of a model towards export: flat tensor leaves in, flat tensor leaves out.
+
+Export understands only registered containers, but models return others (a transformer's key-value cache). The face
+takes the call's tensors as a flat list, calls the model exactly as the person would, and keeps of the result the
+tensors that sit in known containers; everything else is remembered as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundelay.errors import JobError
+
+Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called when the job does not say: all of a tuple but its last, or all of a mapping.
+
+    Raises:
+        JobError: the batch is neither.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}
+    raise JobError(
+        "the batch",
+        got=f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""),
+        expected="a mapping of tensors, or a tuple or list of at least two tensors",
+        remedy="Give Job(inputs=...) to say how the model is called.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How one call of the model is laid out: its container, and the leaves that are not tensors.
+
+    Args:
+        spec: pytree of (args, kwargs).
+        constants: leaf index to the constant that stands there.
+    """
+
+    spec: pytree.TreeSpec
+    constants: dict[int, Any]
+
+    @staticmethod
+    def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], CallShape]:
+        """Tensor leaves of a call, in order, and the rest of it."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        return tensors, CallShape(spec, constants)
+
+    def unflatten(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call again, from its tensor leaves."""
+        rest = iter(tensors)
+        leaves = [self.constants[i] if i in self.constants else next(rest) for i in range(self.spec.num_leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def matches(self, other: CallShape) -> bool:
+        """Whether two calls differ in their tensors only."""
+        return self.spec == other.spec and self.constants == other.constants
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """How the model's result is laid out.
+
+    Args:
+        spec: pytree of the result.
+        rest: leaf index to a leaf that is no tensor (a number, None, a cache object).
+    """
+
+    spec: pytree.TreeSpec
+    rest: dict[int, Any]
+
+    def unflatten(self, tensors: Mapping[int, Any]) -> Any:
+        """The result again; ``tensors`` maps the index among tensor leaves to the leaf."""
+        leaves, seen = [], 0
+        for i in range(self.spec.num_leaves):
+            if i in self.rest:
+                leaves.append(self.rest[i])
+            else:
+                leaves.append(tensors[seen])
+                seen += 1
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensor leaves."""
+        return self.spec.num_leaves - len(self.rest)
+
+
+class Opaque:
+    """Stands for an output that cannot cross stages; touching it is told, not guessed at."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise JobError(
+            f"attribute {name!r} of {self._what}",
+            got="a use of it in the loss",
+            expected="only tensors that the loss was seen to read on the first batch",
+            remedy="Let the loss read the same tensors for every batch.",
+        )
+
+
+class _Seen:
+    """Survives export, which puts a module's own attributes back as they were."""
+
+    def __init__(self) -> None:
+        self.shape: OutputShape | None = None
+
+
+class Face(torch.nn.Module):
+    """Wraps the model for export; see the module's docstring."""
+
+    def __init__(self, model: torch.nn.Module, call: CallShape) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._seen = _Seen()
+
+    def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        """Call the model as the person would; return the tensor leaves of its result."""
+        args, kwargs = self._call.unflatten(list(leaves))
+        results, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        rest = {i: _harmless(leaf) for i, leaf in enumerate(results) if not isinstance(leaf, torch.Tensor)}
+        self._seen.shape = OutputShape(spec, rest)
+        return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def output_shape(self) -> OutputShape | None:
+        """Layout of the last result, or None before the first call."""
+        return self._seen.shape
+
+
+def _harmless(leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else Opaque(f"an output of type {type(leaf).__name__}")

@@ -1,0 +1,148 @@
+"""The loss as the last segment, and what it reads.
+
+The loss is the person's own function of the model's result and the batch. Which tensors it reads is seen by running it
+once while every torch function it calls is watched; only those travel to the last stage. A tensor that was not seen
+being read is replaced by a stand-in that tells, rather than guesses, when a later batch reads it after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from roundelay.capture.batch import Batch, leaves, replace
+from roundelay.capture.face import Opaque, OutputShape
+from roundelay.errors import JobError
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which of the watched tensors any torch function (attribute reads included) touches."""
+
+    def __init__(self, watched: Mapping[int, str]) -> None:
+        super().__init__()
+        self.watched = watched
+        self.seen: set[str] = set()
+
+    def note(self, part: Any) -> None:
+        """Note every watched tensor in a nest of tuples, lists and mappings."""
+        if isinstance(part, torch.Tensor):
+            if id(part) in self.watched:
+                self.seen.add(self.watched[id(part)])
+        elif isinstance(part, (tuple, list)):
+            for item in part:
+                self.note(item)
+        elif isinstance(part, dict):
+            for item in part.values():
+                self.note(item)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(args)
+        self.note(kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class LossReads:
+    """What the loss reads: indices of output leaves, paths of batch leaves, and whether it returns (sum, count)."""
+
+    outputs: tuple[int, ...]
+    batch: tuple[str, ...]
+    counts: bool
+
+
+def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tensor], batch: Batch) -> LossReads:
+    """Run the loss once on real outputs and see what it reads.
+
+    Args:
+        loss: the person's loss.
+        shape: layout of the model's result.
+        outputs: tensor leaves of the model's result.
+        batch: the sample micro-batch.
+
+    Raises:
+        JobError: the loss raises, or does not return a scalar (or a pair of scalars).
+    """
+    named = leaves(batch)
+    watched = {id(leaf): f"o{i}" for i, leaf in enumerate(outputs)}
+    fields = {path: leaf.view_as(leaf) for path, leaf in named.items()}  # own objects, even where the model returns an input
+    watched |= {id(leaf): f"b{path}" for path, leaf in fields.items()}
+    result = shape.unflatten(dict(enumerate(outputs)))
+    with _Watch(watched) as watch:
+        try:
+            value = loss(result, replace(batch, lambda path, _: fields[path]))
+        except JobError:
+            raise
+        except Exception as error:  # the person's own code
+            raise _failed(error, batch) from error
+        watch.note(value)
+    checked(value)
+    return LossReads(
+        outputs=tuple(i for i in range(len(outputs)) if f"o{i}" in watch.seen),
+        batch=tuple(path for path in named if f"b{path}" in watch.seen),
+        counts=isinstance(value, (tuple, list)),
+    )
+
+
+def _failed(error: Exception, batch: Batch) -> JobError:
+    return JobError(
+        "the loss on the first batch",
+        got=f"{type(error).__name__}: {error}",
+        expected=f"a function (outputs, batch) -> scalar; this batch holds {', '.join(map(repr, leaves(batch)))}",
+        remedy="Check the names of the labels in the batch and the layout of the model's outputs.",
+    )
+
+
+def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss's result as (scalar, None) or (sum, count).
+
+    Raises:
+        JobError: it is neither.
+    """
+    parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(parts) == 2 and isinstance(parts[1], (int, float)):
+        parts = (parts[0], torch.tensor(float(parts[1])))
+    good = len(parts) in (1, 2) and all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
+    if not good or not parts[0].is_floating_point():
+        got = [f"tensor of shape {tuple(p.shape)} {p.dtype}" if isinstance(p, torch.Tensor) else repr(p) for p in parts]
+        raise JobError(
+            "the loss",
+            got=f"{' and '.join(got)}",
+            expected="one floating-point scalar (the mean over the micro-batch's rows), or the pair (sum, count)",
+            remedy="Reduce it with .mean(), or return (loss.sum(), number_of_terms).",
+        )
+    first = parts[0].reshape(())
+    return (first, parts[1].reshape(()).to(first.dtype)) if len(parts) == 2 else (first, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """The loss as a function of the tensors that reach the last stage.
+
+    Args:
+        loss: the person's loss.
+        reads: what it reads.
+        shape: layout of the model's result.
+        layout: a batch of the right layout; its tensors are not used.
+    """
+
+    loss: LossFunction
+    reads: LossReads
+    shape: OutputShape
+    layout: Batch
+
+    def __call__(self, *values: Any) -> list[torch.Tensor]:
+        """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count]."""
+        outputs: dict[int, Any] = {i: Opaque(f"output {i}") for i in range(self.shape.num_tensors)}
+        outputs |= dict(zip(self.reads.outputs, values, strict=False))
+        fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
+        batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")))
+        loss, count = checked(self.loss(self.shape.unflatten(outputs), batch))
+        return [loss] if count is None else [loss, count]
+
+

@@ -1,0 +1,148 @@
+"""Run the graph once on the sample micro-batch, and describe it as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from roundelay.capture.export import Exported
+from roundelay.capture.loss import LossReads
+from roundelay.capture.rewrite import DRAW, Cleaned, run_nodes
+from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
+
+
+def describe(
+    exported: Exported, cleaned: Cleaned, draws: dict[str, int], reads: LossReads, sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int]
+) -> Graph:
+    """The logical graph.
+
+    Args:
+        exported: the rewritten model.
+        cleaned: what rewriting found out.
+        draws: positions of the random operations.
+        reads: what the loss reads.
+        sample: the call's tensors, the batch's leaves, and the number of rows.
+    """
+    tensors, fields, rows = sample
+    flops: dict[str, int] = {}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        total = [0]
+
+        def count(node: Node, _: Any) -> None:
+            flops[node.name] = counter.get_total_flops() - total[0]
+            total[0] = counter.get_total_flops()
+
+        run_nodes(exported, tensors, count)
+    with torch.enable_grad():
+        made = run_nodes(exported, tensors, lambda node, value: None)
+    nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
+    values = {node.name: _value(node.name, made[node.name]) for node in nodes}
+    values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
+    values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
+    ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
+    outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
+    parameters = _parameters(exported)
+    return Graph(
+        ops=ops,
+        inputs=tuple(INPUT + str(i) for i in range(len(tensors))),
+        batch=tuple(BATCH + path for path in reads.batch),
+        outputs=outputs,
+        values=values,
+        parameters=parameters,
+        buffers={r.name: _num_bytes(r.tensor) for r in exported.roles.values() if r.kind == "buffer"},
+        cuts=_legal_cuts(ops, outputs, values, cleaned),
+        loss_counts=reads.counts,
+        fingerprint=_fingerprint(exported, parameters, reads),
+        sample_rows=rows,
+    )
+
+
+def value_name(exported: Exported, node: Node) -> str:
+    """The name under which a node's value travels."""
+    role = exported.roles.get(node.name)
+    return INPUT + role.name if role is not None and role.kind == "input" else node.name
+
+
+def _value(name: str, value: Any) -> Value:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        num_bytes = value.numel() * value.element_size()
+        return Value(name, "tensor", tuple(value.shape), dtype, num_bytes, value.requires_grad)
+    kind: ValueKind = "number" if type(value) in (int, float) else "other"
+    return Value(name, kind, (), type(value).__name__, 8 if kind == "number" else 0, False)
+
+
+def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
+    roles = [(n, exported.roles.get(n.name)) for n in node.all_input_nodes if n.op != "get_attr" and n.name != DRAW]
+    reads = [value_name(exported, n) for n, role in roles if role is None or role.kind == "input"]
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
+    return Op(
+        name=node.name,
+        target=str(target),
+        module=_module_path(node),
+        reads=tuple(dict.fromkeys(reads)),
+        parameters=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "parameter")),
+        buffers=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "buffer")),
+        flops=flops,
+        draws=draws,
+    )
+
+
+def _module_path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("model").removeprefix(".")
+
+
+def _num_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _parameters(exported: Exported) -> dict[str, Parameter]:
+    found = [role for role in exported.roles.values() if role.kind == "parameter" and role.tensor is not None]
+    return {
+        r.name: Parameter(r.name, tuple(r.tensor.shape), _num_bytes(r.tensor), r.tensor.requires_grad)
+        for r in found
+        if r.tensor is not None
+    }
+
+
+def _legal_cuts(
+    ops: Sequence[Op], outputs: Sequence[str], values: dict[str, Value], cleaned: Cleaned
+) -> tuple[int, ...]:
+    """Positions where only tensors and numbers cross and no storage is between its birth and its last write."""
+    position = {op.name: i for i, op in enumerate(ops)}
+    last_use = {name: len(ops) for name in outputs}
+    for i, op in enumerate(ops):
+        for name in op.reads:
+            last_use[name] = max(last_use.get(name, -1), i)
+    closed = [False] * len(ops)
+    for name, value in values.items():
+        if value.kind == "other" and name in position:
+            closed[position[name] : last_use.get(name, -1)] = [True] * (last_use.get(name, -1) - position[name])
+    for first, last in cleaned.uncuttable:
+        if first in position and last in position:
+            closed[position[first] : position[last]] = [True] * (position[last] - position[first])
+    return tuple(i for i in range(len(ops) - 1) if not closed[i])
+
+
+def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: LossReads) -> str:
+    """Identity of operations, parameters and what the loss reads; sizes of the sample do not enter."""
+    digest = hashlib.sha256()
+    for node in exported.module.graph.nodes:
+        digest.update(f"{node.op} {node.name} {node.target if node.op != 'call_function' else _name(node.target)} ".encode())
+        digest.update(f"{torch.fx.node.map_arg(node.args, lambda n: n.name)} {sorted(map(str, node.kwargs))}\n".encode())
+    for parameter in parameters.values():
+        digest.update(f"{parameter.name} {parameter.shape} {parameter.trainable}\n".encode())
+    digest.update(f"{reads}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")

@@ -1,0 +1,196 @@
+"""Segments: a contiguous piece of the graph as a pair of functions with the weights as arguments.
+
+::
+
+    forward(params, buffers, inputs, draw)   -> outputs, tape
+    backward(tape, grad_outputs, params)     -> grad_inputs, grad_params
+
+A weight version is an argument, not a trick. The three backward modes differ in what the tape holds:
+
+=============  ====================================================  ===========================================
+mode           the tape holds                                        backward differentiates
+=============  ====================================================  ===========================================
+``stash``      activations and the forward's weights                 at the forward's weights
+``recompute``  the stage's inputs (the forward is run again)         everything at the weights given to backward
+``mixed``      activations, with weights replaced by references      activations of the forward, given weights
+=============  ====================================================  ===========================================
+
+Recomputation belongs to a whole stage (:mod:`roundelay.capture.stage`); a segment knows ``stash`` and ``mixed``.
+
+Boundaries are contiguous: outputs and input gradients are laid out as a network would deliver them, so that a run gives
+the same bits wherever it is cut and whatever carries the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundelay.capture.draws import Draw
+from roundelay.ir.stage import SegmentSpec
+
+Tensors = dict[str, torch.Tensor]
+Call = Callable[..., Sequence[Any]]
+Reference = tuple[int, torch.Size, tuple[int, ...], int]
+
+
+@dataclass(slots=True)
+class Weights:
+    """The weights that ``mixed`` backward reads: filled in when backward starts."""
+
+    live: Sequence[torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """What one forward of a segment leaves for its backward.
+
+    Args:
+        roots: outputs still joined to their graph, by name; only those that a gradient can enter.
+        inputs: leaves of the inputs that want a gradient, by name.
+        parameters: leaves of the trained parameters, by name.
+        weights: where ``mixed`` finds the backward's weights.
+        storages: bytes of each storage that is held for backward, by its address; parameters are not counted.
+    """
+
+    roots: Tensors
+    inputs: Tensors
+    parameters: Tensors
+    weights: Weights
+    storages: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment.
+
+    Args:
+        spec: what it reads and makes.
+        call: parameters, buffers, inputs (in the order of ``spec``), then the draw key -> outputs.
+        trainable: names of parameters that want a gradient.
+        differentiable: names of inputs that want a gradient.
+        mutated: names of buffers that a forward changes.
+    """
+
+    spec: SegmentSpec
+    call: Call
+    trainable: frozenset[str]
+    differentiable: frozenset[str]
+    mutated: frozenset[str]
+
+    def forward(
+        self, params: Tensors, buffers: Tensors, inputs: dict[str, Any], draw: Draw, *, mixed: bool = False, measure: bool = False
+    ) -> tuple[dict[str, Any], Tape]:
+        """Run forward, keeping what backward needs.
+
+        Args:
+            params: weights by name; read, never written.
+            buffers: by name; an entry that the forward changes is replaced by a new tensor.
+            inputs: values by name.
+            draw: key of the random numbers.
+            mixed: keep references instead of weights.
+            measure: fill in ``Tape.storages``.
+        """
+        leaves = {n: params[n].detach().requires_grad_(n in self.trainable) for n in self.spec.parameters}
+        values = {n: self._leaf(n, inputs[n]) for n in self.spec.inputs}
+        weights, storages = Weights(), {}
+        hooks = _Hooks(list(leaves.values()), weights if mixed else None, storages if measure else None)
+        with torch.enable_grad(), hooks.active():
+            made = self._run(leaves, buffers, values, draw)
+            made = [_boundary(value, hooks.owned) for value in made]
+        outputs = dict(zip(self.spec.outputs, made, strict=True))
+        roots = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+        tape = Tape(
+            roots=roots,
+            inputs={n: v for n, v in values.items() if n in self.differentiable},
+            parameters={n: leaves[n] for n in self.spec.parameters if n in self.trainable},
+            weights=weights,
+            storages=storages,
+        )
+        if measure:
+            for held in (*tape.roots.values(), *tape.inputs.values()):
+                hooks.count(held)
+        return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}, tape
+
+    def backward(self, tape: Tape, grad_outputs: dict[str, torch.Tensor | None], params: Tensors) -> tuple[Tensors, Tensors]:
+        """Gradients of inputs and parameters, by name; a name is missing where no gradient arrives.
+
+        Args:
+            tape: of the forward.
+            grad_outputs: gradients of the outputs by name; None or missing means none.
+            params: the weights that ``mixed`` reads; the others ignore them.
+        """
+        tape.weights.live = [params[n] for n in self.spec.parameters]
+        entering = [(root, grad_outputs[n]) for n, root in tape.roots.items() if grad_outputs.get(n) is not None]
+        leaves = {**tape.inputs, **tape.parameters}
+        if not entering or not leaves:
+            return {}, {}
+        grads = torch.autograd.grad(
+            [root for root, _ in entering], list(leaves.values()), [grad for _, grad in entering], allow_unused=True
+        )
+        named = {n: grad.contiguous() for n, grad in zip(leaves, grads, strict=True) if grad is not None}
+        return (
+            {n: grad for n, grad in named.items() if n in tape.inputs},
+            {n: grad for n, grad in named.items() if n in tape.parameters},
+        )
+
+    def _leaf(self, name: str, value: Any) -> Any:
+        return value.detach().requires_grad_() if name in self.differentiable else value
+
+    def _run(self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], draw: Draw) -> Sequence[Any]:
+        """Call the piece on copies of the buffers it changes, so that tapes of earlier micro-batches keep theirs."""
+        own = {n: buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers}
+        made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
+        buffers.update((n, own[n]) for n in self.spec.buffers if n in self.mutated)
+        return made
+
+
+def _addresses(tensors: Any) -> dict[int, int]:
+    return {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(tensors)}
+
+
+def _boundary(value: Any, owned: dict[int, int]) -> Any:
+    """An output as it leaves the segment: contiguous, and never a window into a weight that will change."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.contiguous()
+    return value.clone() if value.untyped_storage().data_ptr() in owned else value
+
+
+class _Hooks:
+    """Saved-tensor hooks of one forward: count what is held, and keep references instead of weights."""
+
+    def __init__(self, parameters: list[torch.Tensor], weights: Weights | None, storages: dict[int, int] | None) -> None:
+        self.owned = _addresses(parameters)
+        self._weights = weights
+        self._storages = storages
+
+    def active(self) -> Any:
+        """The context in which the hooks act; none where nothing is asked of them."""
+        if self._weights is None and self._storages is None:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the storage behind ``tensor`` once, unless a parameter owns it."""
+        address = tensor.untyped_storage().data_ptr()
+        if self._storages is not None and address not in self.owned:
+            self._storages[address] = tensor.untyped_storage().nbytes()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Reference:
+        self.count(tensor)
+        index = self.owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
+        if index is None:
+            return tensor
+        return index, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, saved: torch.Tensor | Reference) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        index, size, stride, offset = saved
+        assert self._weights is not None and self._weights.live is not None
+        return self._weights.live[index].detach().as_strided(size, stride, offset)

@@ -1,0 +1,129 @@
+"""A stage as a pair of functions: its segments in order, the loss as the last segment of the last stage.
+
+Values travel by name, from segment to segment along the chain of their readers (:mod:`roundelay.lower.partition`), and
+so do their gradients: a segment that hands a value on gets the later readers' gradient as that of an output, and
+autograd adds its own. No sum of gradients stands outside of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from roundelay.capture.draws import Draw
+from roundelay.capture.segment import Segment, Tape, Tensors
+
+Mode = Literal["stash", "recompute", "mixed"]
+
+
+@dataclass(slots=True)
+class StageTape:
+    """What one forward of a stage leaves for its backward.
+
+    Args:
+        mode: the backward mode it was made for.
+        tapes: one per segment; empty for ``recompute``.
+        inputs: the stage's inputs, held by ``recompute`` only.
+        buffers: the buffers before the forward, held by ``recompute`` only.
+        draw: key of the random numbers.
+        num_bytes: bytes held for backward, parameters not counted; -1 if not measured.
+    """
+
+    mode: Mode
+    tapes: list[Tape]
+    inputs: dict[str, Any]
+    buffers: Tensors
+    draw: Draw
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunction:
+    """Forward and backward of one stage.
+
+    Args:
+        segments: in order; the loss is one of them on the last stage.
+        inputs: values that reach the stage from outside.
+        outputs: values that leave it: to other stages, or the loss (and its count).
+    """
+
+    segments: tuple[Segment, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def forward(
+        self, params: Mapping[str, torch.Tensor], buffers: Tensors, inputs: Mapping[str, Any], draw: Draw,
+        *, mode: Mode, measure: bool = False,
+    ) -> tuple[dict[str, Any], StageTape]:
+        """Run forward with the given weights.
+
+        Args:
+            params: weights by name; never written.
+            buffers: by name; entries that the forward changes are replaced.
+            inputs: values by name.
+            draw: key of the random numbers.
+            mode: what backward will read.
+            measure: count the bytes that the tape holds.
+
+        Returns:
+            The stage's outputs by name, and the tape.
+        """
+        values = dict(inputs)
+        before = dict(buffers)
+        tapes = self._taped(params, buffers, values, draw, mixed=mode == "mixed", measure=measure)
+        outputs = {n: values[n] for n in self.outputs}
+        if mode == "recompute":  # with a graph that is dropped: some kernels give other bits when none is asked for
+            held = _num_bytes(self._held(inputs, before)) if measure else -1
+            return outputs, StageTape(mode, [], {n: inputs[n] for n in self.inputs}, before, draw, held)
+        held = sum(_union(tape.storages for tape in tapes).values()) if measure else -1
+        return outputs, StageTape(mode, tapes, {}, {}, draw, held)
+
+    def backward(
+        self, tape: StageTape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
+    ) -> tuple[Tensors, Tensors]:
+        """Gradients of the stage's inputs and of its parameters, by name; missing where none arrives.
+
+        Args:
+            tape: of the forward.
+            grad_outputs: gradients of the stage's outputs by name.
+            params: the weights that ``recompute`` and ``mixed`` read; ``stash`` has its own.
+        """
+        tapes = tape.tapes
+        if tape.mode == "recompute":
+            tapes = self._taped(params, dict(tape.buffers), dict(tape.inputs), tape.draw, mixed=False, measure=False)
+        grads: Tensors = {n: grad for n, grad in grad_outputs.items() if grad is not None}
+        of_params: Tensors = {}
+        for segment, part in zip(reversed(self.segments), reversed(tapes), strict=True):
+            entering = {n: grads.pop(n, None) for n in segment.spec.outputs}
+            of_inputs, own = segment.backward(part, entering, dict(params))
+            grads.update(of_inputs)
+            of_params.update(own)
+        return {n: grads[n] for n in self.inputs if n in grads}, of_params
+
+    def _taped(
+        self, params: Mapping[str, torch.Tensor], buffers: Tensors, values: dict[str, Any], draw: Draw,
+        *, mixed: bool, measure: bool,
+    ) -> list[Tape]:
+        """Run every segment forward with a tape, adding its outputs to ``values``."""
+        tapes = []
+        for segment in self.segments:
+            made, tape = segment.forward(dict(params), buffers, values, draw, mixed=mixed, measure=measure)
+            values.update(made)
+            tapes.append(tape)
+        return tapes
+
+    def _held(self, inputs: Mapping[str, Any], buffers: Tensors) -> Sequence[Any]:
+        mutated = {n for segment in self.segments for n in segment.mutated}
+        return [*(inputs[n] for n in self.inputs), *(b for n, b in buffers.items() if n in mutated)]
+
+
+def _union(storages: Any) -> dict[int, int]:
+    return {address: size for part in storages for address, size in part.items()}
+
+
+def _num_bytes(values: Sequence[Any]) -> int:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

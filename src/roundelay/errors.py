@@ -1,0 +1,90 @@
+"""Every error that Roundelay raises on purpose.
+
+::
+
+    RoundelayError
+    ├── UsageError            what the person gave cannot be used: exit code 2
+    │   ├── JobError          the job file, its model, loss, data or optimizer
+    │   ├── CaptureError      the model cannot be exported or cut
+    │   ├── PlanError         a plan that is unreadable, does not fit, or breaks a law of its rule
+    │   └── CheckpointError   a checkpoint that is missing, damaged or of another model
+    ├── RunError              the run itself failed: exit code 1
+    │   ├── UserCodeError     an exception in the person's own code on a worker
+    │   ├── DivergedError     a loss that is not a number
+    │   ├── WorkerLostError   a worker ended or stopped answering
+    │   └── DeadlineError     a wait that outlasted its deadline
+    └── InternalError         a law of the house was broken: a bug of ours
+
+Each carries the same four things, so that one screen can tell them: *subject*, *got*, *expected*, *remedy*.
+"""
+
+from __future__ import annotations
+
+
+class RoundelayError(Exception):
+    """Base of all errors; ``str(error)`` is one readable paragraph.
+
+    Args:
+        subject: what the error is about, with stage and micro-batch where they matter.
+        got: what was found.
+        expected: what would have been right.
+        remedy: what the person can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, subject: str, *, got: str, expected: str, remedy: str) -> None:
+        super().__init__(subject, got, expected, remedy)
+        self.subject = subject
+        self.got = got
+        self.expected = expected
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.subject}: got {self.got}; expected {self.expected}. {self.remedy}"
+
+
+class UsageError(RoundelayError):
+    """What the person gave cannot be used."""
+
+    exit_code = 2
+
+
+class JobError(UsageError):
+    """The job file, its model, loss, data or optimizer cannot be used."""
+
+
+class CaptureError(UsageError):
+    """The model cannot be exported, or cannot be cut as asked."""
+
+
+class PlanError(UsageError):
+    """The plan is unreadable, belongs to another model, or breaks a law of its rule."""
+
+
+class CheckpointError(UsageError):
+    """The checkpoint is missing, damaged, or belongs to another model."""
+
+
+class RunError(RoundelayError):
+    """The run itself failed."""
+
+
+class UserCodeError(RunError):
+    """The person's own code raised on a worker."""
+
+
+class DivergedError(RunError):
+    """A loss is not a finite number."""
+
+
+class WorkerLostError(RunError):
+    """A worker ended or stopped answering."""
+
+
+class DeadlineError(RunError):
+    """A wait outlasted its deadline."""
+
+
+class InternalError(RoundelayError):
+    """A law of the house was broken: a bug in Roundelay itself."""

@@ -1,0 +1,1 @@
+"""From a plan to one program per worker: partition, emit, check. Pure Python, no torch."""

@@ -1,0 +1,152 @@
+"""Cut a graph into stages and find what must travel between them.
+
+Rules, each with its reason:
+
+- A value goes to the segments that read it and to no other, one after the other in graph order: the maker hands it to
+  the first reader, the first reader to the second. Its gradient comes back along the same chain, so that every
+  contribution is added by autograd, in the order of the uncut model: the sum has the same bits wherever the cuts are.
+- Inputs and batch tensors are made by stage 0, which reads the data.
+- A parameter belongs to the first segment that uses it; later ones get it as the value ``weight.NAME`` with each
+  micro-batch and send its gradient back.
+- Neighbours are always joined by an edge, if only an empty one: by it a stage learns that a micro-batch exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundelay.errors import PlanError
+from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
+from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A segment's place: its stage and its operations ``start`` to ``stop - 1``; the loss is an empty span."""
+
+    stage: int
+    start: int
+    stop: int
+
+
+def partition(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
+    """Cut ``graph`` into stages.
+
+    Args:
+        graph: the logical graph.
+        stages: for each stage the names of the operations that end its segments, in order. The very last name
+            must be the graph's last operation.
+
+    Raises:
+        PlanError: a name is unknown, out of order, or not a legal cut.
+    """
+    spans = _spans(graph, stages)
+    loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
+    owners = _owners(graph, spans)
+    chains = _chains(graph, [*spans, loss], owners)
+    edges = _edges(graph, chains, len(stages))
+    return Partition(
+        tuple(
+            StageSpec(
+                stage=k,
+                segments=tuple(_segment(graph, span, owners, chains) for span in spans if span.stage == k),
+                loss_reads=(*graph.outputs, *graph.batch) if k == loss.stage else (),
+                sends=tuple(edge for edge in edges if edge.source == k),
+                receives=tuple(edge for edge in edges if edge.target == k),
+            )
+            for k in range(len(stages))
+        )
+    )
+
+
+def _spans(graph: Graph, stages: Sequence[Sequence[str]]) -> list[_Span]:
+    positions = {op.name: i for i, op in enumerate(graph.ops)}
+    legal = {*graph.cuts, len(graph.ops) - 1}
+    start, spans = 0, []
+    for k, names in enumerate(stages):
+        if not names:
+            raise _bad_cut(graph, k, "", "missing")
+        for name in names:
+            stop = positions.get(name, -1) + 1
+            if stop <= start or stop - 1 not in legal:
+                why = "unknown" if stop == 0 else "out of order" if stop <= start else "not a legal cut"
+                raise _bad_cut(graph, k, name, why)
+            spans.append(_Span(k, start, stop))
+            start = stop
+    if start != len(graph.ops):
+        raise _bad_cut(graph, len(stages) - 1, stages[-1][-1], "not the last operation")
+    return spans
+
+
+def _bad_cut(graph: Graph, stage: int, name: str, why: str) -> PlanError:
+    last = graph.ops[-1].name
+    return PlanError(
+        f"segments of stage {stage}",
+        got=f"an end at {name!r}, which is {why}" if name else "no segment",
+        expected=f"names of operations in graph order at legal cuts, the last stage ending at {last!r}",
+        remedy="Write a new plan with `roundelay plan`, or take a cut from the comments of the plan.",
+    )
+
+
+def _owners(graph: Graph, spans: Sequence[_Span]) -> dict[str, _Span]:
+    """The first segment that uses each parameter."""
+    owners: dict[str, _Span] = {}
+    for span in spans:
+        for op in graph.ops[span.start : span.stop]:
+            for name in op.parameters:
+                owners.setdefault(name, span)
+    return owners
+
+
+def _chains(graph: Graph, spans: Sequence[_Span], owners: dict[str, _Span]) -> dict[str, list[_Span]]:
+    """For every value that is read outside of the segment that makes it: its maker, then its readers in order.
+
+    Stage 0 makes inputs and batch tensors before its first segment, at the empty span (0, 0, 0).
+    """
+    makers = {op.name: span for span in spans for op in graph.ops[span.start : span.stop]}
+    makers |= dict.fromkeys((*graph.inputs, *graph.batch), _Span(0, 0, 0))
+    makers |= {WEIGHT + name: span for name, span in owners.items()}
+    chains: dict[str, list[_Span]] = {}
+    for span in spans:
+        reads = [name for op in graph.ops[span.start : span.stop] for name in op.reads]
+        reads += [WEIGHT + name for op in graph.ops[span.start : span.stop] for name in op.parameters]
+        reads += [*graph.outputs, *graph.batch] if span.start == span.stop else []
+        for name in dict.fromkeys(reads):
+            if makers[name] != span:
+                chains.setdefault(name, [makers[name]]).append(span)
+    return {name: chains[name] for name in makers if name in chains}
+
+
+def _edges(graph: Graph, chains: dict[str, list[_Span]], num_stages: int) -> tuple[Edge, ...]:
+    travels: dict[tuple[int, int], list[str]] = {(k, k + 1): [] for k in range(num_stages - 1)}
+    for name, chain in chains.items():
+        for before, after in zip(chain, chain[1:], strict=False):
+            if before.stage != after.stage:
+                travels.setdefault((before.stage, after.stage), []).append(name)
+    return tuple(
+        Edge(source, target, tuple(names), tuple(name for name in names if _flows_back(graph, name)))
+        for (source, target), names in sorted(travels.items())
+    )
+
+
+def _flows_back(graph: Graph, name: str) -> bool:
+    """Whether a gradient of this value travels back to where it came from."""
+    if name.startswith((INPUT, BATCH)):
+        return False
+    if name.startswith(WEIGHT):
+        return graph.parameters[name.removeprefix(WEIGHT)].trainable
+    return graph.values[name].requires_grad
+
+
+def _segment(graph: Graph, span: _Span, owners: dict[str, _Span], chains: dict[str, list[_Span]]) -> SegmentSpec:
+    ops = graph.ops[span.start : span.stop]
+    names = dict.fromkeys(name for op in ops for name in op.parameters if owners[name] == span)
+    return SegmentSpec(
+        start=span.start,
+        stop=span.stop,
+        parameters=tuple(names),
+        buffers=tuple(dict.fromkeys(name for op in ops for name in op.buffers)),
+        inputs=tuple(name for name, chain in chains.items() if span in chain[1:]),
+        outputs=tuple(name for name, chain in chains.items() if span in chain[:-1]),
+    )

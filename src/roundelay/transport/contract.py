@@ -1,0 +1,341 @@
+"""What every transport promises, so that the worker above it never asks which one it runs on.
+
+A transport carries messages and credits between workers and says when a worker is gone. It does not decide when a
+message may be sent: credits are counted by the actor machine, above. The promises, tested for every transport by
+``tests/contracts/test_transport.py``:
+
+- between one pair of workers on one channel the order is kept, and nothing is lost or doubled;
+- integers, floats and tensors arrive exactly: same value, dtype and shape;
+- `Endpoint.send` and `Endpoint.grant` never wait for the receiver;
+- a worker that dies or aborts becomes exactly one `Lost` at every other worker, after which nothing comes from it;
+  a worker that closes in good order becomes nothing at all;
+- what is sent to a worker that is lost or has closed is dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from roundelay.errors import DeadlineError, InternalError, WorkerLostError
+
+Value = torch.Tensor | int | float | None
+"""What a message carries. A tensor is on the CPU, dense, contiguous and outside every autograd graph."""
+
+MAX_HEADER = 16
+MAX_VALUES = 65_536
+MAX_DIMENSIONS = 16
+MAX_MESSAGE_BYTES = 2**34
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+"""Every dtype a message may carry; a dtype's place in this tuple is its number on the wire."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one worker sends to another.
+
+    Args:
+        channel: the plan's small non-negative number of the edge that the message travels on.
+        header: up to 16 int64 that the sender and the receiver give a meaning.
+        values: tensors, plain ints (int64), plain floats and None, in an order that both sides know.
+    """
+
+    channel: int
+    header: tuple[int, ...]
+    values: tuple[Value, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the tensors; header, ints and floats are not counted, as no cost model prices them."""
+        return sum(value.nbytes for value in self.values if isinstance(value, torch.Tensor))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """`message` has come from worker `source`."""
+
+    source: int
+    message: Message
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Worker `source`, the consumer of `channel`, has freed one slot of it: one credit."""
+
+    source: int
+    channel: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Worker `source` is gone for good; nothing follows from it."""
+
+    source: int
+    reason: str
+
+
+Delivery = Arrived | Granted | Lost
+
+
+class Endpoint(ABC):
+    """One worker's end of the transport. `send`, `grant` and `receive` belong to one thread; `abort` to any."""
+
+    worker: int
+    """This worker's number, 0 to num_workers - 1."""
+
+    @abstractmethod
+    def send(self, to: int, message: Message) -> None:
+        """Hand `message` over and return at once; nobody may write its tensors afterwards.
+
+        Raises:
+            InternalError: the message breaks the contract, `to` is no other worker, or this endpoint is closed.
+            WorkerLostError: this endpoint was aborted.
+        """
+
+    @abstractmethod
+    def grant(self, to: int, channel: int) -> None:
+        """Return one credit of `channel` to its producer `to`, at once. Raises as `send` does."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> Delivery:
+        """The next delivery, in the order of arrival.
+
+        Raises:
+            DeadlineError: nothing came within `timeout_s` seconds (0: nothing is there).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush what was sent and leave in good order; a second call, or one after `abort`, does nothing.
+
+        Raises:
+            DeadlineError: a living worker did not take what was sent in time. The endpoint is closed all the same.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Leave now: every other worker gets ``Lost(self.worker, reason)``, as far as it can still be told."""
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> dict[int, int]:
+        """`Message.payload_bytes` sent so far, per channel."""
+
+    @property
+    @abstractmethod
+    def bytes_received(self) -> dict[int, int]:
+        """`Message.payload_bytes` that `receive` has returned so far, per channel."""
+
+
+class CheckedEndpoint(Endpoint):
+    """What every real transport shares: checks, byte counters, the inbox and the end of life.
+
+    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``.
+    """
+
+    def __init__(self, worker: int, num_workers: int) -> None:
+        self.worker = worker
+        self._others = tuple(other for other in range(num_workers) if other != worker)
+        self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._end_lock = threading.Lock()
+        self._ended: str | None = None
+        self._aborted = False
+
+    @abstractmethod
+    def _send(self, to: int, message: Message) -> None: ...
+
+    @abstractmethod
+    def _grant(self, to: int, channel: int) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    @abstractmethod
+    def _abort(self, reason: str) -> None: ...
+
+    @final
+    def send(self, to: int, message: Message) -> None:
+        """Check, count and hand over `message`."""
+        check_message(message)
+        self._check_sending(to)
+        self._sent[message.channel] += message.payload_bytes
+        self._send(to, message)
+
+    @final
+    def grant(self, to: int, channel: int) -> None:
+        """Check and return one credit."""
+        check_channel(channel)
+        self._check_sending(to)
+        self._grant(to, channel)
+
+    @final
+    def receive(self, timeout_s: float) -> Delivery:
+        """The next delivery of the inbox, counted."""
+        delivery = take(self._inbox, timeout_s, self.worker)
+        if isinstance(delivery, Arrived):
+            self._received[delivery.message.channel] += delivery.message.payload_bytes
+        return delivery
+
+    @final
+    def close(self) -> None:
+        """End in good order, if nothing has ended it before."""
+        if self._end("it was closed", aborted=False):
+            self._close()
+
+    @final
+    def abort(self, reason: str) -> None:
+        """End now, if nothing has ended it before."""
+        if self._end(reason, aborted=True):
+            self._abort(reason)
+
+    @property
+    @final
+    def bytes_sent(self) -> dict[int, int]:
+        """A copy of the counters."""
+        return dict(self._sent)
+
+    @property
+    @final
+    def bytes_received(self) -> dict[int, int]:
+        """A copy of the counters."""
+        return dict(self._received)
+
+    def _end(self, reason: str, *, aborted: bool) -> bool:
+        """Whether this call is the first that ends the endpoint; `abort` may come from another thread."""
+        with self._end_lock:
+            first = self._ended is None
+            if first:
+                self._ended, self._aborted = reason, aborted
+        return first
+
+    def _check_sending(self, to: int) -> None:
+        if to not in self._others:
+            raise InternalError(
+                f"worker {self.worker} sending",
+                got=f"receiver {to}",
+                expected=f"one of {list(self._others)}",
+                remedy="Report this program: lowering must name another worker of the plan.",
+            )
+        if self._aborted:
+            raise WorkerLostError(
+                f"worker {self.worker} sending to worker {to}",
+                got=f"an aborted endpoint ({self._ended})",
+                expected="an open one",
+                remedy="Look at the first error of the run; this one follows from it.",
+            )
+        if self._ended is not None:
+            raise InternalError(
+                f"worker {self.worker} sending to worker {to}",
+                got="a closed endpoint",
+                expected="an open one",
+                remedy="Report this: a worker closes only when its program has ended.",
+            )
+
+
+def take(inbox: queue.SimpleQueue[Delivery], timeout_s: float, worker: int) -> Delivery:
+    """The next delivery of `inbox`, waiting at most `timeout_s` seconds.
+
+    Raises:
+        DeadlineError: nothing came.
+    """
+    try:
+        return inbox.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        raise nothing_came(worker, timeout_s) from None
+
+
+def nothing_came(worker: int, timeout_s: float) -> DeadlineError:
+    """What `Endpoint.receive` raises when its time is over."""
+    return DeadlineError(
+        f"worker {worker} waiting for a message or a credit",
+        got=f"nothing for {timeout_s:g} s",
+        expected="a delivery",
+        remedy="Look at what the other workers wait for, or allow more time.",
+    )
+
+
+def check_channel(channel: int) -> None:
+    """Raise InternalError unless `channel` is a small non-negative int."""
+    if not (type(channel) is int and 0 <= channel < 2**31):
+        raise _bad("channel", repr(channel), "an int from 0 to 2**31 - 1")
+
+
+def check_message(message: Message) -> None:
+    """Raise InternalError unless `message` keeps the contract; costs about a microsecond per value."""
+    check_channel(message.channel)
+    if len(message.header) > MAX_HEADER:
+        raise _bad("header", f"{len(message.header)} numbers", f"at most {MAX_HEADER}")
+    if len(message.values) > MAX_VALUES:
+        raise _bad("values", f"{len(message.values)} of them", f"at most {MAX_VALUES}")
+    for number in message.header:
+        _check_int(number)
+    for value in message.values:
+        _check_value(value)
+    if message.payload_bytes > MAX_MESSAGE_BYTES:
+        raise _bad("tensors", f"{message.payload_bytes} bytes", f"at most {MAX_MESSAGE_BYTES}")
+
+
+def _check_int(number: int) -> None:
+    if not (type(number) is int and INT64_MIN <= number <= INT64_MAX):
+        raise _bad("integer", repr(number), "a plain int of 64 bits")
+
+
+def _check_value(value: Value) -> None:
+    if isinstance(value, torch.Tensor):
+        fault = _tensor_fault(value)
+        if fault is not None:
+            raise _bad("tensor", fault, "a dense, contiguous, detached CPU tensor")
+    elif type(value) is int:
+        _check_int(value)
+    elif value is not None and type(value) is not float:
+        raise _bad("value", f"a {type(value).__name__}", "a tensor, an int, a float or None")
+
+
+def _tensor_fault(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return f"one on {tensor.device}, layout {tensor.layout}"
+    if tensor.requires_grad:
+        return "one that requires a gradient"
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return f"strides {tensor.stride()} for shape {tuple(tensor.shape)}, or a lazy conjugate or negative"
+    if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMENSIONS:
+        return f"dtype {tensor.dtype} with {tensor.dim()} dimensions"
+    return None
+
+
+def _bad(subject: str, got: str, expected: str) -> InternalError:
+    return InternalError(
+        f"{subject} of a message", got=got, expected=expected, remedy="Report this: the sender must prepare it."
+    )

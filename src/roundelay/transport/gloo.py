@@ -1,0 +1,236 @@
+"""Workers as processes of one trust domain: messages travel over gloo's point-to-point operations, on loopback.
+
+Each message is one frame of bytes, small tensors included; tensors that do not fit follow under a second tag, straight
+from and into their own memory. Nothing is ever unpickled: a frame holds numbers only, and each is checked.
+
+Threads: `send` posts to gloo itself and never waits; one *listener* per other worker waits for that worker's frames,
+so a dead worker is told apart from a silent one by its own connection; one *releaser* keeps what was posted alive
+until gloo has written it.
+
+The end of a link is a handshake. Each side sends one END, behind everything else, and answers the other's END with an
+END of its own (if it has sent none) and an ACK. Who has received END and ACK may close the connection without cutting
+off bytes still under way. An END with a reason is an abort. A connection that breaks before END is a lost worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, cast, final
+
+import torch
+import torch.distributed as dist
+
+from roundelay.errors import DeadlineError, InternalError
+from roundelay.transport import frame as wire
+from roundelay.transport.contract import Arrived, CheckedEndpoint, Granted, Lost, Message
+
+ABORT_GRACE_S = 1.0
+"""Seconds that the other workers have to take an abort before their connections are cut."""
+
+FOREVER = timedelta(days=365)
+"""A listener waits as long as its worker lives: that worker's END or death ends the wait, or `_cut`."""
+
+_FRAME_TAG, _DATA_TAG, _NEVER_TAG = 1, 2, 3
+
+
+@final
+class GlooEndpoint(CheckedEndpoint):
+    """One process's end. Building it is the rendezvous: it returns when all `num_workers` have met.
+
+    Args:
+        worker: this worker's number.
+        num_workers: how many there are.
+        store_path: a file that nobody has used before, the same for all workers, on a file system they share.
+        deadline_s: seconds that the rendezvous, and later `close`, may take.
+
+    Raises:
+        DeadlineError: not all workers came in time.
+    """
+
+    def __init__(self, worker: int, num_workers: int, store_path: str, deadline_s: float) -> None:
+        super().__init__(worker, num_workers)
+        self._deadline_s = deadline_s
+        self._group: _Group | None = _connect(worker, num_workers, store_path, deadline_s)
+        self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
+        self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
+        self._links = {other: _Link(other, self._listen) for other in self._others}
+        self._releaser.start()
+        for link in self._links.values():
+            link.listener.start()
+
+    def _send(self, to: int, message: Message) -> None:
+        frame, apart = wire.encode(message)
+        self._post(self._links[to], frame, apart)
+
+    def _grant(self, to: int, channel: int) -> None:
+        self._post(self._links[to], wire.grant_frame(channel))
+
+    def _close(self) -> None:
+        late = self._leave("", self._deadline_s)
+        if late:
+            raise DeadlineError(
+                f"worker {self.worker} closing",
+                got=f"no answer from workers {late} for {self._deadline_s:g} s",
+                expected="each to take what was sent",
+                remedy="See whether they still run, or allow more time.",
+            )
+
+    def _abort(self, reason: str) -> None:
+        self._leave(reason, ABORT_GRACE_S)
+
+    def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
+        """Post a frame and the tensors that follow it; dropped once the link's END is posted or the link is broken."""
+        with link.lock:
+            if link.sealed or self._group is None:
+                return
+            link.sealed = last
+            try:
+                works = [self._group.send([torch.frombuffer(frame, dtype=torch.uint8)], link.worker, _FRAME_TAG)]
+                works += [self._group.send([part], link.worker, _DATA_TAG) for part in apart]
+            except RuntimeError:  # the connection is broken: the link's listener tells
+                link.sealed = True
+                return
+        self._posted.put(works)
+
+    def _acknowledge(self, link: _Link) -> None:
+        """Answer END with END, unless posted before, and ACK: the one frame that may follow END."""
+        self._post(link, wire.end_frame(""), last=True)
+        with link.lock, contextlib.suppress(RuntimeError):
+            if self._group is not None:
+                frame = torch.frombuffer(wire.ack_frame(), dtype=torch.uint8)
+                self._posted.put([self._group.send([frame], link.worker, _FRAME_TAG)])
+
+    def _listen(self, link: _Link) -> None:
+        """Receive `link`'s frames until its handshake is complete or its connection broken."""
+        group = self._group
+        assert group is not None
+        try:
+            frames: deque[_Posted] = deque(_Posted(group, link.worker) for _ in range(2))
+            while not (link.ended and link.acknowledged):
+                posted = frames.popleft()
+                posted.work.wait(FOREVER)
+                self._handle(link, posted.frame, group)
+                frames.append(_Posted(group, link.worker, posted.frame))
+        except (RuntimeError, InternalError) as fault:
+            if not link.ended and self._ended is None:
+                self._inbox.put(Lost(link.worker, _explain(fault)))
+            with link.lock:
+                link.sealed = True
+
+    def _handle(self, link: _Link, frame: bytearray, group: _Group) -> None:
+        head = wire.read_head(frame)
+        if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
+            self._inbox.put(Arrived(link.worker, _finish(head, frame, link.worker, group)))
+        elif head.kind == wire.GRANT:
+            self._inbox.put(Granted(link.worker, head.channel))
+        elif head.kind == wire.ACK:
+            link.acknowledged = True
+        else:
+            link.ended = True
+            if head.length:
+                reason = bytes(wire.body_of(head, frame)).decode(errors="replace")
+                self._inbox.put(Lost(link.worker, reason))
+            self._acknowledge(link)
+
+    def _leave(self, reason: str, grace_s: float) -> list[int]:
+        """End every link, then every thread; the workers that did not answer within `grace_s` seconds."""
+        deadline = time.monotonic() + grace_s
+        for link in self._links.values():
+            self._post(link, wire.end_frame(reason), last=True)
+        for link in self._links.values():
+            link.listener.join(max(0.0, deadline - time.monotonic()))
+        late = [link.worker for link in self._links.values() if link.listener.is_alive()]
+        for worker in late:
+            self._cut(self._links[worker])
+        self._posted.put(None)
+        self._releaser.join(ABORT_GRACE_S)
+        self._group = None  # gloo closes its sockets and ends its threads when nothing refers to the group
+        return late
+
+    def _cut(self, link: _Link) -> None:
+        """End a listener whose worker does not answer: a gloo wait that times out breaks every pair of its group."""
+        assert self._group is not None
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.empty(1)], link.worker, _NEVER_TAG).wait(timedelta(milliseconds=1))
+        link.listener.join(ABORT_GRACE_S)
+
+
+class _Group(Protocol):
+    """The part of torch's ProcessGroupGloo that is used here; torch's stubs leave it out."""
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> dist.Work: ...
+
+
+class _Link:
+    """What an endpoint knows about its connection to one other worker."""
+
+    def __init__(self, worker: int, listen: Callable[[_Link], None]) -> None:
+        self.worker = worker
+        self.lock = threading.Lock()  # a frame and the tensors that follow it are posted as one
+        self.sealed = False  # nothing more may be posted
+        self.ended = False  # the other's END has come
+        self.acknowledged = False  # the other has taken everything up to our END
+        self.listener = threading.Thread(target=listen, args=(self,), daemon=True)
+
+
+class _Posted:
+    """A buffer that waits for the next frame of one worker."""
+
+    def __init__(self, group: _Group, source: int, frame: bytearray | None = None) -> None:
+        self.frame = bytearray(wire.FRAME_BYTES) if frame is None else frame
+        self.work = group.recv([torch.frombuffer(self.frame, dtype=torch.uint8)], source, _FRAME_TAG)
+
+
+def _connect(worker: int, num_workers: int, store_path: str, deadline_s: float) -> _Group:
+    # Not init_process_group: its device comes from an environment variable, and its group is global to the process.
+    limit = timedelta(seconds=deadline_s)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    try:
+        store = dist.FileStore(store_path, num_workers)  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        return cast(_Group, dist.ProcessGroupGloo(store, worker, num_workers, options))
+    except RuntimeError as fault:
+        raise DeadlineError(
+            f"worker {worker} meeting the others at {store_path}",
+            got=_explain(fault),
+            expected=f"{num_workers} workers within {deadline_s:g} s",
+            remedy="See which worker did not start, and give every run a file of its own.",
+        ) from fault
+
+
+def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Message:
+    """The message that `frame` begins, when all that follows the frame has come."""
+    body = wire.body_of(head, frame)
+    if head.kind == wire.MESSAGE_APART:
+        body = memoryview(bytearray(head.length))
+        group.recv([torch.frombuffer(body, dtype=torch.uint8)], source, _DATA_TAG).wait(FOREVER)
+    message, apart = wire.decode(head, body)
+    for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
+        work.wait(FOREVER)
+    return message
+
+
+def _release(posted: queue.SimpleQueue[list[dist.Work] | None]) -> None:
+    """Hold what was posted until gloo has written it, then let it go."""
+    while (works := posted.get()) is not None:
+        for work in works:
+            with contextlib.suppress(RuntimeError):  # a broken connection: the link's listener tells
+                work.wait(FOREVER)
+        del works, work
+
+
+def _explain(fault: Exception) -> str:
+    """The part of gloo's message that a person can use."""
+    if isinstance(fault, InternalError):
+        return f"it sent bytes that are no message ({fault.got})"
+    return "its connection broke: " + str(fault).split("] ", 1)[-1].split(". ", 1)[0]

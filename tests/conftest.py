@@ -1,0 +1,101 @@
+"""What holds for every test: one thread, one seed, nothing left running.
+
+Torch keeps to one thread because the suite's workers share few cores, and because a process that ever ran an operator
+on several threads cannot be forked safely.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+SEED = 20240229
+#: Seconds that a child or a thread has to end by itself after its test.
+GRACE = 5.0
+
+torch.set_num_threads(1)
+
+# The same examples on every machine, however busy: a slow minute is no failure.
+settings.register_profile("house", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
+
+
+def children() -> dict[str, str]:
+    """Every live or unreaped child process: what tells it from any other, and how to show it.
+
+    ``/proc`` knows the children that multiprocessing does not; where there is none, multiprocessing must do.
+    multiprocessing's own resource tracker lives as long as we do and is not counted.
+    """
+    tasks = list(Path("/proc/self/task").glob("*/children"))
+    if not tasks:
+        return {str(child.pid): child.name for child in multiprocessing.active_children()}
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    pids = {pid for task in tasks for pid in _read(task).split()} - {str(tracker)}
+    return {
+        pid: " ".join(_read(Path(f"/proc/{pid}/cmdline")).split("\0")).strip() or "ended, not reaped" for pid in pids
+    }
+
+
+def _read(path: Path) -> str:
+    """The file's text, or nothing where its process or thread has just ended."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def threads() -> dict[str, str]:
+    """Every live thread that would keep the interpreter from ending, the calling one apart."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return {f"thread {thread.ident}": thread.name for thread in others if not thread.daemon}
+
+
+def running() -> dict[str, str]:
+    """Every child process and non-daemon thread of ours."""
+    return {f"process {pid}": what for pid, what in children().items()} | threads()
+
+
+@contextmanager
+def nothing_left_behind(grace: float = GRACE) -> Iterator[None]:
+    """Fails when the block ends and, ``grace`` seconds later, something that it started still runs."""
+    before = running().keys()
+    yield
+    deadline = time.monotonic() + grace
+    while (left := {key: what for key, what in running().items() if key not in before}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if left:
+        listing = ", ".join(f"{key} ({what})" for key, what in sorted(left.items()))
+        pytest.fail(f"left behind: {listing}; expected every process joined and every thread ended", pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_leaves_nothing_behind() -> Iterator[None]:
+    """Holds fixtures that outlive a test to the same rule."""
+    with nothing_left_behind():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(session_leaves_nothing_behind: None) -> Iterator[None]:
+    """Set up before the test's own fixtures, so torn down after them."""
+    with nothing_left_behind():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers whichever tests ran before."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)

@@ -1,0 +1,145 @@
+"""Runs one body per worker over any transport: threads in memory, forked processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from roundelay.transport.contract import Endpoint
+from roundelay.transport.delayed import DelayedEndpoint
+from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.memory import memory_endpoints
+
+KINDS = ("memory", "delayed memory", "gloo", "delayed gloo")
+PATIENCE_S = 30.0
+MAX_DELAY_S = 0.004
+
+Body = Callable[[Endpoint], Any]
+"""What a worker does; returns something that json can carry. The harness closes the endpoint afterwards."""
+
+DIED = "died"
+
+
+class Death(BaseException):
+    """A worker of a thread transport dies: its launcher aborts its endpoint."""
+
+
+def run_workers(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[Any]:
+    """Each body's result, by worker; `DIED` for one that called `die`. Fails when any body raised."""
+    outcomes = _run_threads(kind, bodies) if "memory" in kind else _run_processes(kind, bodies, tmp_path)
+    errors = [f"worker {k}: {outcome['error']}" for k, outcome in enumerate(outcomes) if "error" in outcome]
+    assert not errors, "\n".join(errors)
+    return [outcome["result"] for outcome in outcomes]
+
+
+def die(kind: str) -> NoReturn:
+    """End this worker without a word."""
+    if "gloo" in kind:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise Death
+
+
+def _wrap(kind: str, endpoint: Endpoint) -> Endpoint:
+    return DelayedEndpoint(endpoint, endpoint.worker, MAX_DELAY_S) if "delayed" in kind else endpoint
+
+
+def _outcome(body: Body, connect: Callable[[], Endpoint]) -> dict[str, Any]:
+    try:
+        endpoint = connect()
+        try:
+            result = body(endpoint)
+        except Death:
+            endpoint.abort("it died")
+            return {"result": DIED}
+        endpoint.close()
+    except BaseException:
+        return {"error": traceback.format_exc()}
+    return {"result": result}
+
+
+def _run_threads(kind: str, bodies: Sequence[Body]) -> list[dict[str, Any]]:
+    outcomes: list[dict[str, Any]] = [{"error": "it hung"} for _ in bodies]
+
+    def run(worker: int, endpoint: Endpoint) -> None:
+        outcomes[worker] = _outcome(bodies[worker], lambda: _wrap(kind, endpoint))
+
+    endpoints = memory_endpoints(len(bodies))
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(endpoints)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return outcomes
+
+
+def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[dict[str, Any]]:
+    def connect(worker: int) -> Endpoint:
+        return _wrap(kind, GlooEndpoint(worker, len(bodies), str(tmp_path / "rendezvous"), PATIENCE_S))
+
+    return fork_all([lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)])
+
+
+def fork_all(tasks: Sequence[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each task returned in a forked child of its own; no child outlives this call."""
+    children = [_fork(task) for task in tasks]
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        texts = [_read(pipe, deadline) for _, pipe in children]
+    finally:
+        statuses = [_reap(pid) for pid, _ in children]
+    return [_told(text, status) for text, status in zip(texts, statuses, strict=True)]
+
+
+def _fork(task: Callable[[], dict[str, Any]]) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(task(), pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+
+def _read(pipe: int, deadline: float) -> bytes:
+    """All that comes through `pipe` until its writer ends, or until the deadline."""
+    parts: list[bytes] = []
+    with os.fdopen(pipe, "rb", buffering=0) as reader:
+        while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = reader.read(65536)
+            if not part:
+                break
+            parts.append(part)
+    return b"".join(parts)
+
+
+def _reap(pid: int) -> int:
+    """The exit status of our child `pid`; one that has told its result or run out of time is ended."""
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+def _told(text: bytes, status: int) -> dict[str, Any]:
+    if text:
+        return json.loads(text)
+    if status == signal.SIGKILL:
+        return {"result": DIED}
+    return {"error": f"it hung or fell silent, status {status}"}
