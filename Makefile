@@ -3,7 +3,7 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 LOCK := requirements/lock.txt
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 
 # .venv/.begun becomes .venv/.done when everything is installed. Found at the start, it tells of an interrupted
 # run, whose half-written packages pip would trust: the environment is then made anew.
@@ -17,6 +17,7 @@ help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
+	@:
 
 train: $(DONE) ## Train the example, a small character-level GPT
 	@$(BIN)/roundelay train examples/char_gpt.py

@@ -293,6 +293,14 @@ def test_the_released_code_moves_plain_sgd_along_its_last_gradient(maximize: boo
     assert_same_bits(ahead(optimizer, weight, (0.05, 0.05), last, "released-code"), literal)
 
 
+def test_the_released_code_ignores_a_buffer_left_from_before_momentum_was_switched_off() -> None:
+    optimizer, weight, last = trained(sgd(momentum=0.9, dampening=0.4), dtype=torch.float32)
+    optimizer.param_groups[0]["momentum"] = 0
+    assert last.gradient is not None
+    literal = torch.add(weight.detach(), last.gradient, alpha=-0.05)
+    assert_same_bits(ahead(optimizer, weight, (0.05,), last, "released-code"), literal)
+
+
 @every_setting
 @pytest.mark.parametrize("lam", [0.0, 0.3])
 @pytest.mark.parametrize("amsgrad", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,12 +33,19 @@ class Flat(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def silence(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Fail a test in which anything is printed, one-time messages of libraries included."""
+def silence(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test in which anything is printed, or a library logs a warning; one intra-op thread."""
     threads = torch.get_num_threads()
+    # These two hand nothing to the root logger, and keep the stream they found when they were imported.
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,0 +1,68 @@
+"""Actions: what a stage does, without how. ``2F0`` is stage 2's forward of micro-batch 0.
+
+A list of actions per stage is a schedule written out; the grid prints it as a staircase, one row per stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roundelay.errors import UsageError
+
+Kind = Literal["F", "B", "U"]
+
+_PATTERN = re.compile(r"(\d+)([FBU])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action.
+
+    Args:
+        stage: k, from 0.
+        kind: ``F`` forward, ``B`` backward, ``U`` update.
+        number: the micro-batch g of a forward or backward, the batch t of an update.
+    """
+
+    stage: int
+    kind: Kind
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.number}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The action that prints as ``text``.
+
+        Raises:
+            UsageError: no action prints so.
+        """
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                "an action",
+                got=repr(text),
+                expected="stage number, F, B or U, and a number, such as 2F0",
+                remedy="Correct the text.",
+            )
+        stage, kind, number = match.groups()
+        return Action(int(stage), kind, int(number))  # type: ignore[arg-type]
+
+
+def grid(columns: Mapping[int, Sequence[str]], num_columns: int) -> str:
+    """A staircase: one row per stage, one column per time slot.
+
+    Args:
+        columns: stage to its cells, the empty string where it waits.
+        num_columns: number of time slots.
+    """
+    width = max((len(cell) for cells in columns.values() for cell in cells), default=1)
+    rows = []
+    for stage in sorted(columns):
+        cells = [*columns[stage], *[""] * (num_columns - len(columns[stage]))]
+        rows.append(f"stage {stage} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
+    return "\n".join(rows)

@@ -1,0 +1,194 @@
+"""The plan: the narrow waist between choosing and doing, and the only configuration of a run.
+
+It is a small text file (TOML) that a person reads, edits, diffs and keeps. Every field acts: the run obeys it, or the
+simulator reckons with it, or it is refused. Comments explain and are not read.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from roundelay.errors import PlanError
+
+FORMAT = 1
+
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage, run by the worker of the same number.
+
+    Args:
+        segments: operations that end its segments, in order.
+        forward_s: predicted seconds of one forward.
+        backward_s: predicted seconds of one backward, without a repeated forward.
+        update_s: predicted seconds of one update.
+        parameter_bytes: bytes of its weights.
+        tape_bytes: bytes that one forward leaves for its backward.
+    """
+
+    segments: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    tape_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgePlan:
+    """What stage ``source`` sends to stage ``target`` with every micro-batch.
+
+    Args:
+        source: the earlier stage.
+        target: the later stage.
+        slots: messages that may be on the way or unread at one time, in each direction.
+        forward_bytes: bytes of one message forward.
+        backward_bytes: bytes of one message back.
+        gradient: whether anything travels back.
+    """
+
+    source: int
+    target: int
+    slots: int
+    forward_bytes: int
+    backward_bytes: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All choices of one run.
+
+    Args:
+        format: version of this text.
+        model: fingerprint of the captured model that it is for.
+        rule: update rule.
+        predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
+        backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
+        micro_batches: M, micro-batches of a full batch.
+        transport: ``memory`` (threads of one process) or ``gloo`` (processes).
+        deadline_s: seconds after which a silent wait is an error.
+        latency_s: predicted seconds of an empty message.
+        bytes_per_s: predicted bytes per second of a link.
+        stages: in order.
+        edges: ordered by source, then target.
+    """
+
+    format: int
+    model: str
+    rule: str
+    predictor: str
+    backward: str
+    micro_batches: int
+    transport: str
+    deadline_s: float
+    latency_s: float
+    bytes_per_s: float
+    stages: tuple[StagePlan, ...]
+    edges: tuple[EdgePlan, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """D."""
+        return len(self.stages)
+
+    def text(self, comments: Sequence[str] = ()) -> str:
+        """As TOML, with ``comments`` on top."""
+        lines = [f"# {line}".rstrip() for line in comments]
+        lines += _fields(self, skip=("stages", "edges"))
+        for title, parts in (("stages", self.stages), ("edges", self.edges)):
+            for part in parts:
+                lines += ["", f"[[{title}]]", *_fields(part)]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """The plan that prints as ``text``.
+
+        Raises:
+            PlanError: the text is no TOML, of another version, or a field is missing, unknown or of a wrong kind.
+        """
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise _unreadable(str(error)) from error
+        if table.get("format") != FORMAT:
+            raise PlanError(
+                "format of the plan",
+                got=repr(table.get("format")),
+                expected=str(FORMAT),
+                remedy="Write a new plan with `roundelay plan`.",
+            )
+        stages = table.pop("stages", None)
+        edges = table.pop("edges", [])
+        if not isinstance(stages, list) or not stages or not isinstance(edges, list):
+            raise _unreadable("no [[stages]]")
+        made_stages = tuple(_read(StagePlan, part, f"stages[{i}]") for i, part in enumerate(stages))
+        made_edges = tuple(_read(EdgePlan, part, f"edges[{i}]") for i, part in enumerate(edges))
+        return _read(Plan, {**table, "stages": made_stages, "edges": made_edges}, "the plan")
+
+
+def _fields(part: Any, skip: tuple[str, ...] = ()) -> list[str]:
+    return [f"{f.name} = {_literal(getattr(part, f.name))}" for f in fields(part) if f.name not in skip]
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    return repr(value)
+
+
+def _read(kind: type[_Part], table: Any, where: str) -> _Part:
+    """A frozen value from a table, every field present and of its kind."""
+    if not isinstance(table, dict):
+        raise _unreadable(f"{where} is no table")
+    known = {f.name: str(f.type) for f in fields(kind)}
+    for name in [*table, *known]:
+        if name not in known or name not in table:
+            raise PlanError(
+                f"{where}: field {name!r}",
+                got="an unknown field" if name not in known else "no such field",
+                expected="the fields " + ", ".join(known),
+                remedy="Compare with a plan written by `roundelay plan`.",
+            )
+    return kind(**{name: _value(known[name], table[name], f"{where}: field {name!r}") for name in known})
+
+
+def _value(kind: str, value: Any, where: str) -> Any:
+    if kind == "float" and type(value) in (int, float) and math.isfinite(value) and value >= 0:
+        return float(value)
+    if kind == "int" and type(value) is int and value >= 0:
+        return value
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "tuple[str, ...]" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind.startswith("tuple[") and isinstance(value, tuple):
+        return value
+    raise PlanError(
+        where,
+        got=repr(value),
+        expected={"float": "a number, not negative", "int": "a whole number, not negative"}.get(kind, kind),
+        remedy="Correct the plan, or write a new one with `roundelay plan`.",
+    )
+
+
+def _unreadable(why: str) -> PlanError:
+    return PlanError(
+        "the plan",
+        got=why,
+        expected="TOML as `roundelay plan` writes it",
+        remedy="Correct the text, or write a new plan with `roundelay plan`.",
+    )

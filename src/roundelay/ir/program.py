@@ -1,0 +1,193 @@
+"""Programs: what one worker executes, as finite text.
+
+A program is three blocks of instructions over a running micro-batch number ``g``::
+
+    worker 0 of 2
+    window run
+    lag 1
+    tapes 2
+    channel 0 forward 0>1 slots 2
+    channel 1 gradient 1>0 slots 2
+    warm-up
+      read g
+      forward g gives 0 distance crossed mode recompute
+    steady
+      read g+1
+      forward g+1 gives 0 distance crossed mode recompute
+      backward g takes 1 weights live mode recompute
+      update g
+    drain
+      backward g takes 1 weights live mode recompute
+      update g
+
+In a window (one batch, or the whole run) the warm-up block runs ``lag`` times, the steady block until the window's last
+forward is done, wherever that is, and the drain block until nothing is in flight. ``update`` acts only where g ends its
+batch. Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and
+each channel it gives to has a free slot; slots are registers, and a consumer without a free one stops its producer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roundelay.errors import PlanError
+
+Opcode = Literal["read", "forward", "backward", "update"]
+ChannelKind = Literal["forward", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A queue of messages between two workers, one message per micro-batch.
+
+    Args:
+        id: number, the same on both sides.
+        kind: what it carries: activations, or gradients.
+        source: the worker that sends.
+        target: the worker that receives.
+        slots: messages that may be on the way or unread at one time.
+    """
+
+    id: int
+    kind: ChannelKind
+    source: int
+    target: int
+    slots: int
+
+    def __str__(self) -> str:
+        return f"channel {self.id} {self.kind} {self.source}>{self.target} slots {self.slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Args:
+        opcode: what to do.
+        offset: it acts on micro-batch g + offset.
+        takes: channels whose message for that micro-batch it consumes.
+        gives: channels to which it sends a message.
+        weights: for a backward, which weights it reads: ``forward`` (those of its forward) or ``live``; else empty.
+        distance: for a forward, how far weights are predicted: ``crossed`` (the updates really between it and its
+            backward) or a number; else empty.
+        mode: backward mode of a forward and its backward; else empty.
+    """
+
+    opcode: Opcode
+    offset: int
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    weights: str = ""
+    distance: str = ""
+    mode: str = ""
+
+    def __str__(self) -> str:
+        words = [self.opcode, f"g+{self.offset}" if self.offset else "g"]
+        for word, channels in (("takes", self.takes), ("gives", self.gives)):
+            if channels:
+                words += [word, ",".join(map(str, channels))]
+        for word in ("weights", "distance", "mode"):
+            value = getattr(self, word)
+            if value:
+                words += [word, value]
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one worker executes; see the module's docstring.
+
+    Args:
+        worker: its number.
+        num_workers: of how many.
+        window: ``batch`` or ``run``.
+        lag: repetitions of the warm-up block.
+        tapes: forwards that may wait for their backward at one time.
+        channels: those it takes from or gives to.
+        warm_up: block.
+        steady: block.
+        drain: block.
+    """
+
+    worker: int
+    num_workers: int
+    window: str
+    lag: int
+    tapes: int
+    channels: tuple[Channel, ...]
+    warm_up: tuple[Instruction, ...]
+    steady: tuple[Instruction, ...]
+    drain: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        lines = [f"worker {self.worker} of {self.num_workers}", f"window {self.window}", f"lag {self.lag}"]
+        lines += [f"tapes {self.tapes}", *map(str, self.channels)]
+        for title, block in (("warm-up", self.warm_up), ("steady", self.steady), ("drain", self.drain)):
+            lines += [title, *(f"  {instruction}" for instruction in block)]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """The program that prints as ``text``.
+
+        Raises:
+            PlanError: naming the line that no program has.
+        """
+        heads: dict[str, list[str]] = {}
+        channels: list[Channel] = []
+        blocks: dict[str, list[Instruction]] = {"warm-up": [], "steady": [], "drain": []}
+        block: list[Instruction] | None = None
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            try:
+                if line in blocks:
+                    block = blocks[line]
+                elif line.startswith("  ") and block is not None:
+                    block.append(_instruction(words))
+                elif words[0] == "channel":
+                    channels.append(_channel(words))
+                else:
+                    heads[words[0]] = words[1:]
+            except (IndexError, KeyError, ValueError) as error:
+                raise _bad_line(number, line) from error
+        try:
+            worker, _, num_workers = heads["worker"]
+            numbers = (int(worker), int(num_workers))
+            lag, tapes, window = int(heads["lag"][0]), int(heads["tapes"][0]), heads["window"][0]
+        except (IndexError, KeyError, ValueError) as error:
+            raise _bad_line(1, text[:60]) from error
+        return Program(*numbers, window, lag, tapes, tuple(channels), *(tuple(part) for part in blocks.values()))
+
+
+def _channel(words: list[str]) -> Channel:
+    source, target = words[3].split(">")
+    if words[2] not in ("forward", "gradient") or words[4] != "slots":
+        raise ValueError(words)
+    return Channel(int(words[1]), words[2], int(source), int(target), int(words[5]))  # type: ignore[arg-type]
+
+
+def _instruction(words: list[str]) -> Instruction:
+    if words[0] not in ("read", "forward", "backward", "update") or not words[1].startswith("g") or len(words) % 2:
+        raise ValueError(words)
+    named = dict(zip(words[2::2], words[3::2], strict=True))
+    if not set(named) <= {"takes", "gives", "weights", "distance", "mode"}:
+        raise ValueError(words)
+    return Instruction(
+        opcode=words[0],  # type: ignore[arg-type]
+        offset=int(words[1][2:] or 0),
+        takes=tuple(int(c) for c in named.get("takes", "").split(",") if c),
+        gives=tuple(int(c) for c in named.get("gives", "").split(",") if c),
+        weights=named.get("weights", ""),
+        distance=named.get("distance", ""),
+        mode=named.get("mode", ""),
+    )
+
+
+def _bad_line(number: int, line: str) -> PlanError:
+    return PlanError(
+        f"line {number} of a program",
+        got=repr(line),
+        expected="a line as `roundelay simulate --programs` prints it",
+        remedy="Programs are made from plans; edit the plan instead.",
+    )

@@ -1,0 +1,72 @@
+"""From a plan to one program per worker. Here, and in the worker, numbers of workers may be told apart."""
+
+from __future__ import annotations
+
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Channel, Instruction, Program
+from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
+from roundelay.schedules import schedule_named
+
+
+def channels_of(plan: Plan) -> tuple[Channel, ...]:
+    """Every channel of a plan: for each edge one forward, and one back if a gradient travels."""
+    channels: list[Channel] = []
+    for edge in plan.edges:
+        channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
+        if edge.gradient:
+            channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
+    return tuple(channels)
+
+
+def emit(plan: Plan) -> tuple[Program, ...]:
+    """One program per worker.
+
+    Raises:
+        PlanError: the rule or its schedule is unknown.
+    """
+    rule = rule_named(plan.rule)
+    channels = channels_of(plan)
+    return tuple(_program(plan, rule, k, channels) for k in range(plan.num_stages))
+
+
+def distance(plan: Plan, rule: UpdateRule, stage: int) -> str:
+    """How far the forward of ``stage`` predicts its weights, as a program says it; empty for no prediction."""
+    if not rule.predicts:
+        return ""
+    behind = plan.num_stages - 1 - stage
+    return {"crossed": "crossed", "lag": str(behind), "lag+1": str(behind + 1)}[DISTANCES[plan.predictor]]
+
+
+def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
+    schedule = schedule_named(rule.schedule)
+    lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
+    takes = _ids(channels, "forward", target=stage)
+    gives = _ids(channels, "forward", source=stage)
+    grads_in = _ids(channels, "gradient", target=stage)
+    grads_out = _ids(channels, "gradient", source=stage)
+    far = distance(plan, rule, stage)
+
+    def ahead(offset: int) -> tuple[Instruction, ...]:
+        forward = Instruction("forward", offset, takes, gives, distance=far, mode=plan.backward)
+        return (Instruction("read", offset), forward) if stage == 0 else (forward,)
+
+    back = (
+        Instruction("backward", 0, grads_in, grads_out, weights=rule.backward_reads(plan.backward), mode=plan.backward),
+        Instruction("update", 0),
+    )
+    return Program(
+        worker=stage,
+        num_workers=plan.num_stages,
+        window=schedule.window,
+        lag=lag,
+        tapes=plan.micro_batches if schedule.window == "batch" and lag >= plan.micro_batches else lag + 1,
+        channels=tuple(c for c in channels if stage in (c.source, c.target)),
+        warm_up=ahead(0),
+        steady=(*ahead(lag), *back),
+        drain=back,
+    )
+
+
+def _ids(channels: tuple[Channel, ...], kind: str, *, source: int = -1, target: int = -1) -> tuple[int, ...]:
+    """Channels of a kind into ``target`` or out of ``source``, by number of the other end."""
+    return tuple(c.id for c in channels if c.kind == kind and (c.source == source or c.target == target))

@@ -1,0 +1,210 @@
+"""The simulator: the runtime's own machines, driven by a virtual clock instead of threads and sockets.
+
+Times come from the plan: seconds of each stage's forward, backward and update, a latency and a rate for every message.
+What comes out is what would happen, event by event, with the memory it takes: no formula of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.errors import PlanError
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Channel, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One instruction in time: seconds from the start of the run."""
+
+    worker: int
+    opcode: str
+    g: int
+    version: int
+    distance: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the simulation says of one worker.
+
+    Args:
+        busy_s: seconds it computes.
+        tapes_peak: most forwards waiting for their backward at one time.
+        tape_bytes_peak: bytes they hold.
+        versions_read: smallest and largest distance between the batch of a forward and the version it reads.
+        versions_held_peak: most weight versions alive at one time, predicted copies included.
+        unread_peak: most messages on the way or unread, for each channel into it.
+    """
+
+    busy_s: float
+    tapes_peak: int
+    tape_bytes_peak: int
+    versions_read: tuple[int, int]
+    versions_held_peak: int
+    unread_peak: dict[int, int] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A simulated run.
+
+    Args:
+        makespan_s: seconds from the first event to the last.
+        intervals: every instruction, ordered by start.
+        events: for each worker, its fired instructions as text, in order.
+        workers: one report each.
+    """
+
+    makespan_s: float
+    intervals: tuple[Interval, ...]
+    events: tuple[tuple[str, ...], ...]
+    workers: tuple[WorkerReport, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the workers' time in which they do not compute."""
+        busy = sum(report.busy_s for report in self.workers)
+        return 1.0 - busy / (self.makespan_s * len(self.workers)) if self.makespan_s else 0.0
+
+
+def simulate(plan: Plan, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]) -> Simulation:
+    """Run ``programs`` on a virtual clock.
+
+    Args:
+        plan: its times.
+        programs: one per worker, emitted from that plan.
+        micro_batches: the data, as headers.
+
+    Raises:
+        PlanError: the programs come to a standstill.
+    """
+    clock = _Clock(plan, programs, micro_batches)
+    clock.run()
+    return clock.report()
+
+
+class _Clock:
+    """A heap of (time, order, worker, event)."""
+
+    def __init__(self, plan: Plan, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]) -> None:
+        self.plan = plan
+        self.headers = {header.g: header for header in micro_batches}
+        first = micro_batches[0]
+        self.machines = [Machine(program, first.g, first.batch) for program in programs]
+        self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
+        self.bytes = _message_bytes(plan, self.channels)
+        self.now = 0.0
+        self.heap: list[tuple[float, int, int, Event]] = []
+        self.pushed = 0
+        self.intervals: list[Interval] = []
+        self.events: list[list[str]] = [[] for _ in programs]
+        self.link_free = dict.fromkeys(self.channels, 0.0)
+        self.on_way = dict.fromkeys(self.channels, 0)
+        self.on_way_peak = dict.fromkeys(self.channels, 0)
+
+    def run(self) -> None:
+        """Until every machine has halted."""
+        for worker in range(len(self.machines)):
+            self.push(0.0, worker, Start())
+        while self.heap:
+            self.now, _, worker, event = heapq.heappop(self.heap)
+            for command in self.machines[worker].handle(event):
+                self.obey(worker, command)
+        stuck = [machine for machine in self.machines if not machine.halted]
+        if stuck:
+            raise PlanError(
+                "the programs of the plan",
+                got="a standstill: " + "; ".join(f"worker {m.program.worker}: {m.waits_for()}" for m in stuck),
+                expected="slots enough for every worker to go on",
+                remedy="Raise `slots` of the edges that are waited for.",
+            )
+
+    def push(self, delay: float, worker: int, event: Event) -> None:
+        """An event for ``worker`` after ``delay`` seconds."""
+        self.pushed += 1
+        heapq.heappush(self.heap, (self.now + delay, self.pushed, worker, event))
+
+    def obey(self, worker: int, command: Command) -> None:
+        """Carry out one command."""
+        if isinstance(command, Run):
+            self.compute(worker, command)
+        elif isinstance(command, Send):
+            channel = self.channels[command.channel]
+            start = max(self.now, self.link_free[channel.id])
+            self.link_free[channel.id] = start + self.bytes[channel.id] / self.plan.bytes_per_s
+            arrival = self.link_free[channel.id] + self.plan.latency_s
+            self.push(arrival - self.now, channel.target, Arrived(channel.id, self.headers[command.g]))
+        elif isinstance(command, Grant):
+            self.on_way[command.channel] -= 1
+            self.push(self.plan.latency_s, self.channels[command.channel].source, Granted(command.channel))
+        else:
+            assert isinstance(command, Halt)
+
+    def compute(self, worker: int, run: Run) -> None:
+        """An instruction takes its time."""
+        seconds = self.seconds(worker, run)
+        for channel, _ in run.gives:
+            self.on_way[channel] += 1
+            self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
+        self.events[worker].append(str(run))
+        opcode = run.instruction.opcode
+        self.intervals.append(Interval(worker, opcode, run.g, run.version, run.distance, self.now, self.now + seconds))
+        self.push(seconds, worker, Finished(self.headers[run.g] if opcode == "read" else None))
+
+    def seconds(self, worker: int, run: Run) -> float:
+        """Predicted seconds of an instruction."""
+        stage = self.plan.stages[worker]
+        again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
+        times = {"read": 0.0, "forward": stage.forward_s, "backward": stage.backward_s + again, "update": stage.update_s}
+        return times[run.instruction.opcode]
+
+    def report(self) -> Simulation:
+        """What has happened."""
+        ordered = tuple(sorted(self.intervals, key=lambda i: (i.start_s, i.worker, i.end_s)))
+        return Simulation(
+            makespan_s=max(interval.end_s for interval in ordered),
+            intervals=ordered,
+            events=tuple(tuple(events) for events in self.events),
+            workers=tuple(self._worker(machine.program) for machine in self.machines),
+        )
+
+    def _worker(self, program: Program) -> WorkerReport:
+        mine = [interval for interval in self.intervals if interval.worker == program.worker]
+        alive: dict[int, tuple[int, int]] = {}
+        peak_tapes = peak_versions = 0
+        gaps = [0]
+        stash = any(i.weights == "forward" for i in program.drain)
+        for interval in mine:
+            if interval.opcode == "forward":
+                alive[interval.g] = (interval.version, interval.distance)
+                gaps.append(self.headers[interval.g].batch - interval.version)
+            live = {(interval.version, 0)}
+            held = live | (set(alive.values()) if stash else {v for g, v in alive.items() if g == interval.g and v[1]})
+            peak_tapes, peak_versions = max(peak_tapes, len(alive)), max(peak_versions, len(held))
+            if interval.opcode == "backward":
+                del alive[interval.g]
+        return WorkerReport(
+            busy_s=sum(interval.end_s - interval.start_s for interval in mine),
+            tapes_peak=peak_tapes,
+            tape_bytes_peak=peak_tapes * self.plan.stages[program.worker].tape_bytes,
+            versions_read=(min(gaps), max(gaps)),
+            versions_held_peak=peak_versions,
+            unread_peak={c.id: self.on_way_peak[c.id] for c in program.channels if c.target == program.worker},
+        )
+
+
+def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
+    edges = {(edge.source, edge.target): edge for edge in plan.edges}
+    return {
+        c.id: edges[(c.source, c.target)].forward_bytes
+        if c.kind == "forward"
+        else edges[(c.target, c.source)].backward_bytes
+        for c in channels.values()
+    }
