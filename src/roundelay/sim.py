@@ -67,6 +67,10 @@ class Simulation:
     events: tuple[tuple[str, ...], ...]
     workers: tuple[WorkerReport, ...]
 
+    def intervals_of(self, worker: int) -> list[Interval]:
+        """What one worker did, in order."""
+        return [interval for interval in self.intervals if interval.worker == worker]
+
     @property
     def bubble(self) -> float:
         """Share of the workers' time in which they do not compute."""
@@ -167,7 +171,7 @@ class _Clock:
 
     def report(self) -> Simulation:
         """What has happened."""
-        ordered = tuple(sorted(self.intervals, key=lambda i: (i.start_s, i.worker, i.end_s)))
+        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: a worker's order stays
         return Simulation(
             makespan_s=max(interval.end_s for interval in ordered),
             intervals=ordered,

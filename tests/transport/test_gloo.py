@@ -92,7 +92,7 @@ def test_waiting_longer_than_the_deadline_of_the_rendezvous_breaks_nothing(tmp_p
 
 
 def test_a_worker_that_never_comes_ends_the_rendezvous(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match="2 workers within 0.2 s"):
+    with pytest.raises(DeadlineError, match=r"2 workers within 0\.2 s"):
         GlooEndpoint(0, 2, str(tmp_path / "rendezvous"), 0.2)
 
 
@@ -117,11 +117,14 @@ def test_a_worker_that_stopped_answering_holds_up_neither_close_nor_abort(tmp_pa
     def stopped(endpoint: GlooEndpoint) -> None:
         endpoint.send(1, Message(0, (os.getpid(),), ()))
         endpoint.send(2, Message(0, (os.getpid(),), ()))
+        for _ in range(2):
+            endpoint.receive(WAIT_S)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def leave(endpoint: GlooEndpoint) -> list[int]:
         delivery = endpoint.receive(WAIT_S)
         assert isinstance(delivery, Arrived)
+        endpoint.grant(0, 0)
         while "T (stopped)" not in Path(f"/proc/{delivery.message.header[0]}/status").read_text():
             time.sleep(0.005)
         endpoint.send(0, Message(0, (), (torch.ones(2**22),)))
@@ -136,6 +139,17 @@ def test_a_worker_that_stopped_answering_holds_up_neither_close_nor_abort(tmp_pa
 
     results = start({0: stopped, 1: leave, 2: leave}, tmp_path, deadline_s=2.0)
     assert results[1:] == [[1], [1]]
+
+
+@pytest.mark.parametrize(("reason", "told"), [("", "no reason given"), ("x" * 100_000, "x" * 2**15)])
+def test_an_abort_without_words_or_with_too_many_is_still_an_abort(reason: str, told: str, tmp_path: Path) -> None:
+    def listen(endpoint: GlooEndpoint) -> str:
+        lost = endpoint.receive(WAIT_S)
+        endpoint.close()
+        assert isinstance(lost, Lost)
+        return lost.reason
+
+    assert start({0: lambda endpoint: endpoint.abort(reason), 1: listen}, tmp_path)[1] == told
 
 
 def test_bytes_that_are_no_message_lose_their_sender_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ class Segment:
             mixed: keep references instead of weights.
             measure: fill in ``Tape.storages``.
         """
-        leaves = {n: params[n].detach().requires_grad_(n in self.trainable) for n in self.spec.parameters}
+        # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
+        leaves = {n: params[n].data.requires_grad_(n in self.trainable) for n in self.spec.parameters}
         values = {n: self._leaf(n, inputs[n]) for n in self.spec.inputs}
         weights, storages = Weights(), {}
         hooks = _Hooks(list(leaves.values()), weights if mixed else None, storages if measure else None)
@@ -193,4 +194,4 @@ class _Hooks:
             return saved
         index, size, stride, offset = saved
         assert self._weights is not None and self._weights.live is not None
-        return self._weights.live[index].detach().as_strided(size, stride, offset)
+        return self._weights.live[index].data.as_strided(size, stride, offset)

@@ -7,6 +7,7 @@ holds numbers only: reading one runs no code of the sender's, and every number t
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from typing import NamedTuple, final
@@ -28,7 +29,8 @@ FRAME_BYTES = 65_536
 """Longest frame; a message's tensors travel inside it while they fit."""
 
 MAX_BODY_BYTES = 2**24
-MAX_REASON_BYTES = 1000
+MAX_REASON_BYTES = 2**15
+"""A longer reason of an abort, a traceback perhaps, is cut."""
 
 MESSAGE, MESSAGE_APART, GRANT, END, ACK = range(1, 6)
 """Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it."""
@@ -67,24 +69,29 @@ def ack_frame() -> bytearray:
 
 
 def encode(message: Message) -> tuple[bytearray, list[torch.Tensor]]:
-    """The frame of `message` and, in order, the bytes that follow it: a body too long for it, tensors likewise."""
+    """The frame of `message` and, in order, what follows it: a body too long for it, then tensors likewise.
+
+    Bytes are copied by address: the same through tensor operations costs more than all the rest.
+    """
     room = FRAME_BYTES - _HEAD.size - 8 * len(message.header) - sum(map(_description_bytes, message.values))
     body = bytearray(struct.pack(f"<{len(message.header)}q", *message.header))
-    inside: list[torch.Tensor] = []
+    inside: list[bytes] = []
     apart: list[torch.Tensor] = []
     for value in message.values:
         fits = isinstance(value, torch.Tensor) and value.nbytes <= max(0, room)
         body += _describe(value, fits)
         if isinstance(value, torch.Tensor) and value.nbytes:
-            room -= value.nbytes if fits else 0
-            (inside if fits else apart).append(bytes_of(value))
+            if fits:
+                room -= value.nbytes
+                inside.append(ctypes.string_at(value.data_ptr(), value.nbytes))
+            else:
+                apart.append(value)
     head = Head(MESSAGE, len(message.header), 0, message.channel, len(message.values))
     if room < 0:  # then no tensor with any bytes is inside
         follows = torch.frombuffer(body, dtype=torch.uint8)
         return bytearray(_HEAD.pack(*head._replace(kind=MESSAGE_APART, length=len(body)))), [follows, *apart]
-    length = len(body) + sum(part.numel() for part in inside)
-    frame = bytearray(_HEAD.pack(*head._replace(length=length))) + body
-    return _append(frame, inside), apart
+    body += b"".join(inside)
+    return bytearray(_HEAD.pack(*head._replace(length=len(body)))) + body, apart
 
 
 def read_head(frame: bytearray) -> Head:
@@ -108,7 +115,7 @@ def body_of(head: Head, frame: bytearray) -> memoryview:
 
 
 def decode(head: Head, body: memoryview) -> tuple[Message, list[torch.Tensor]]:
-    """The message, and in order the still unfilled bytes of those of its tensors that follow the frame.
+    """The message, and in order those of its tensors that follow the frame, still unfilled.
 
     Raises:
         InternalError: the body is not one that `encode` writes.
@@ -121,20 +128,15 @@ def decode(head: Head, body: memoryview) -> tuple[Message, list[torch.Tensor]]:
     for _ in range(head.values):
         (kind,) = reader.take("<B")
         if kind in (_INSIDE, _APART):
-            tensor = reader.tensor()
+            tensor = reader.tensor(inside=kind == _INSIDE)
             values.append(tensor)
             if tensor.nbytes:
-                (inside if kind == _INSIDE else apart).append(bytes_of(tensor))
+                (inside if kind == _INSIDE else apart).append(tensor)
         else:
             values.append(reader.number(kind))
-    for part in inside:
-        part.copy_(reader.bytes(part.numel()))
+    for tensor in inside:
+        reader.fill(tensor)
     return Message(head.channel, header, tuple(values)), apart
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor that is not empty, as uint8."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 @final
@@ -144,7 +146,7 @@ class _Reader:
     def __init__(self, body: memoryview) -> None:
         self._body = body
         self._at = 0
-        self._tensor_bytes = 0
+        self._tensor_bytes = {True: 0, False: 0}  # inside the frame, and apart
 
     def take(self, layout: str) -> tuple[int, ...]:
         at, self._at = self._at, self._at + struct.calcsize(layout)
@@ -159,23 +161,24 @@ class _Reader:
             raise _unreadable(f"a value of kind {kind}")
         return self.take("<q" if kind == _INT else "<d")[0]
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self, *, inside: bool) -> torch.Tensor:
+        """A tensor as described; refused before it takes memory that its bytes would not fill."""
         dtype, dimensions = self.take("<BB")
         if dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
             raise _unreadable(f"dtype {dtype} with {dimensions} dimensions")
         shape = self.take(f"<{dimensions}q")
-        if shape and min(shape) < 0:
-            raise _unreadable(f"shape {shape}")
-        self._tensor_bytes += math.prod(shape) * DTYPES[dtype].itemsize
-        if max(shape, default=0) > MAX_MESSAGE_BYTES or self._tensor_bytes > MAX_MESSAGE_BYTES:
-            raise _unreadable(f"shape {shape}, more than {MAX_MESSAGE_BYTES} bytes")
+        self._tensor_bytes[inside] += math.prod(shape) * DTYPES[dtype].itemsize
+        most = len(self._body) if inside else MAX_MESSAGE_BYTES
+        if not (all(0 <= size <= MAX_MESSAGE_BYTES for size in shape) and self._tensor_bytes[inside] <= most):
+            raise _unreadable(f"shape {shape}, where there is room for {most} bytes")
         return torch.empty(shape, dtype=DTYPES[dtype])
 
-    def bytes(self, count: int) -> torch.Tensor:
-        at, self._at = self._at, self._at + count
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy into torch's own memory: its alignment decides which kernel runs, and so the last bit of a result."""
+        at, self._at = self._at, self._at + tensor.nbytes
         if self._at > len(self._body):
             raise _unreadable(f"a body of {len(self._body)} bytes, too short")
-        return torch.frombuffer(self._body, dtype=torch.uint8, offset=at, count=count)
+        ctypes.memmove(tensor.data_ptr(), bytes(self._body[at : self._at]), tensor.nbytes)
 
 
 def _description_bytes(value: Value) -> int:
@@ -192,16 +195,6 @@ def _describe(value: Value, fits: bool) -> bytes:
     if value is None:
         return bytes((_NONE,))
     return _INT_VALUE.pack(_INT, value) if isinstance(value, int) else _FLOAT_VALUE.pack(_FLOAT, value)
-
-
-def _append(frame: bytearray, parts: list[torch.Tensor]) -> bytearray:
-    """`frame` and behind it the bytes of `parts`."""
-    at = len(frame)
-    frame.extend(bytes(sum(part.numel() for part in parts)))
-    for part in parts:
-        torch.frombuffer(frame, dtype=torch.uint8, offset=at, count=part.numel()).copy_(part)
-        at += part.numel()
-    return frame
 
 
 def _unreadable(got: str) -> InternalError:

@@ -33,6 +33,9 @@ from roundelay.transport.contract import Arrived, CheckedEndpoint, Granted, Lost
 ABORT_GRACE_S = 1.0
 """Seconds that the other workers have to take an abort before their connections are cut."""
 
+SMALL_HELD = 32
+"""So many frames without tensors behind them are released together, as waking a thread for each costs time."""
+
 FOREVER = timedelta(days=365)
 """A listener waits as long as its worker lives: that worker's END or death ends the wait, or `_cut`."""
 
@@ -82,7 +85,7 @@ class GlooEndpoint(CheckedEndpoint):
             )
 
     def _abort(self, reason: str) -> None:
-        self._leave(reason, ABORT_GRACE_S)
+        self._leave(reason or "no reason given", ABORT_GRACE_S)
 
     def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
         """Post a frame and the tensors that follow it; dropped once the link's END is posted or the link is broken."""
@@ -91,20 +94,25 @@ class GlooEndpoint(CheckedEndpoint):
                 return
             link.sealed = last
             try:
-                works = [self._group.send([torch.frombuffer(frame, dtype=torch.uint8)], link.worker, _FRAME_TAG)]
-                works += [self._group.send([part], link.worker, _DATA_TAG) for part in apart]
+                link.held.append(self._group.send([_as_tensor(frame)], link.worker, _FRAME_TAG))
+                link.held += [self._group.send([tensor], link.worker, _DATA_TAG) for tensor in apart]
             except RuntimeError:  # the connection is broken: the link's listener tells
                 link.sealed = True
-                return
-        self._posted.put(works)
+            if apart or last or len(link.held) >= SMALL_HELD:
+                self._hand_over(link)
 
     def _acknowledge(self, link: _Link) -> None:
         """Answer END with END, unless posted before, and ACK: the one frame that may follow END."""
         self._post(link, wire.end_frame(""), last=True)
         with link.lock, contextlib.suppress(RuntimeError):
             if self._group is not None:
-                frame = torch.frombuffer(wire.ack_frame(), dtype=torch.uint8)
-                self._posted.put([self._group.send([frame], link.worker, _FRAME_TAG)])
+                link.held.append(self._group.send([_as_tensor(wire.ack_frame())], link.worker, _FRAME_TAG))
+                self._hand_over(link)
+
+    def _hand_over(self, link: _Link) -> None:
+        """Let the releaser wait for what was posted; under the link's lock."""
+        self._posted.put(link.held)
+        link.held = []
 
     def _listen(self, link: _Link) -> None:
         """Receive `link`'s frames until its handshake is complete or its connection broken."""
@@ -175,6 +183,7 @@ class _Link:
     def __init__(self, worker: int, listen: Callable[[_Link], None]) -> None:
         self.worker = worker
         self.lock = threading.Lock()  # a frame and the tensors that follow it are posted as one
+        self.held: list[dist.Work] = []  # posted, and not yet the releaser's
         self.sealed = False  # nothing more may be posted
         self.ended = False  # the other's END has come
         self.acknowledged = False  # the other has taken everything up to our END
@@ -186,7 +195,7 @@ class _Posted:
 
     def __init__(self, group: _Group, source: int, frame: bytearray | None = None) -> None:
         self.frame = bytearray(wire.FRAME_BYTES) if frame is None else frame
-        self.work = group.recv([torch.frombuffer(self.frame, dtype=torch.uint8)], source, _FRAME_TAG)
+        self.work = group.recv([_as_tensor(self.frame)], source, _FRAME_TAG)
 
 
 def _connect(worker: int, num_workers: int, store_path: str, deadline_s: float) -> _Group:
@@ -213,20 +222,23 @@ def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Me
     body = wire.body_of(head, frame)
     if head.kind == wire.MESSAGE_APART:
         body = memoryview(bytearray(head.length))
-        group.recv([torch.frombuffer(body, dtype=torch.uint8)], source, _DATA_TAG).wait(FOREVER)
+        group.recv([_as_tensor(body)], source, _DATA_TAG).wait(FOREVER)
     message, apart = wire.decode(head, body)
     for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
         work.wait(FOREVER)
     return message
 
 
+def _as_tensor(buffer: bytearray | memoryview) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
 def _release(posted: queue.SimpleQueue[list[dist.Work] | None]) -> None:
     """Hold what was posted until gloo has written it, then let it go."""
     while (works := posted.get()) is not None:
-        for work in works:
+        while works:
             with contextlib.suppress(RuntimeError):  # a broken connection: the link's listener tells
-                work.wait(FOREVER)
-        del works, work
+                works.pop(0).wait(FOREVER)
 
 
 def _explain(fault: Exception) -> str:

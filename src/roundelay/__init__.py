@@ -1,0 +1,58 @@
+"""Roundelay: pipeline training of ordinary PyTorch models, planned, explained, and proved bit for bit.
+
+>>> captured = roundelay.capture(job)
+>>> plan = roundelay.plan(job, workers=2, rule="pipeoptim")
+>>> result = roundelay.train(job, plan=plan, steps=100)
+>>> roundelay.verify(job, plan=plan, steps=8).equal
+True
+
+Names are loaded when first used, so that the parts that need no torch (plans, programs, the simulator) import none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundelay.api import capture, load, plan, simulate, train, verify
+    from roundelay.errors import RoundelayError
+    from roundelay.ir.plan import Plan
+    from roundelay.ir.rule import UpdateRule, register_rule
+    from roundelay.job import Job
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "capture": "roundelay.api",
+    "load": "roundelay.api",
+    "plan": "roundelay.api",
+    "simulate": "roundelay.api",
+    "train": "roundelay.api",
+    "verify": "roundelay.api",
+    "RoundelayError": "roundelay.errors",
+    "Plan": "roundelay.ir.plan",
+    "UpdateRule": "roundelay.ir.rule",
+    "register_rule": "roundelay.ir.rule",
+    "Job": "roundelay.job",
+}
+
+__all__ = [
+    "Job",
+    "Plan",
+    "RoundelayError",
+    "UpdateRule",
+    "capture",
+    "load",
+    "plan",
+    "register_rule",
+    "simulate",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'roundelay' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

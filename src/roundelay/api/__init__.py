@@ -1,0 +1,13 @@
+"""The library's face: what the commands call, and what a notebook can call.
+
+Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model: it leaves the trained
+weights in it.
+"""
+
+from roundelay.api.loading import load
+from roundelay.api.planning import capture, default_workers, plan
+from roundelay.api.simulating import simulate
+from roundelay.api.training import train
+from roundelay.api.verifying import verify
+
+__all__ = ["capture", "default_workers", "load", "plan", "simulate", "train", "verify"]

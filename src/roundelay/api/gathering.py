@@ -1,0 +1,164 @@
+"""Put together what workers report: losses per update, states of all stages, events, and the final account."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """One batch has been through the last stage.
+
+    Args:
+        update: its number t.
+        epoch: its epoch.
+        loss: its mean loss.
+        rows: its rows.
+        samples_per_second: over the last few seconds.
+        busy: share of its time that each worker has computed so far.
+    """
+
+    update: int
+    epoch: int
+    loss: float
+    rows: int
+    samples_per_second: float
+    busy: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The job's own metrics of the weights after ``updates`` updates."""
+
+    updates: int
+    epoch: int
+    metrics: dict[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint has been written."""
+
+    path: str
+
+
+Event = Updated | Evaluated | Saved
+Notify = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All stages at one version.
+
+    Args:
+        header: the last micro-batch that its updates have seen.
+        parameters: by name.
+        buffers: by name.
+        optimizer: state by parameter name.
+    """
+
+    header: MicroBatch
+    parameters: dict[str, torch.Tensor] = field(hash=False)
+    buffers: dict[str, torch.Tensor] = field(hash=False)
+    optimizer: dict[str, dict[str, Any]] = field(hash=False)
+
+
+class Gatherer:
+    """Takes reports in the order they come.
+
+    Args:
+        num_stages: D.
+        notify: told of every update.
+        on_snapshot: told when every stage has handed over its state of one version.
+    """
+
+    def __init__(self, num_stages: int, notify: Notify, on_snapshot: Callable[[Snapshot], None]) -> None:
+        self.num_stages, self.notify, self.on_snapshot = num_stages, notify, on_snapshot
+        #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
+        self.micro_losses: dict[int, tuple[float, float]] = {}
+        #: (update, epoch, mean loss, rows, seconds since the start)
+        self.updates: list[Updated] = []
+        self.times: list[float] = []
+        #: first batch of every epoch
+        self.epoch_starts: dict[int, int] = {}
+        self.events: dict[int, list[list[Any]]] = defaultdict(list)
+        self.digests: dict[tuple[str, int, int], str] = {}
+        self.summaries: dict[int, dict[str, Any]] = {}
+        self._parts: list[tuple[MicroBatch, float, float]] = []
+        self._states: dict[int, list[Report]] = defaultdict(list)
+        self._busy = [0.0] * num_stages
+
+    def take(self, report: Report) -> None:
+        """Take one report."""
+        data = report.data
+        if report.kind == "loss":
+            self._loss(MicroBatch.of(tuple(data["header"])), data["loss"], data["count"])
+        elif report.kind == "progress":
+            self._busy[report.worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
+        elif report.kind == "events":
+            self.events[report.worker] += data["events"]
+        elif report.kind == "digest":
+            self.digests[data["of"], report.worker, data["number"]] = data["digest"]
+        elif report.kind == "finished":
+            self.summaries[report.worker] = data
+        elif report.kind == "state":
+            self._state(report)
+
+    def _loss(self, header: MicroBatch, loss: float, count: float) -> None:
+        self.micro_losses[header.g] = (loss, count)
+        self.epoch_starts.setdefault(header.epoch, header.batch)
+        self._parts.append((header, loss, count))
+        if not header.ends_batch:
+            return
+        terms = sum(count for _, _, count in self._parts)
+        mean = sum(loss * (1.0 / terms if terms else h.weight) for h, loss, _ in self._parts)
+        self._parts = []
+        self.times.append(time.perf_counter())
+        rate = self._rate(header.batch_rows)
+        self.updates.append(Updated(header.batch, header.epoch, mean, header.batch_rows, rate, tuple(self._busy)))
+        self.notify(self.updates[-1])
+
+    def _rate(self, rows: int) -> float:
+        """Samples per second over the last few seconds."""
+        now = self.times[-1]
+        first = next(i for i in range(len(self.times)) if now - self.times[i] <= 5.0 or i == len(self.times) - 1)
+        seen = sum(u.rows for u in self.updates[first + 1 :]) + (rows if first < len(self.times) - 1 else 0)
+        return seen / (now - self.times[first]) if now > self.times[first] else 0.0
+
+    def samples_per_second(self) -> float:
+        """Over the whole run, its first tenth left out as a warm-up."""
+        skip = max(1, len(self.times) // 10)
+        if len(self.times) <= skip:
+            return 0.0
+        seconds = self.times[-1] - self.times[skip - 1]
+        return sum(u.rows for u in self.updates[skip:]) / seconds if seconds > 0 else 0.0
+
+    def _state(self, report: Report) -> None:
+        header = MicroBatch.of(tuple(report.data["header"]))
+        parts = self._states[header.g]
+        parts.append(report)
+        if len(parts) < self.num_stages:
+            return
+        parameters: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
+        for part in sorted(self._states.pop(header.g), key=lambda r: -r.worker):  # a shared buffer: the first stage's
+            for name, tensor in part.tensors.items():
+                kind, rest = name.split(" ", 1)
+                if kind == "state":
+                    parameter, key = rest.split("\n")
+                    optimizer[parameter][key] = tensor
+                else:
+                    (parameters if kind == "parameter" else buffers)[rest] = tensor
+            for parameter, numbers in part.data["numbers"].items():
+                optimizer[parameter].update(numbers)
+        self.on_snapshot(Snapshot(header, parameters, buffers, dict(optimizer)))

@@ -1,0 +1,209 @@
+"""Prove that a distributed run computed exactly what its update rule says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundelay.api.planning import capture
+from roundelay.api.planning import plan as make_plan
+from roundelay.api.threads import one_thread
+from roundelay.api.training import Length, Session, Trained
+from roundelay.capture import Captured, Draw
+from roundelay.errors import UsageError
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.job import Job
+from roundelay.observe.digest import digest
+from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.runtime.launch import Wrap
+from roundelay.runtime.reader import read
+from roundelay.runtime.tamper import WAYS, tampered
+
+STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the comparison found.
+
+    Args:
+        equal: every weight, buffer, optimizer state and loss has the same bits.
+        tensors: how many tensors were compared.
+        steps: updates made.
+        difference: the first thing that differs, in causal order; empty if equal.
+        stage: the stage at which it differs, or -1.
+        reference_pid: process that ran the reference.
+        workers: worker to its process, thread and bytes received.
+        losses: how many losses were compared.
+    """
+
+    equal: bool
+    tensors: int
+    steps: int
+    difference: str
+    stage: int
+    reference_pid: int
+    workers: dict[int, dict[str, Any]]
+    losses: int
+
+
+def verify(
+    job: Job,
+    *,
+    plan: Plan | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    tamper: str | None = None,
+    captured: Captured | None = None,
+    wrap: Wrap | None = None,
+) -> Verification:
+    """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
+
+    Args:
+        job: the job; its model ends with the distributed run's weights.
+        plan: by default one for two workers.
+        steps: updates; 8 if neither it nor ``epochs`` is given.
+        epochs: epochs.
+        seed: of both runs.
+        tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
+        captured: the job's model if it has been captured before.
+        wrap: put around every endpoint, to delay messages on purpose.
+
+    Raises:
+        UsageError: something given cannot be used; a way to tamper that cannot act on this model.
+        RunError: the distributed run failed.
+    """
+    captured = captured or capture(job, seed=seed)
+    chosen = plan or make_plan(job, captured=captured, seed=seed)
+    length = Length(steps=STEPS if steps is None and epochs is None else steps, epochs=epochs)
+    before = {n: p.detach().clone() for n, p in captured.model.named_parameters()}
+    buffers = {n: b.clone() for n, b in captured.buffers().items()}
+    session = Session(job, captured, chosen, seed, length)
+    handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
+    trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
+    notes: list[tuple[tuple[str, int, int], str]] = []
+    with one_thread():
+        reference = _reference(session, before, buffers, notes)
+    return _compare(captured, trained, reference, notes)
+
+
+def _victim(session: Session, way: str) -> int:
+    """The stage whose worker is broken: the last one at which the way makes a difference.
+
+    Raises:
+        UsageError: the way is unknown, or makes no difference anywhere.
+    """
+    if way not in WAYS:
+        raise UsageError("--tamper", got=repr(way), expected="one of " + ", ".join(WAYS), remedy="Choose one of these.")
+    graph = session.captured.graph
+    for spec in reversed(session.partition.stages):
+        draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])
+        trains = any(graph.parameters[n].trainable for n in spec.parameters)
+        if draws if way == "rng" else trains:
+            return spec.stage
+    raise UsageError(
+        f"--tamper {way}",
+        got="a model that " + ("draws no random numbers" if way == "rng" else "has no trainable parameter"),
+        expected="a model on which it makes a difference",
+        remedy="Choose another way to tamper.",
+    )
+
+
+def _reference(
+    session: Session,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+    notes: list[tuple[tuple[str, int, int], str]],
+) -> ReferenceResult:
+    """The literal equations, on copies, with digests of everything in causal order."""
+    captured, plan, job = session.captured, session.plan, session.job
+    trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
+    named = [(n, torch.nn.Parameter(p.clone(), trainable[n])) for n, p in parameters.items()]
+    stages = [ReferenceStage(captured.stage(s), s.parameters, s.buffers) for s in session.partition.stages]
+    stream = read(job.batches, session.seed, plan.micro_batches, session.extent, captured.values)
+
+    def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        notes.append(((kind, stage, number), digest(tensors)))
+
+    return run_reference(
+        Setting(rule_named(plan.rule), plan.predictor, plan.backward),  # type: ignore[arg-type]
+        stages,
+        named,
+        buffers,
+        stream,
+        job.optimizer,
+        job.scheduler,
+        lambda g: Draw(session.seed, g),
+        audit=audit,
+    )
+
+
+def _compare(
+    captured: Captured,
+    trained: Trained,
+    reference: ReferenceResult,
+    notes: list[tuple[tuple[str, int, int], str]],
+) -> Verification:
+    stage, difference = _first_in_time(trained, notes)
+    pairs = _pairs(trained, reference)
+    odd = next((name for name, ours, theirs in pairs if not _same(ours, theirs)), "")
+    losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
+    if not odd and losses != reference.losses:
+        odd = "losses"
+    if odd and not difference:
+        difference = f"{odd} at the end of the run"
+    elif odd:
+        difference += f"; at the end {odd} differs"
+    return Verification(
+        equal=not difference,
+        tensors=sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
+        steps=reference.updates,
+        difference=difference,
+        stage=stage,
+        reference_pid=os.getpid(),
+        workers=trained.workers,
+        losses=len(losses),
+    )
+
+
+def _first_in_time(trained: Trained, notes: list[tuple[tuple[str, int, int], str]]) -> tuple[int, str]:
+    """The first computation, in the reference's order, that the distributed run did otherwise."""
+    for key, wanted in notes:
+        kind, stage, number = key
+        if trained.digests.get(key) != wanted:
+            of = f"update {number}" if kind == "update" else f"{kind} of micro-batch {number}"
+            missing = " (it never happened)" if key not in trained.digests else ""
+            return stage, f"stage {stage}: {of} differs{missing}"
+    extra = set(trained.digests) - {key for key, _ in notes}
+    if extra:
+        kind, stage, number = min(extra)
+        return stage, f"stage {stage}: {kind} {number} should not have happened"
+    return -1, ""
+
+
+def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any, Any]]:
+    """(what, ours, the reference's) of everything that the run leaves."""
+    ours = trained.snapshot
+    pairs: list[tuple[str, Any, Any]] = []
+    for name, tensor in ours.parameters.items():
+        pairs.append((f"parameter {name}", tensor, reference.parameters.get(name)))
+    for name, tensor in ours.buffers.items():
+        pairs.append((f"buffer {name}", tensor, reference.buffers.get(name)))
+    for name in sorted({*ours.optimizer, *reference.optimizer_state}):
+        mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
+        for key in sorted({*mine, *theirs}):
+            pairs.append((f"optimizer state {key!r} of {name}", mine.get(key), theirs.get(key)))
+    return pairs
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+

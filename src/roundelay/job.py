@@ -1,0 +1,43 @@
+"""What a person brings: a model, a loss, data and an optimizer, in one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Named = list[tuple[str, torch.nn.Parameter]]
+Batches = Callable[[int], Iterable[Any]]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Evaluate = Callable[[torch.nn.Module], dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training job.
+
+    Args:
+        model: any module that ``torch.export`` can follow; used unmodified.
+        loss: (outputs, batch) -> the mean over the micro-batch's rows, or (sum, count) when it averages over
+            something else than rows.
+        batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first.
+        optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
+        inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.
+        scheduler: optimizer -> torch learning-rate scheduler, stepped after every update.
+        evaluate: model -> metrics; gets the original module in eval mode with the freshest weights.
+        showcase: model -> text to show after training, for example a few lines that a language model writes.
+        steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; one epoch if this is not given either.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[[Any, Any], Any]
+    batches: Batches
+    optimizer: OptimizerFactory
+    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    scheduler: SchedulerFactory | None = None
+    evaluate: Evaluate | None = None
+    showcase: Callable[[torch.nn.Module], str] | None = None
+    steps: int | None = None

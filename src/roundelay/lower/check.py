@@ -1,0 +1,213 @@
+"""Prove a plan before it runs.
+
+The programs are executed by the actor machine itself on a virtual clock, over runs of every length that matters: full
+batches, short ones, and an end at each place in the steady block. What is proved of each:
+
+- every message that is sent is received, no more and no fewer, and nothing is left over;
+- no register overflows: slots, and forwards that wait for their backward;
+- nobody waits for ever;
+- the actions of every stage come in the order that the schedule states;
+- every version that is read exists, and is the one that the rule states: W[U(k,g)] forward, W[t] or the forward's
+  backward (:func:`updates_before`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundelay.errors import PlanError
+from roundelay.ir.action import Action
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import FORMAT, Plan
+from roundelay.ir.program import Program
+from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
+from roundelay.ir.stage import Partition
+from roundelay.lower.emit import emit
+from roundelay.schedules import Schedule, actions, schedule_named
+
+TRANSPORTS = ("memory", "gloo")
+
+_LETTERS = {"forward": "F", "backward": "B", "update": "U"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """One instruction as a run fired it: what is proved about is a list of these per stage."""
+
+    opcode: str
+    g: int
+    version: int
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what no run could obey, before anything is executed.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    rule = rule_named(plan.rule)
+    schedule_named(rule.schedule)
+    predictors = tuple(DISTANCES) if rule.predicts else (NO_PREDICTOR,)
+    _one_of("predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not"))
+    _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
+    _at_least("format", plan.format, FORMAT)
+    _at_least("micro_batches", plan.micro_batches, 1)
+    _above_zero("deadline_s", plan.deadline_s)
+    _above_zero("bytes_per_s", plan.bytes_per_s)
+    for i, edge in enumerate(plan.edges):
+        _at_least(f"edges[{i}].slots", edge.slots, 1)
+        if not 0 <= edge.source < edge.target < plan.num_stages:
+            raise PlanError(
+                f"edges[{i}] of the plan",
+                got=f"from stage {edge.source} to stage {edge.target}",
+                expected=f"an earlier and a later one of the {plan.num_stages} stages",
+                remedy="Correct the edge, or write a new plan with `roundelay plan`.",
+            )
+    missing = {(k, k + 1) for k in range(plan.num_stages - 1)} - {(e.source, e.target) for e in plan.edges}
+    if missing or len({(e.source, e.target) for e in plan.edges}) != len(plan.edges):
+        raise PlanError(
+            "edges of the plan",
+            got=f"no edge {min(missing)}" if missing else "an edge given twice",
+            expected="one edge for each pair of stages that share a value, neighbours included",
+            remedy="Correct the edges, or write a new plan with `roundelay plan`.",
+        )
+
+
+def check_fit(plan: Plan, fingerprint: str, partition: Partition) -> None:
+    """Refuse a plan that is for another model, or whose edges are not those of its cuts.
+
+    Raises:
+        PlanError: naming what does not fit.
+    """
+    if plan.model != fingerprint:
+        raise PlanError(
+            "the plan's model",
+            got=f"fingerprint {plan.model}",
+            expected=f"{fingerprint}, the model of this job",
+            remedy="Use the job that the plan was made for, or write a new plan with `roundelay plan`.",
+        )
+    planned = {(e.source, e.target): e.gradient for e in plan.edges}
+    needed = {(e.source, e.target): bool(e.gradients) for e in partition.edges}
+    if planned != needed:
+        raise PlanError(
+            "edges of the plan",
+            got=_edges_text(planned),
+            expected=_edges_text(needed) + ", which its cuts need",
+            remedy="Correct the edges, or write a new plan with `roundelay plan`.",
+        )
+
+
+def lengths(plan: Plan) -> list[list[int]]:
+    """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
+    m, d = plan.micro_batches, plan.num_stages
+    runs = [[m] * n for n in range(1, 2 * d + 2)]
+    runs += [[m] * n + [last] for n in range(d + 1) for last in range(1, m)]
+    runs.append([1, m, 1, max(1, m - 1), m] * 2)
+    return runs
+
+
+def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
+    """Prove order and versions of one executed run.
+
+    Args:
+        plan: the plan.
+        counts: micro-batches of each batch.
+        fired: for each stage, the instructions that its machine fired.
+
+    Raises:
+        PlanError: naming the first stage and micro-batch at which the rule does not hold.
+    """
+    rule = rule_named(plan.rule)
+    schedule = schedule_named(rule.schedule)
+    batch_of = {header.g: header.batch for header in stream(list(counts))}
+    for k, mine in enumerate(fired):
+        wanted = actions(schedule, k, plan.num_stages, counts)
+        done = [_action(k, f, batch_of) for f in mine if f.opcode in _LETTERS]
+        if done != wanted:
+            at = next((i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted)))
+            got = str(done[at]) if at < len(done) else "the end"
+            raise _violation(plan, f"stage {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+        for f in mine:
+            states = {
+                "forward": updates_before(schedule, k, plan.num_stages, counts, f.g),
+                "backward": batch_of[f.g],
+            }
+            if f.opcode in states and f.version != states[f.opcode]:
+                place = f"stage {k}, {f.opcode} of micro-batch {f.g}"
+                raise _violation(plan, place, f"version {f.version}", f"version {states[f.opcode]}")
+
+
+def check_registers(programs: Sequence[Program], tapes_peak: Sequence[int], unread_peak: Sequence[dict[int, int]]) -> None:
+    """Prove that no register overflowed in an executed run.
+
+    Raises:
+        PlanError: naming the worker and the register.
+    """
+    for program, tapes, unread in zip(programs, tapes_peak, unread_peak, strict=True):
+        slots = {c.id: c.slots for c in program.channels}
+        full = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
+        full += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
+        for what, used, quota in full:
+            if used > quota:
+                raise PlanError(what, got=str(used), expected=f"at most {quota}", remedy="Report this as a bug.")
+
+
+def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequence[int], g: int) -> int:
+    """U(k,g): updates that stage k has done when it runs the forward of micro-batch g.
+
+    Asynchronous: batches complete within the first max(0, g - (D-1-k)) micro-batches. Flushing: the number of g's batch.
+    """
+    ends = [sum(counts[: t + 1]) for t in range(len(counts))]
+    reached = g if schedule.window == "batch" else max(0, g - (num_stages - 1 - stage))
+    return sum(end <= reached for end in ends)
+
+
+def programs_of(plan: Plan) -> tuple[Program, ...]:
+    """The checked plan's programs.
+
+    Raises:
+        PlanError: the plan cannot be obeyed.
+    """
+    check_plan(plan)
+    return emit(plan)
+
+
+def _action(stage: int, fired: Fired, batch_of: dict[int, int]) -> Action:
+    number = batch_of[fired.g] if fired.opcode == "update" else fired.g
+    return Action(stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
+
+
+def _violation(plan: Plan, place: str, got: str, expected: str) -> PlanError:
+    return PlanError(
+        f"rule {plan.rule!r} on {plan.num_stages} stages, M={plan.micro_batches}: {place}",
+        got=got,
+        expected=expected,
+        remedy="The schedule does not allow this rule; choose another rule or another M.",
+    )
+
+
+def _edges_text(edges: dict[tuple[int, int], bool]) -> str:
+    return ", ".join(f"{a}>{b}" + ("" if back else " (nothing back)") for (a, b), back in sorted(edges.items())) or "none"
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str], why: str) -> None:
+    if value not in allowed:
+        raise PlanError(
+            f"{name} of the plan",
+            got=repr(value),
+            expected=f"one of {', '.join(allowed)}: {why}",
+            remedy="Correct the plan or the option.",
+        )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise PlanError(f"{name} of the plan", got=str(value), expected=f"at least {least}", remedy="Correct the plan.")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if value <= 0:
+        raise PlanError(f"{name} of the plan", got=str(value), expected="more than 0", remedy="Correct the plan.")
+

@@ -1,0 +1,246 @@
+"""Checkpoints: a folder from which a run goes on, or a model is loaded.
+
+=========================  ====================================================================================
+``model.safetensors``      parameters and buffers by their first name; a tied one once
+``optimizer.safetensors``  the tensors of the optimizer's state, as ``PARAMETER/KEY``
+``checkpoint.json``        everything else: position, seed, other state values, ties, and the SHA-256 of each file
+=========================  ====================================================================================
+
+Values survive bit for bit with dtype and shape; tensors come back contiguous on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from roundelay.errors import CheckpointError, InternalError
+from roundelay.observe.files import replacing_folder, settle, unwritten
+from roundelay.observe.stored import FILES, MANIFEST, Stored, damaged, read, write
+
+_PLAIN = (int, float, bool, str, type(None))
+_FACTS = ("seed", "fingerprint", "rule", "num_stages")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run has come.
+
+    Args:
+        updates: updates done.
+        micro_batches: micro-batches done; the next one's global number g.
+        epoch: number of the epoch it is in, from 0.
+        batches_into_epoch: batches of that epoch already used.
+    """
+
+    updates: int
+    micro_batches: int
+    epoch: int
+    batches_into_epoch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What a run needs to go on.
+
+    Args:
+        parameters: by their first name in the model.
+        buffers: by their first name in the model.
+        optimizer: parameter to its state; a value is a tensor, an int, float, bool, text or None.
+        position: how far the run has come.
+        seed: the run's seed.
+        fingerprint: identity of the model's graph (:attr:`roundelay.ir.graph.Graph.fingerprint`).
+        rule: name of the update rule.
+        num_stages: stages of the plan.
+    """
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    position: Position
+    seed: int
+    fingerprint: str
+    rule: str
+    num_stages: int
+
+
+def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
+    """Write a checkpoint at ``path``; one that is there stays loadable until the new one is complete and on the disk.
+
+    Args:
+        path: its folder. Parents are made; foreign files in an existing checkpoint's folder stay in it.
+        checkpoint: what to write.
+        aliases: every further name of a tied parameter or buffer, to its first name.
+
+    Raises:
+        CheckpointError: something else is at ``path``, or a value cannot be stored.
+        RunError: it cannot be written, for example because the disk is full; the old one is intact.
+    """
+    place = path.resolve()
+    _check_aliases(checkpoint, aliases)
+    stored = _encode(checkpoint, aliases)
+    try:
+        settle(place, FILES)
+        _refuse_foreign(place)
+        with replacing_folder(place, FILES) as folder:
+            write(folder, stored)
+    except (OSError, SafetensorError) as error:
+        raise unwritten(path, error) from error
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: it is missing, damaged, no checkpoint, or of a newer format.
+    """
+    return _open(path)[0]
+
+
+def load_into(model: torch.nn.Module, path: Path) -> torch.nn.Module:
+    """Copy a checkpoint's parameters and buffers into ``model``, and return it; tied parameters stay tied.
+
+    Names and shapes must agree exactly, except that buffers which are no part of the model's ``state_dict`` may be
+    absent from the checkpoint. Dtypes, devices and memory formats stay the model's. On an error the model is untouched.
+
+    Raises:
+        CheckpointError: as :func:`load`; or a name is missing or unexpected, or a shape differs: the first one is told.
+    """
+    checkpoint, ties = _open(path)
+    values = checkpoint.parameters | checkpoint.buffers | ties
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    _check_names(path, set(own) & set(model.state_dict()), own, values)
+    _check_values(path, own, values)
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+    return model
+
+
+def _check_names(path: Path, required: set[str], own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    missing = [name for name in own if name in required and name not in values]
+    if missing:
+        raise _of_another_model(path, f"no value for {missing[0]!r}, which the model has", "one for each of its names")
+    unexpected = [name for name in values if name not in own]
+    if unexpected:
+        raise _of_another_model(path, f"a value for {unexpected[0]!r}", "only names that the model has")
+
+
+def _check_values(path: Path, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    first_name: dict[int, str] = {}
+    for name in values:
+        target, value = own[name], values[name]
+        if target.is_meta or target.shape != value.shape:
+            expected = "a model with values" if target.is_meta else f"shape {tuple(target.shape)}, as in the model"
+            raise _of_another_model(path, f"shape {tuple(value.shape)} for {name!r}", expected)
+        other = first_name.setdefault(id(target), name)
+        if values[other] is not value and not torch.equal(values[other], value):
+            raise _of_another_model(path, f"two values for {other!r} and {name!r}", "one, as the model ties them")
+
+
+def _of_another_model(path: Path, got: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}", got=got, expected=expected, remedy="Build the model as it was when the run began."
+    )
+
+
+def _check_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
+    names = {*checkpoint.parameters, *checkpoint.buffers}
+    wrong = [alias for alias, first in aliases.items() if alias in names or first not in names]
+    if wrong:
+        raise InternalError(
+            f"alias {wrong[0]!r} of {aliases[wrong[0]]!r} in a checkpoint",
+            got="an alias that is itself stored, or whose first name is not",
+            expected="the first name stored, and it alone",
+            remedy="Report this as a bug of Roundelay.",
+        )
+
+
+def _refuse_foreign(place: Path) -> None:
+    """A folder that no save has made is never moved away."""
+    if place.exists() and not (place / MANIFEST).is_file() and not (place.is_dir() and not any(place.iterdir())):
+        raise CheckpointError(
+            f"checkpoint {place}",
+            got="something else at this place",
+            expected="nothing, an empty folder, or a checkpoint",
+            remedy="Save it elsewhere, or move that away.",
+        )
+
+
+def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
+    tensors: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for parameter, state in checkpoint.optimizer.items():
+        states[parameter] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                name = _free(f"{parameter}/{key}", tensors)
+                tensors[name] = value
+                states[parameter][key] = {"tensor": name}
+            else:
+                states[parameter][key] = _plain(value, parameter, key)
+    manifest = {
+        **asdict(checkpoint.position),
+        **{name: getattr(checkpoint, name) for name in _FACTS},
+        "parameters": list(checkpoint.parameters),
+        "buffers": list(checkpoint.buffers),
+        "aliases": dict(aliases),
+        "optimizer": states,
+    }
+    return Stored(manifest, checkpoint.parameters | checkpoint.buffers, tensors)
+
+
+def _free(name: str, taken: Mapping[str, Tensor]) -> str:
+    """Parameter ``a`` with key ``b/c`` must not meet parameter ``a/b`` with key ``c``."""
+    while name in taken:
+        name += "+"
+    return name
+
+
+def _open(path: Path) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """The checkpoint at ``path``, and the tensor that each alias stands for."""
+    stored = read(path)
+    try:
+        return _decode(stored), {alias: stored.model[first] for alias, first in stored.manifest["aliases"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
+
+
+def _decode(stored: Stored) -> Checkpoint:
+    manifest = stored.manifest
+    return Checkpoint(
+        parameters={name: stored.model[name] for name in manifest["parameters"]},
+        buffers={name: stored.model[name] for name in manifest["buffers"]},
+        optimizer={
+            parameter: {key: _value(entry, stored.optimizer) for key, entry in state.items()}
+            for parameter, state in manifest["optimizer"].items()
+        },
+        position=Position(*(manifest[name] for name in Position.__slots__)),
+        **{name: manifest[name] for name in _FACTS},
+    )
+
+
+def _plain(value: Any, parameter: str, key: str) -> Any:
+    """A state value as JSON; types must match exactly, since a subclass would not come back as itself."""
+    if type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"optimizer state {key!r} of parameter {parameter!r}",
+            got=f"a value of type {type(value).__name__}",
+            expected="a tensor, an int, float, bool, text or None",
+            remedy="Use an optimizer whose state consists of these.",
+        )
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _value(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return tensors[entry["tensor"]] if "tensor" in entry else float(entry["float"])

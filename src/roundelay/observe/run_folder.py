@@ -1,0 +1,172 @@
+"""The folder of one run: everything it leaves behind, below ``runs/``, with ``runs/latest`` pointing at the newest."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from roundelay.errors import UsageError
+from roundelay.observe.files import replacing_file, strict_json
+from roundelay.observe.metrics import MetricsWriter
+
+LATEST = "latest"
+
+_NAME = re.compile(r"\w[\w.+=, -]*")
+_PROBE = ".probe"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run's folder. Made by :meth:`create`.
+
+    Args:
+        path: the folder.
+        made: folders made for it, the innermost first; those that :meth:`discard` may remove.
+        previous: what ``latest`` named before, if anything.
+    """
+
+    path: Path
+    made: tuple[Path, ...]
+    previous: str | None
+
+    @staticmethod
+    def create(root: Path, name: str | None = None) -> RunFolder:
+        """Make ``root/name``, see that it can be written, and point ``root/latest`` at it.
+
+        Args:
+            root: the folder of all runs; made if absent.
+            name: the run's name; without one, the local time and a short suffix. An empty folder is taken as it is.
+
+        Raises:
+            UsageError: the name is none for a folder, is taken, or the folder cannot be written.
+        """
+        if name is not None and (name == LATEST or not _NAME.fullmatch(name)):
+            raise _refused(
+                f"run name {name!r}", "no name for a folder of runs", "letters, digits and any of _ . + = , -"
+            )
+        path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
+        made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+        try:
+            path.mkdir(parents=True, exist_ok=name is not None)
+            if any(path.iterdir()):
+                raise _refused(f"run folder {path}", "a folder with something in it", "no such folder, or an empty one")
+            _probe(path)
+            return RunFolder(path, made, _point_latest(path))
+        except OSError as error:
+            _remove(made)
+            remedy = "Correct the permissions, free some space, or put the runs elsewhere."
+            raise _refused(f"run folder {path}", str(error.strerror), "a folder to write in", remedy) from error
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was run."""
+        return self.path / "plan.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per update."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The run in a few numbers, written at its end."""
+        return self.path / "summary.json"
+
+    @property
+    def trace(self) -> Path:
+        """Who computed what and when, for Perfetto."""
+        return self.path / "trace.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the last checkpoint."""
+        return self.path / "checkpoint"
+
+    def write_plan(self, text: str) -> None:
+        """Write the plan's text.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with replacing_file(self.plan) as file:
+            file.write(text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary as JSON, at once or not at all. A float that is not finite becomes ``null``.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        text = strict_json(summary, indent=2)
+        with replacing_file(self.summary) as file:
+            file.write(text + "\n")
+
+    def open_metrics(self) -> MetricsWriter:
+        """The metrics file, open for more lines.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        return MetricsWriter(self.metrics)
+
+    def discard(self) -> None:
+        """Undo :meth:`create` if nothing was written since; a file without bytes counts as nothing."""
+        entries = list(self.path.iterdir()) if self.path.is_dir() else []
+        if any(not entry.is_file() or entry.stat().st_size for entry in entries):
+            return
+        for entry in entries:
+            entry.unlink()
+        latest = self.path.parent / LATEST
+        with suppress(OSError):
+            if latest.is_symlink() and latest.readlink() == Path(self.path.name):
+                _link(latest, self.previous)
+        _remove(self.made)
+
+
+def _probe(path: Path) -> None:
+    """Write a little: permissions alone do not tell of full disks and read-only mounts."""
+    probe = path / _PROBE
+    try:
+        probe.write_bytes(bytes(4096))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _point_latest(path: Path) -> str | None:
+    """Point ``latest`` at ``path`` and return what it named before. A file system without links goes without."""
+    latest = path.parent / LATEST
+    if latest.exists() and not latest.is_symlink():
+        raise FileExistsError(None, f"{latest} is no link but something of its own")
+    previous = os.readlink(latest) if latest.is_symlink() else None
+    with suppress(OSError):
+        _link(latest, path.name)
+    return previous
+
+
+def _link(latest: Path, target: str | None) -> None:
+    """Make ``latest`` a relative link to ``target``, or nothing, in one step."""
+    if target is None:
+        latest.unlink(missing_ok=True)
+        return
+    link = latest.with_name(f".{LATEST}.{secrets.token_hex(4)}")
+    link.symlink_to(target, target_is_directory=True)
+    link.replace(latest)
+
+
+def _remove(folders: tuple[Path, ...]) -> None:
+    """Remove each folder, the innermost first, as long as they are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _refused(subject: str, got: str, expected: str, remedy: str = "Choose another name.") -> UsageError:
+    return UsageError(subject, got=got, expected=expected, remedy=remedy)

@@ -1,0 +1,154 @@
+"""Traces: who computed what and when, as a file for https://ui.perfetto.dev or chrome://tracing.
+
+The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, a complete event (``X``) per
+instruction, and arrows (``s`` to ``f``) along which activations and gradients went. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundelay.observe.files import replacing_file
+
+COMPUTE = frozenset({"forward", "backward", "update"})
+"""Opcodes that compute; a ``read`` waits for data."""
+
+_LETTERS = {"forward": "F", "backward": "B", "update": "U", "read": "R"}
+_NEXT = {"forward": 1, "backward": -1}
+"""Where an opcode's result goes: activations one stage on, gradients one stage back."""
+
+_MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction, as it was executed.
+
+    Args:
+        worker: k, the worker and its stage.
+        opcode: ``forward``, ``backward``, ``update`` or ``read``.
+        g: global number of the micro-batch.
+        batch: t, the number of its batch.
+        version: version of the weights that it read.
+        distance: updates that the prediction bridged; 0 without one.
+        start_s: when it began, in seconds of a clock that all workers share.
+        end_s: when it ended.
+        num_bytes: bytes that it gave to other workers.
+    """
+
+    worker: int
+    opcode: str
+    g: int
+    batch: int
+    version: int
+    distance: int
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One message: from the span that made it to the span that used it."""
+
+    source: Span
+    target: Span
+
+
+def flows_of(spans: Sequence[Span]) -> list[Flow]:
+    """The messages between neighbouring stages: forwards to the next, backwards to the one before, per micro-batch."""
+    found = {(span.worker, span.opcode, span.g): span for span in spans if span.opcode in _NEXT}
+    made = []
+    for (worker, opcode, g), source in found.items():
+        target = found.get((worker + _NEXT[opcode], opcode, g))
+        if target is not None:
+            made.append(Flow(source, target))
+    return made
+
+
+def write_trace(path: Path, spans: Sequence[Span], flows: Iterable[Flow] | None = None) -> None:
+    """Write a trace, event by event; its time begins with the first span.
+
+    Args:
+        path: the file; an old one stays until the new one is complete.
+        spans: in any order.
+        flows: the arrows; those of :func:`flows_of` unless given.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    begin = min((span.start_s for span in spans), default=0.0)
+    arrows = flows_of(spans) if flows is None else flows
+    with replacing_file(path) as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for i, event in enumerate(_events(spans, arrows, begin)):
+            file.write(",\n" if i else "\n")
+            file.write(event)
+        file.write("\n]}\n")
+
+
+def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Iterator[str]:
+    """Each event as JSON. Written by hand: ``json.dumps`` takes several times as long, and only names need escapes."""
+    for worker in sorted({span.worker for span in spans}):
+        yield from _names(worker)
+    titles = {opcode: json.dumps(_LETTERS.get(opcode, opcode))[1:-1] for opcode in {span.opcode for span in spans}}
+    categories = {opcode: json.dumps(opcode) for opcode in titles}
+    for s in spans:
+        number = s.batch if s.opcode == "update" else s.g
+        yield (
+            f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
+            f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'
+            f'"args":{{"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},"distance":{s.distance},'
+            f'"bytes":{s.num_bytes}}}}}'
+        )
+    for i, flow in enumerate(flows):
+        yield from _arrow(i, flow, begin)
+
+
+def _names(worker: int) -> Iterator[str]:
+    labels = {
+        "process_name": {"name": f"worker {worker} (stage {worker})"},
+        "process_sort_index": {"sort_index": worker},
+        "thread_name": {"name": "instructions"},
+    }
+    for name, args in labels.items():
+        yield json.dumps({"ph": "M", "name": name, "pid": worker, "tid": 0, "args": args}, separators=(",", ":"))
+
+
+def _arrow(number: int, flow: Flow, begin: float) -> Iterator[str]:
+    """Both ends lie inside their spans, since viewers tie an end to the event around it; ids tie them together."""
+    name = json.dumps(f"{flow.source.opcode} {flow.source.g}")
+    ends = (("s", flow.source, 0.999), ("f", flow.target, 0.001))
+    for phase, span, share in ends:
+        ts = (span.start_s - begin + (span.end_s - span.start_s) * share) * _MICRO
+        bind = ',"bp":"e"' if phase == "f" else ""
+        yield (
+            f'{{"ph":"{phase}","id":{number},"name":{name},"cat":"flow","pid":{span.worker},"tid":0,"ts":{ts:.3f}{bind}}}'
+        )
+
+
+def overlap_seconds(spans: Sequence[Span], a: int, b: int) -> float:
+    """Seconds in which workers ``a`` and ``b`` both compute."""
+    one, two = _busy(spans, a), _busy(spans, b)
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(two):
+        total += max(0.0, min(one[i][1], two[j][1]) - max(one[i][0], two[j][0]))
+        if one[i][1] < two[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def _busy(spans: Sequence[Span], worker: int) -> list[tuple[float, float]]:
+    """The intervals in which a worker computes, in order and without overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted((s.start_s, s.end_s) for s in spans if s.worker == worker and s.opcode in COMPUTE):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

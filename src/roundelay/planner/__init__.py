@@ -1,0 +1,1 @@
+"""Choosing: where to cut, how many slots, and why. Pure Python, no torch."""

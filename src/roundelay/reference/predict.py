@@ -1,0 +1,218 @@
+"""P(W, s): the weights of one parameter s updates ahead, from what the optimizer knew at W's version.
+
+The arithmetic is part of the rule, to the operation: ``torch.add(W, v, alpha=-b)`` and ``W - b * v`` differ in the
+last bit. Coefficients are Python floats, accumulated in the order i = 1..s.
+
+``improved`` is what the next s updates do if every gradient from now on is zero; ``paper`` is the linear form of
+PipeOptim (2023), Table I; ``released-code`` is what the authors' program did. Before its first update a parameter is
+predicted to stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from roundelay.errors import PlanError
+
+Rate = Callable[[int], float]
+"""i to r_i, the learning rate of the i-th update after this version; i from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What one version knows of one parameter.
+
+    Args:
+        optimizer: kind of the optimizer.
+        group: hyperparameters of the parameter's group, as the next update will find them.
+        state: the parameter's optimizer state.
+        updated: whether any update has changed the parameter.
+        gradient: what the last update consumed; None if there was none, or if the run resumed here.
+        displacement: the weights before the last update less those after it; None if the run began or resumed here.
+        last_rate: learning rate of the last update.
+    """
+
+    optimizer: type[Optimizer]
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    updated: bool
+    gradient: torch.Tensor | None
+    displacement: torch.Tensor | None
+    last_rate: float
+
+    def number(self, name: str) -> float:
+        """One hyperparameter of the group as a float."""
+        return float(self.group[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far a prediction looks, and the learning rates on the way."""
+
+    distance: int
+    rate: Rate
+
+    @property
+    def linear(self) -> float:
+        """The factor s * lr of the linear forms, where lr = r_1 is held."""
+        return self.distance * self.rate(1)
+
+    def rates(self) -> list[float]:
+        """r_1 .. r_s."""
+        return [self.rate(i) for i in range(1, self.distance + 1)]
+
+
+def distance(predictor: str, stage: int, num_stages: int, crossed: int) -> int:
+    """The number s of updates that a prediction bridges.
+
+    Args:
+        predictor: name of the setting.
+        stage: k.
+        num_stages: D.
+        crossed: t - U, the updates between the version read and the batch's own.
+
+    Raises:
+        PlanError: no setting has this name.
+    """
+    known = {"improved": crossed, "paper": num_stages - 1 - stage, "released-code": num_stages - stage}
+    if predictor not in known:
+        raise PlanError(
+            "the predictor setting",
+            got=repr(predictor),
+            expected="one of " + ", ".join(known),
+            remedy="Choose one of these for a rule that predicts.",
+        )
+    return known[predictor]
+
+
+def predict(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """P(W, s) of one parameter; ``weight`` itself where the prediction is that it stays.
+
+    Args:
+        predictor: name of the setting.
+        weight: W at the version that ``past`` tells of.
+        past: the parameter's optimizer state and last update.
+        ahead: s and the learning rates.
+    """
+    if ahead.distance == 0 or not past.updated:
+        return weight
+    if issubclass(past.optimizer, SGD):
+        formula = {"improved": _sgd, "paper": _sgd_in_paper, "released-code": _sgd_in_program}[predictor]
+        return formula(weight, past, ahead)
+    if issubclass(past.optimizer, Adam):
+        return _adam_family(predictor, weight, past, ahead)
+    return _measured(weight, past, _total(ahead.rates()) if predictor == "improved" else ahead.linear)
+
+
+def _total(rates: list[float]) -> float:
+    """Their sum, one after the other: ``sum`` compensates rounding from Python 3.12 on."""
+    total = 0.0
+    for rate in rates:
+        total = total + rate
+    return total
+
+
+def _measured(weight: torch.Tensor, past: Past, reach: float) -> torch.Tensor:
+    """The last update, once more: W - reach * (W[u-1] - W[u]) / lr(u-1)."""
+    if past.displacement is None or past.last_rate == 0.0:
+        return weight
+    return torch.add(weight, past.displacement, alpha=-(reach / past.last_rate))
+
+
+def _sgd(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """``improved``: s updates with zero gradients take W to a W - b v, with v the momentum buffer."""
+    decay, rates = past.number("weight_decay"), ahead.rates()
+    if past.number("momentum") == 0.0:
+        a = 1.0
+        for rate in rates:
+            a = a * (1.0 - rate * decay)
+        return weight if a == 1.0 else torch.mul(weight, a)
+    v = past.state.get("momentum_buffer")
+    if v is None:
+        return weight
+    if decay == 0.0:
+        return torch.add(weight, v, alpha=-_undecayed(past, rates))
+    a, b = _decayed(past, rates)
+    return torch.add(weight, v, alpha=-b) if a == 1.0 else torch.mul(weight, a).add_(v, alpha=-b)
+
+
+def _undecayed(past: Past, rates: list[float]) -> float:
+    """The sum of r_i mu^i, with Nesterov r_i mu^(i+1)."""
+    mu, nesterov = past.number("momentum"), bool(past.group["nesterov"])
+    b, c = 0.0, 1.0
+    for rate in rates:
+        c = mu * c
+        b = b + rate * (mu * c if nesterov else c)
+    return b
+
+
+def _decayed(past: Past, rates: list[float]) -> tuple[float, float]:
+    """Weights go to a W - b v, the buffer to c v + d W, decay being part of the gradient: a and b."""
+    mu, tau, lam = past.number("momentum"), past.number("dampening"), past.number("weight_decay")
+    a, b, c, d = 1.0, 0.0, 1.0, 0.0
+    for rate in rates:
+        c, d = mu * c - (1.0 - tau) * lam * b, mu * d + (1.0 - tau) * lam * a
+        if past.group["nesterov"]:
+            a, b = a - rate * (lam * a + mu * d), b - rate * (lam * b - mu * c)
+        else:
+            a, b = a - rate * d, b + rate * c
+    return a, b
+
+
+def _sgd_in_paper(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """Table I: W - s lr v; Nesterov's step without a gradient is mu^2 v; without momentum the last update tells."""
+    mu = past.number("momentum")
+    if mu == 0.0:
+        return _measured(weight, past, ahead.linear)
+    v = past.state.get("momentum_buffer")
+    if v is None:
+        return weight
+    return torch.add(weight, v, alpha=-(ahead.linear * mu * mu if past.group["nesterov"] else ahead.linear))
+
+
+def _sgd_in_program(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """The authors' program: the direction is mu buf + (1 - tau) g, with the gradient that the last update consumed."""
+    gradient = past.gradient
+    if gradient is not None and past.group["maximize"]:
+        gradient = -gradient
+    direction, buffer = gradient, past.state.get("momentum_buffer")
+    if buffer is not None:
+        direction = torch.mul(buffer, past.number("momentum"))
+        if gradient is not None:
+            direction.add_(gradient, alpha=1.0 - past.number("dampening"))
+    return weight if direction is None else torch.add(weight, direction, alpha=-ahead.linear)
+
+
+def _adam_family(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """Adam and AdamW: along m / (sqrt(v^) + eps), the second moment held."""
+    u = float(past.state["step"]) if "step" in past.state else 0.0
+    if u == 0.0:
+        return weight
+    beta1, beta2 = (float(beta) for beta in past.group["betas"])
+    decoupled = bool(past.group.get("decoupled_weight_decay", False)) or issubclass(past.optimizer, AdamW)
+    lam = past.number("weight_decay") if decoupled else 0.0
+    if predictor == "improved":
+        a, b = _adam_steps(ahead.rates(), beta1, u, lam)
+    else:
+        a = 1.0 - ahead.linear * lam if predictor == "paper" else 1.0
+        b = ahead.linear / (1.0 - beta1**u)
+    second = past.state["max_exp_avg_sq" if past.group["amsgrad"] else "exp_avg_sq"]
+    denominator = (second.sqrt() / math.sqrt(1.0 - beta2**u)).add_(past.number("eps"))
+    base = weight if a == 1.0 else torch.mul(weight, a)
+    return torch.addcdiv(base, past.state["exp_avg"], denominator, value=-b)
+
+
+def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple[float, float]:
+    """Weights go to a W - b m / (sqrt(v^) + eps), decay first, then q_i = r_i beta1^i / (1 - beta1^(u+i)): a and b."""
+    a, b = 1.0, 0.0
+    for i, rate in enumerate(rates, start=1):
+        keep = 1.0 - rate * lam
+        a = a * keep
+        b = b * keep + rate * beta1**i / (1.0 - beta1 ** (u + i))
+    return a, b

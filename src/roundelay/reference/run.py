@@ -1,0 +1,232 @@
+"""The loop that every run is held to, one micro-batch after the other.
+
+::
+
+    for g = 0..G-1:
+        x_0 = X_g
+        for k up:    A = forward_weights(k, g);  x_{k+1} = f_k(x_k; A, rng(k, g))
+        for k down:  d_k, gamma = VJP_mode(f_k; x_k, A, B = backward_weights(k, g))(d_{k+1});  acc_k += gamma
+        if g ends its batch:  W[t+1], S[t+1] = Opt(W[t], S[t], acc, lr(t));  acc = 0
+
+It is sound because every version that g reads is at most its own batch's number, and so complete once the
+micro-batches before g are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, final
+
+import torch
+
+from roundelay.errors import InternalError
+from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.reference.predict import Ahead, distance, predict
+from roundelay.reference.setting import (
+    Audit,
+    Named,
+    OptimizerFactory,
+    ReferenceResult,
+    ReferenceStage,
+    SchedulerFactory,
+    Setting,
+    Tensors,
+)
+from roundelay.reference.trainer import Recipe, Trainer
+from roundelay.schedules import schedule_named
+
+Pass = tuple[Tensors, Any]
+"""What one stage's forward read, and its tape."""
+
+
+def run_reference(  # noqa: PLR0913  a run is this many things, and each caller has them apart
+    setting: Setting,
+    stages: Sequence[ReferenceStage],
+    named: Named,
+    buffers: dict[str, torch.Tensor],
+    stream: Iterable[tuple[MicroBatch, dict[str, Any]]],
+    optimizer: OptimizerFactory,
+    scheduler: SchedulerFactory | None,
+    draw: Callable[[int], Any],
+    *,
+    audit: Audit | None = None,
+    start: dict[str, Any] | None = None,
+) -> ReferenceResult:
+    """Train in one process, literally as the rule says.
+
+    Args:
+        setting: rule, predictor and backward mode.
+        stages: in order; the last one makes ``loss``, and ``loss.count`` where the loss returns (sum, count).
+        named: every parameter of the model, the caller's own copies: they are updated in place.
+        buffers: by name; replaced, never written.
+        stream: headers and values by name, in order of g. The first header says where the run starts: its g, and the
+            version, which is its batch's number.
+        optimizer: makes one optimizer over ``named``; called again for the look-ahead of a scheduler.
+        scheduler: makes a scheduler that is stepped after every update, or None.
+        draw: g to the key of the micro-batch's random numbers.
+        audit: called with (``forward``, k, g, outputs), (``backward``, k, g, gradients: those of inputs under
+            ``d NAME``) and (``update``, k, t, weights after it), in causal order.
+        start: state dict of the optimizer at the start, loaded after the scheduler has come to the start's version.
+
+    Returns:
+        Losses, and the state of everything at the end.
+
+    Raises:
+        PlanError: the rule predicts and the predictor setting is unknown.
+        InternalError: the stream's batches are not numbered on, or a stage left a gradient behind.
+    """
+    headers = iter(stream)
+    first = next(headers, None)
+    with torch.no_grad():
+        trainer = Trainer(Recipe(optimizer, scheduler, start, first[0].batch if first else 0), named)
+        run = _Run(setting, stages, trainer, buffers, draw, audit or _unheard)
+        for header, values in chain([first] if first else [], headers):
+            run.micro_batch(header, dict(values))
+        return run.result()
+
+
+def _unheard(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Nobody listens."""
+
+
+@final
+class _Run:
+    """One run: what it has counted, summed and kept so far."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        stages: Sequence[ReferenceStage],
+        trainer: Trainer,
+        buffers: dict[str, torch.Tensor],
+        draw: Callable[[int], Any],
+        audit: Audit,
+    ) -> None:
+        self._setting = setting
+        self._stages = stages
+        self._trainer = trainer
+        self._draw = draw
+        self._audit = audit
+        self._flushes = schedule_named(setting.rule.schedule).window == "batch"
+        self._start = trainer.live
+        self._passed = 0  # micro-batches of this run that are done; while one runs, its number i = g - g_start
+        self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
+        self._gradients: Tensors = {}
+        self._total_count: float | None = None
+        self._result = ReferenceResult(buffers=dict(buffers))
+
+    def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
+        """Forward, backward, and the update if it is due."""
+        self._check_number(header)
+        passes = self._up(header, values)
+        self._result.losses[header.g] = float(values[LOSS])
+        self._down(header, passes, self._seed(header, values))
+        self._passed += 1
+        if header.ends_batch:
+            self._update(header.batch)
+        self._trainer.forget(min(self._version(k) for k in range(len(self._stages))))
+
+    def result(self) -> ReferenceResult:
+        """What came of it."""
+        self._result.parameters = self._trainer.parameters()
+        self._result.optimizer_state = self._trainer.state()
+        self._result.updates = self._trainer.live
+        return self._result
+
+    def _version(self, stage: int) -> int:
+        """U: the updates that the stage had done, lag micro-batches behind, when it ran this forward."""
+        if self._flushes:
+            return self._trainer.live
+        lag = len(self._stages) - 1 - stage
+        done = max(0, self._passed - lag)
+        return self._start + sum(1 for end in self._batch_ends if end <= done)
+
+    def _forward_weights(self, stage: int) -> Tensors:
+        version = self._version(stage)
+        weights = self._weights(stage, version)
+        if not self._setting.rule.predicts:
+            return weights
+        s = distance(self._setting.predictor, stage, len(self._stages), self._trainer.live - version)
+        return {name: self._predicted(name, weight, version, s) for name, weight in weights.items()}
+
+    def _predicted(self, name: str, weight: torch.Tensor, version: int, s: int) -> torch.Tensor:
+        past = self._trainer.versions[version].pasts.get(name)
+        if past is None:  # a parameter that the optimizer does not hold
+            return weight
+        ahead = Ahead(s, lambda i: self._trainer.rate(name, version, i))
+        return predict(self._setting.predictor, weight, past, ahead)
+
+    def _weights(self, stage: int, version: int) -> Tensors:
+        weights = self._trainer.versions[version].weights
+        return {name: weights[name] for name in self._stages[stage].parameters}
+
+    def _up(self, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
+        """All forwards; ``values`` gains what they make."""
+        passes = []
+        for k, stage in enumerate(self._stages):
+            read = self._forward_weights(k)
+            buffers = {name: self._result.buffers[name] for name in stage.buffers}
+            inputs = {name: values[name] for name in stage.functions.inputs}
+            key = self._draw(header.g)
+            outputs, tape = stage.functions.forward(read, buffers, inputs, key, mode=self._setting.mode)
+            self._result.buffers.update(buffers)
+            values.update(outputs)
+            self._audit("forward", k, header.g, {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)})
+            passes.append((read, tape))
+        return passes
+
+    def _seed(self, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
+        """The loss's own gradient: its weight in the batch's mean, or 1 where the update divides by the count."""
+        loss = values[LOSS]
+        if COUNT not in values:
+            return torch.full_like(loss, header.weight)
+        count = float(values[COUNT])
+        self._result.counts[header.g] = count
+        self._total_count = count if self._total_count is None else self._total_count + count
+        return torch.ones_like(loss)
+
+    def _down(self, header: MicroBatch, passes: list[Pass], seed: torch.Tensor) -> None:
+        """All backwards; each value's gradient returns along the chain of its readers, so none is summed here."""
+        gradients: Tensors = {LOSS: seed}
+        for k in reversed(range(len(self._stages))):
+            functions = self._stages[k].functions
+            entering = {name: gradients.pop(name, None) for name in functions.outputs}
+            read, tape = passes[k]
+            if self._setting.rule.backward_reads(self._setting.mode) == "live":
+                read = self._weights(k, self._trainer.live)
+            of_inputs, of_parameters = functions.backward(tape, entering, read)
+            self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
+            gradients.update(of_inputs)
+            self._accumulate(of_parameters)
+        if gradients:
+            raise InternalError(
+                f"the reference's backward of micro-batch {header.g}",
+                got=f"gradients of {', '.join(gradients)} that no stage took",
+                expected="every gradient to be that of an output of an earlier stage",
+                remedy="Report it: the stages' inputs and outputs do not match.",
+            )
+
+    def _accumulate(self, gradients: Tensors) -> None:
+        for name, gradient in gradients.items():
+            held = self._gradients.get(name)
+            self._gradients[name] = gradient if held is None else held + gradient
+
+    def _update(self, batch: int) -> None:
+        total = self._total_count
+        gradients = self._gradients if total is None else {n: torch.div(g, total) for n, g in self._gradients.items()}
+        self._trainer.step(gradients)
+        self._batch_ends.append(self._passed)
+        self._gradients, self._total_count = {}, None
+        for k in reversed(range(len(self._stages))):
+            self._audit("update", k, batch, self._weights(k, self._trainer.live))
+
+    def _check_number(self, header: MicroBatch) -> None:
+        if header.batch != self._trainer.live:
+            raise InternalError(
+                f"micro-batch {header.g} of the reference's stream",
+                got=f"batch {header.batch}",
+                expected=f"batch {self._trainer.live}, the number of updates done",
+                remedy="Report it: batches must be numbered on, and each must end.",
+            )

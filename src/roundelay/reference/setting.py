@@ -1,0 +1,108 @@
+"""What a reference run is given and what it gives back.
+
+The reference knows stages only by this narrow protocol, so that the segment functions can be handed to it and nothing
+else of the runtime can slip in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from roundelay.ir.rule import Mode, UpdateRule
+
+Tensors = dict[str, torch.Tensor]
+Named = list[tuple[str, torch.nn.Parameter]]
+OptimizerFactory = Callable[[Named], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+Audit = Callable[[str, int, int, Mapping[str, torch.Tensor]], None]
+"""(kind, stage, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t."""
+
+
+class StageFunctions(Protocol):
+    """Forward and backward of one stage; ``capture.StageFunction`` is one."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that forward reads."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values that forward returns; the last stage's contain ``loss`` and, if any, ``loss.count``."""
+        ...
+
+    def forward(
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Tensors,
+        inputs: Mapping[str, Any],
+        draw: Any,
+        *,
+        mode: Mode,
+        measure: bool = False,
+    ) -> tuple[dict[str, Any], Any]:
+        """Outputs by name, and the tape; entries of ``buffers`` that change are replaced, never written."""
+        ...
+
+    def backward(
+        self, tape: Any, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
+    ) -> tuple[Tensors, Tensors]:
+        """Gradients of inputs and of parameters by name; a name without gradient is missing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStage:
+    """One stage.
+
+    Args:
+        functions: its forward and backward.
+        parameters: names of the parameters that it owns.
+        buffers: names of the buffers that it reads or changes.
+    """
+
+    functions: StageFunctions
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a run updates.
+
+    Args:
+        rule: which weights forward and backward read.
+        predictor: ``improved``, ``paper`` or ``released-code``; not read where the rule does not predict.
+        mode: backward mode.
+    """
+
+    rule: UpdateRule
+    predictor: str
+    mode: Mode
+
+
+@dataclass(slots=True)
+class ReferenceResult:
+    """What came of a run.
+
+    Args:
+        losses: by g, as the loss returned it: the micro-batch's mean, or its sum.
+        counts: by g; empty unless the loss returns (sum, count).
+        parameters: every parameter of the model by name, at the end.
+        buffers: every buffer by name, at the end.
+        optimizer_state: by parameter name; a parameter that was never updated is missing.
+        updates: version at the end: number of updates done, those before the run included.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, float] = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    updates: int = 0

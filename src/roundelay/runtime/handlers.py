@@ -1,0 +1,175 @@
+"""Opcode to torch code: the one table that a worker executes programs with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundelay.actor.machine import Run
+from roundelay.capture import Draw, Mode
+from roundelay.errors import DivergedError
+from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.program import Channel
+from roundelay.ir.stage import Edge
+from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.stage import Stage
+from roundelay.transport.contract import Message, Value
+
+Audit = Callable[[str, int, Mapping[str, Any]], None]
+"""Told of every forward, backward and update: kind, number, tensors by name."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What handlers work on.
+
+    Args:
+        worker: its number, which is its stage's.
+        stage: the stage's state.
+        seed: of the run.
+        data: micro-batches, on the worker that reads them.
+        edges: channel to what travels on it, and in which direction.
+        inbox: unread messages by (channel, micro-batch).
+        outbox: what the last instruction made, by channel.
+        report: where to tell.
+        audit: told of everything that is computed, if somebody asked.
+        counts: terms summed by the loss, by micro-batch, until its backward.
+        entered: values of a micro-batch that stage 0 has read and not yet passed on.
+    """
+
+    worker: int
+    stage: Stage
+    seed: int
+    data: Iterator[tuple[MicroBatch, dict[str, torch.Tensor]]]
+    edges: Mapping[int, tuple[Channel, Edge]]
+    report: Reporter
+    audit: Audit | None
+    inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
+    outbox: dict[int, Message] = field(default_factory=dict)
+    entered: dict[int, dict[str, Any]] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    counts: dict[int, float] = field(default_factory=dict)
+
+
+Handler = Callable[[Context, Run], MicroBatch | None]
+
+
+def do_read(context: Context, run: Run) -> MicroBatch | None:
+    """Read the next micro-batch of the data."""
+    header, values = next(context.data)
+    context.entered[header.g] = dict(values)
+    return header
+
+
+def do_forward(context: Context, run: Run) -> MicroBatch | None:
+    """Forward of one micro-batch, and what it sends on."""
+    header = _header(run)
+    values = context.entered.pop(run.g, {})
+    for channel, _ in run.takes:
+        message = context.inbox.pop((channel, run.g))
+        values |= zip(context.edges[channel][1].values, message.values, strict=True)
+    outputs = context.stage.forward(
+        header,
+        {name: values[name] for name in context.stage.function.inputs},
+        Draw(context.seed, run.g),
+        mode=_mode(run),
+        version=run.version,
+        distance=run.distance,
+    )
+    if context.audit is not None:
+        context.audit("forward", run.g, outputs)
+    values |= outputs
+    for channel, _ in run.gives:
+        edge = context.edges[channel][1]
+        context.outbox[channel] = Message(channel, header.numbers(), tuple(_value(values[n]) for n in edge.values))
+    if LOSS in outputs:
+        _tell_loss(context, header, outputs)
+    return None
+
+
+def do_backward(context: Context, run: Run) -> MicroBatch | None:
+    """Backward of one micro-batch, and the gradients that it sends back."""
+    header = _header(run)
+    grads: dict[str, torch.Tensor | None] = {}
+    for channel, _ in run.takes:
+        message = context.inbox.pop((channel, run.g))
+        context.counts[run.g] = float(message.values[0] or 0.0)  # type: ignore[arg-type]
+        grads |= zip(context.edges[channel][1].gradients, message.values[1:], strict=True)  # type: ignore[arg-type]
+    if run.g in context.losses:
+        grads |= context.stage.seed(header, context.losses.pop(run.g))
+    of_inputs, of_parameters = context.stage.backward(header, grads)
+    count = context.counts.pop(run.g, 0.0)
+    context.stage.count(count)
+    if context.audit is not None:
+        context.audit("backward", run.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
+    for channel, _ in run.gives:
+        edge = context.edges[channel][1]
+        values = (count, *(of_inputs.get(name) for name in edge.gradients))
+        context.outbox[channel] = Message(channel, header.numbers(), values)
+    return None
+
+
+def do_update(context: Context, run: Run) -> MicroBatch | None:
+    """One optimizer step; at an epoch's end, and at the run's, the stage hands over its state."""
+    header = _header(run)
+    context.stage.update()
+    if context.audit is not None:
+        context.audit("update", header.batch, context.stage.live())
+    if header.ends_epoch or header.final:
+        _hand_over(context, header)
+    return None
+
+
+HANDLERS: dict[str, Handler] = {
+    "read": do_read,
+    "forward": do_forward,
+    "backward": do_backward,
+    "update": do_update,
+}
+
+
+def _header(run: Run) -> MicroBatch:
+    assert run.header is not None
+    return run.header
+
+
+def _mode(run: Run) -> Mode:
+    return run.instruction.mode  # type: ignore[return-value]
+
+
+def _value(value: Any) -> Value:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value  # type: ignore[no-any-return]
+
+
+def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
+    loss = float(outputs[LOSS])
+    count = float(outputs[COUNT]) if COUNT in outputs else 0.0
+    if not math.isfinite(loss):
+        raise DivergedError(
+            f"the loss of stage {context.worker}, micro-batch {header.g} (update {header.batch})",
+            got=str(loss),
+            expected="a finite number",
+            remedy="Lower the learning rate, or look at this batch; the last checkpoint is as it was.",
+        )
+    context.losses[header.g] = outputs[LOSS]
+    context.counts[header.g] = count
+    context.report(Report("loss", context.worker, {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}))
+
+
+def _hand_over(context: Context, header: MicroBatch) -> None:
+    weights, state, buffers = context.stage.state()
+    tensors = {f"parameter {n}": w for n, w in weights.items()} | {f"buffer {n}": b for n, b in buffers.items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, entries in state.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"state {name}\n{key}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    data = {"header": header.numbers(), "numbers": numbers, "tapes": context.stage.tape_bytes()}
+    context.report(Report("state", context.worker, data, tensors))

@@ -1,0 +1,139 @@
+"""The person's optimizer, stage by stage.
+
+The job's function is called with every parameter of the model, so that groups may be made by name or shape, and the
+groups are then narrowed to the parameters of the stage. Group structure, and with it schedulers and settings, stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from roundelay.errors import JobError
+from roundelay.job import Named, OptimizerFactory, SchedulerFactory
+
+
+def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimizer:
+    """The job's optimizer over all of ``named``.
+
+    Raises:
+        JobError: it is no optimizer, or one whose step needs a closure.
+    """
+    try:
+        optimizer = make(named)
+    except Exception as error:  # the person's own code
+        raise JobError(
+            "Job(optimizer=...)",
+            got=f"{type(error).__name__}: {error}",
+            expected="a function of a list of (name, parameter) that returns a torch optimizer",
+            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(
+            "Job(optimizer=...)",
+            got=f"a {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise JobError(
+            f"optimizer {type(optimizer).__name__}",
+            got="a step that needs a closure",
+            expected="a step from gradients alone: a stage cannot evaluate the whole model again",
+            remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
+        )
+    return optimizer
+
+
+def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """The job's scheduler.
+
+    Raises:
+        JobError: it is no scheduler, or one that needs a metric.
+    """
+    if make is None:
+        return None
+    scheduler: Any = make(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise JobError(
+            "Job(scheduler=...)",
+            got=f"a {type(scheduler).__name__}",
+            expected="a torch.optim.lr_scheduler.LRScheduler that is stepped once per update without a metric",
+            remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
+        )
+    return scheduler
+
+
+def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], named: Named) -> None:
+    """Keep of each group the parameters in ``own``; groups stay, also when nothing of theirs is left.
+
+    Args:
+        optimizer: over all of ``named``.
+        own: the stage's parameters by name.
+        named: what the optimizer was made of.
+    """
+    kept = {id(parameter) for parameter in own.values()}
+    names = {id(parameter): name for name, parameter in named}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+        if "param_names" in group:
+            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+
+
+class RateTable:
+    """Learning rates of updates to come: lr(u) of every group, from a second optimizer and scheduler run ahead.
+
+    Args:
+        make: the job's optimizer.
+        schedule: the job's scheduler.
+        named: parameters to make them with; they are not touched.
+    """
+
+    def __init__(self, make: OptimizerFactory, schedule: SchedulerFactory | None, named: Named) -> None:
+        self._optimizer = build_optimizer(make, named)
+        self._scheduler = build_scheduler(schedule, self._optimizer)
+        self._rates: list[tuple[float, ...]] = [self._now()]
+
+    def rates(self, group: int, update: int, count: int) -> tuple[float, ...]:
+        """lr(update), lr(update+1), ... of a group: ``count`` of them."""
+        if self._scheduler is None:
+            return (self._rates[0][group],) * count
+        while len(self._rates) < update + count:
+            self._optimizer.step()  # without gradients it changes nothing, but the scheduler wants to see it first
+            self._scheduler.step()
+            self._rates.append(self._now())
+        return tuple(self._rates[u][group] for u in range(update, update + count))
+
+    def _now(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+def state_of(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
+    """A copy of the optimizer's state by parameter name."""
+    copies: dict[str, dict[str, Any]] = {}
+    for name, parameter in own.items():
+        state = optimizer.state.get(parameter)
+        if state:
+            copies[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return copies
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Put a copy of a saved state into the optimizer."""
+    for name, parameter in own.items():
+        if name in state:
+            optimizer.state[parameter] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
+            }
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Sequence[tuple[int, dict[str, Any], torch.nn.Parameter]]:
+    """(index of the group, the group, parameter) for every parameter."""
+    return [(i, group, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]

@@ -1,0 +1,181 @@
+"""The data, read by one worker: epochs and batches of the person's loader as a stream of micro-batches.
+
+The reader looks one batch ahead, so that every micro-batch knows whether its batch ends the epoch and whether it is the
+run's last. The loader draws from random states of its own, seeded by (seed, epoch): what it yields depends on nothing
+else that happens in the process, and a run continued at an epoch's start sees the same data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundelay.capture.batch import num_rows, split
+from roundelay.capture.draws import DEFAULT_GENERATOR_LOCK
+from roundelay.errors import JobError, RoundelayError, UserCodeError
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.job import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """From where to where a run goes.
+
+    Args:
+        start_g: number of the first micro-batch.
+        start_batch: number of the first batch.
+        start_epoch: epoch in which it starts.
+        skip: batches of that epoch that were used before.
+        batches: how many batches to make, or None.
+        epochs: up to which epoch (exclusive), or None.
+    """
+
+    start_g: int = 0
+    start_batch: int = 0
+    start_epoch: int = 0
+    skip: int = 0
+    batches: int | None = None
+    epochs: int | None = None
+
+
+class _Generators:
+    """The loader's own states of torch's, numpy's and Python's generators, swapped in while it runs."""
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, Any, Any] | None = None
+
+    def seed(self, seed: int, epoch: int) -> None:
+        """Start an epoch."""
+        with self.active():
+            seed_everything(seed * 1_000_003 + epoch)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run on the loader's states; the process's own come back afterwards."""
+        with DEFAULT_GENERATOR_LOCK:
+            outside = _states()
+            if self._states is not None:
+                _set_states(self._states)
+            try:
+                yield
+            finally:
+                self._states = _states()
+                _set_states(outside)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and random."""
+    torch.manual_seed(seed & (2**63 - 1))
+    np.random.seed(seed & (2**32 - 1))
+    random.seed(seed)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    torch.random.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def read(
+    batches: Batches, seed: int, micro_batches: int, extent: Extent, values: Callable[[Any], dict[str, torch.Tensor]]
+) -> Iterator[tuple[MicroBatch, dict[str, torch.Tensor]]]:
+    """Micro-batches with their header and the values that enter the graph.
+
+    Args:
+        batches: the job's loader.
+        seed: the run's seed.
+        micro_batches: M.
+        extent: from where to where.
+        values: micro-batch -> tensors by value name.
+
+    Raises:
+        UserCodeError: the loader raises.
+        JobError: a batch cannot be used, or an epoch has none.
+    """
+    g, t = extent.start_g, extent.start_batch
+    source = _batches(batches, seed, extent)
+    for batch, epoch, ends_epoch, final in source:
+        rows = num_rows(batch)
+        parts = split(batch, micro_batches)
+        for i, part in enumerate(parts):
+            last = int(final and i + 1 == len(parts))
+            header = MicroBatch(g, t, i, len(parts), num_rows(part), rows, epoch, int(ends_epoch), last)
+            yield header, values(part)
+            g += 1
+        t += 1
+
+
+def _batches(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any, int, bool, bool]]:
+    """(batch, epoch, it ends the epoch, it ends the run)."""
+    made = 0
+    ahead: tuple[Any, int] | None = None
+    for batch, epoch in _epochs(batches, seed, extent):
+        if ahead is not None:
+            yield *ahead, epoch != ahead[1], False
+        ahead, made = (batch, epoch), made + 1
+        if made == extent.batches:
+            break
+    if ahead is not None:
+        ends = extent.batches is None or made < extent.batches
+        yield *ahead, ends, True
+
+
+def _epochs(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any, int]]:
+    epoch, skip = extent.start_epoch, extent.skip
+    generators = _Generators()
+    while extent.epochs is None or epoch < extent.epochs:
+        generators.seed(seed, epoch)
+        with _user_code(f"batches({epoch})"), generators.active():
+            iterator = iter(batches(epoch))
+        number = 0
+        while True:
+            with _user_code(f"batch {number} of batches({epoch})"), generators.active():
+                batch = next(iterator, iterator)
+            if batch is iterator:
+                break
+            if number >= skip:
+                yield batch, epoch
+            number += 1
+        if number == 0:
+            raise JobError(
+                f"batches({epoch})",
+                got="no batch",
+                expected="at least one batch in every epoch",
+                remedy="Check the data set's size, and drop_last of the loader.",
+            )
+        epoch, skip = epoch + 1, 0
+
+
+@contextmanager
+def _user_code(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own loader
+        raise UserCodeError(
+            what,
+            got=f"{type(error).__name__}: {error}",
+            expected="batches of tensors until the epoch ends",
+            remedy="The error is in the job's data loading; run it alone to see it.",
+        ) from error
+
+
+def first_batch(batches: Batches, seed: int) -> Any:
+    """The first batch of the first epoch, as a run with this seed will see it.
+
+    Raises:
+        UserCodeError: the loader raises.
+        JobError: there is none.
+    """
+    return next(_epochs(batches, seed, Extent(epochs=1)))[0]

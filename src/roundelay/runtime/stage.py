@@ -1,0 +1,206 @@
+"""The state of one stage while it trains: weights, optimizer, tapes, gradients. One object, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundelay.capture import Captured, Draw, Mode, StageTape
+from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.rule import NO_PREDICTOR
+from roundelay.ir.stage import StageSpec
+from roundelay.job import Job
+from roundelay.runtime.optimizer import (
+    RateTable,
+    build_optimizer,
+    build_scheduler,
+    groups_of,
+    narrow,
+    restore_state,
+    state_of,
+)
+from roundelay.weights import LastStep, Outlook, needs_displacement, needs_gradient, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """Where a stage starts: the model's own tensors, or a checkpoint's.
+
+    Args:
+        parameters: by name.
+        buffers: by name.
+        optimizer: state by parameter name; empty at a cold start.
+        updates: updates made before.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    updates: int
+
+
+class Stage:
+    """One stage.
+
+    Args:
+        captured: the model.
+        spec: which part of it.
+        job: optimizer and scheduler.
+        predictor: setting of the predictor, or ``none``.
+        initial: where it starts; copied.
+    """
+
+    def __init__(self, captured: Captured, spec: StageSpec, job: Job, predictor: str, initial: Initial) -> None:
+        self.spec = spec
+        self.function = captured.stage(spec)
+        self.predictor = predictor
+        self.parameters = {
+            n: torch.nn.Parameter(initial.parameters[n].detach().clone(), captured.graph.parameters[n].trainable)
+            for n in spec.parameters
+        }
+        self.buffers = {n: initial.buffers[n].clone() for n in spec.buffers}
+        named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
+        self.optimizer = build_optimizer(job.optimizer, named)
+        narrow(self.optimizer, self.parameters, named)
+        self.scheduler = build_scheduler(job.scheduler, self.optimizer)
+        self._rates = RateTable(job.optimizer, job.scheduler, list(captured.model.named_parameters()))
+        for _ in range(initial.updates if self.scheduler is not None else 0):
+            self.optimizer.step()  # no gradient is there yet: only the schedule moves
+            self.scheduler.step()  # type: ignore[union-attr]
+        restore_state(self.optimizer, self.parameters, initial.optimizer)
+        self.tapes: dict[int, StageTape] = {}
+        #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
+        self.forward_weights: dict[str, torch.Tensor] | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._count = 0.0
+        self._last: dict[str, LastStep] = {}
+        self._predicted: tuple[tuple[int, int], dict[str, torch.Tensor]] | None = None
+        self._tape_bytes: dict[tuple[Any, ...], int] = {}
+
+    def forward(
+        self, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw, *, mode: Mode, version: int, distance: int
+    ) -> dict[str, Any]:
+        """Forward of one micro-batch; its tape waits for :meth:`backward`.
+
+        Args:
+            header: of the micro-batch.
+            inputs: the stage's inputs by name.
+            draw: key of the random numbers.
+            mode: what backward will read.
+            version: updates that the weights have seen.
+            distance: updates to predict ahead.
+        """
+        key = tuple(tuple(v.shape) for v in inputs.values() if isinstance(v, torch.Tensor))
+        weights = self.forward_weights or self.weights(version, distance)
+        measure = key not in self._tape_bytes
+        outputs, tape = self.function.forward(weights, self.buffers, inputs, draw, mode=mode, measure=measure)
+        tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
+        self.tapes[header.g] = tape
+        return outputs
+
+    def backward(
+        self, header: MicroBatch, grads: Mapping[str, torch.Tensor | None]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Backward of one micro-batch; its gradients are added to the batch's.
+
+        Returns:
+            Gradients of the stage's inputs and of its parameters, by name.
+        """
+        tape = self.tapes.pop(header.g)
+        of_inputs, of_parameters = self.function.backward(tape, grads, self.live())
+        for name, gradient in of_parameters.items():
+            have = self._gradients.get(name)
+            self._gradients[name] = gradient if have is None else torch.add(have, gradient)
+        return of_inputs, of_parameters
+
+    def seed(self, header: MicroBatch, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean."""
+        return {LOSS: torch.full_like(loss, 1.0 if COUNT in self.function.outputs else header.weight)}
+
+    def count(self, count: float) -> None:
+        """Add the number of terms that a micro-batch's loss has summed."""
+        self._count += count
+
+    def update(self) -> None:
+        """One optimizer step with the batch's gradients.
+
+        Weights that a tape still holds are left as they are: the step then works on a copy, and the old tensors live
+        exactly as long as somebody needs them.
+        """
+        before = self._hand_over_gradients()
+        if any(tape.mode == "stash" for tape in self.tapes.values()):
+            for parameter in self.parameters.values():
+                parameter.data = parameter.data.clone()
+        self.optimizer.step()
+        self._remember(before)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._gradients, self._count, self._predicted = {}, 0.0, None
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The newest weights."""
+        return dict(self.parameters)
+
+    def weights(self, version: int, distance: int) -> dict[str, torch.Tensor]:
+        """The newest weights, or what they are predicted to be ``distance`` updates on; kept until the next update."""
+        if distance <= 0:
+            return self.live()
+        if self._predicted is None or self._predicted[0] != (version, distance):
+            self._predicted = ((version, distance), self._predict(version, distance))
+        return self._predicted[1]
+
+    def tape_bytes(self) -> int:
+        """Most bytes that one forward has left for its backward; parameters are not counted."""
+        return max(self._tape_bytes.values(), default=0)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+        """Copies of weights, optimizer state and buffers, by name."""
+        weights = {n: p.detach().clone() for n, p in self.parameters.items()}
+        return weights, state_of(self.optimizer, self.parameters), {n: b.clone() for n, b in self.buffers.items()}
+
+    def _hand_over_gradients(self) -> dict[str, torch.Tensor]:
+        """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""
+        for name, gradient in self._gradients.items():
+            self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
+        if self.predictor == NO_PREDICTOR:
+            return {}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return {
+            names[id(p)]: p.detach().clone()
+            for _, group, p in groups_of(self.optimizer)
+            if needs_displacement(self.optimizer, group, self.predictor)
+        }
+
+    def _remember(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Keep what a later prediction needs to know of this step."""
+        if self.predictor == NO_PREDICTOR:
+            return
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for _, group, p in groups_of(self.optimizer):
+            name = names[id(p)]
+            if p.grad is None:
+                continue
+            wants_gradient = needs_gradient(self.optimizer, group, self.predictor)
+            self._last[name] = LastStep(
+                rate=float(group["lr"]),
+                displacement=before[name] - p.detach() if name in before else None,
+                gradient=p.grad.clone() if wants_gradient else None,
+            )
+
+    def _predict(self, version: int, distance: int) -> dict[str, torch.Tensor]:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        predicted = self.live()
+        with torch.no_grad():
+            for index, group, p in groups_of(self.optimizer):
+                outlook = Outlook(self._rates.rates(index, version, distance))
+                last = self._last.get(names[id(p)])
+                predicted[names[id(p)]] = predict(
+                    self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
+                )
+        return predicted

@@ -1,0 +1,244 @@
+"""One worker: drives its machine with what its endpoint delivers, and executes what the machine says."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.capture import Captured
+from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Channel, Program
+from roundelay.ir.stage import Edge, Partition
+from roundelay.job import Job
+from roundelay.observe.digest import digest
+from roundelay.runtime.handlers import HANDLERS, Context, Handler
+from roundelay.runtime.reader import Extent, read
+from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.stage import Initial, Stage
+from roundelay.transport import contract
+from roundelay.transport.contract import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Everything a run needs, the same for all workers.
+
+    Args:
+        plan: the plan.
+        programs: its programs.
+        partition: its stages.
+        captured: the model.
+        job: the person's job.
+        seed: of the run.
+        extent: from where to where.
+        initial: weights and states to start from.
+        audit: report a digest of everything that is computed.
+        handlers: worker to its own handlers; those of :data:`HANDLERS` where it has none.
+    """
+
+    plan: Plan
+    programs: tuple[Program, ...]
+    partition: Partition
+    captured: Captured
+    job: Job
+    seed: int
+    extent: Extent
+    initial: Initial
+    audit: bool
+    handlers: Mapping[int, Mapping[str, Handler]]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Time and spans of one worker."""
+
+    started: float
+    busy_s: float = 0.0
+    updates: int = 0
+    told: float = 0.0
+
+
+def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+    """Run one worker to the end of its program.
+
+    Args:
+        task: the run.
+        worker: its number.
+        endpoint: its end of the transport.
+        report: where it tells losses, progress, states and its end. An error is told as ``failed`` and not raised.
+    """
+    try:
+        _Worker(task, worker, endpoint, report).run()
+        endpoint.close()
+    except RoundelayError as error:
+        _fail(error, worker, endpoint, report)
+    except MemoryError as error:
+        _fail(_out_of_memory(worker, error), worker, endpoint, report)
+    except Exception as error:  # nothing may end a worker in silence
+        _fail(_unexpected(f"worker {worker}", error), worker, endpoint, report)
+
+
+def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+    endpoint.abort(f"worker {worker} failed")
+    what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
+    report(Report("failed", worker, {"kind": type(error).__name__, **what, "trace": "".join(traceback.format_exception(error))}))
+
+
+class _Worker:
+    """The loop of one worker."""
+
+    def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+        self.task, self.worker, self.endpoint, self.report = task, worker, endpoint, report
+        program = task.programs[worker]
+        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch)
+        self.channels = {c.id: c for c in program.channels}
+        self.handlers = {**HANDLERS, **task.handlers.get(worker, {})}
+        spec = task.partition.stages[worker]
+        stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial)
+        data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        audit = self._digest if task.audit else None
+        self.context = Context(worker, stage, task.seed, data, _edges(task.partition, self.channels), report, audit)
+        self.tally = _Tally(time.perf_counter())
+        self.events: list[list[object]] = []
+
+    def run(self) -> None:
+        """To the end of the program."""
+        commands = self.machine.handle(Start())
+        while not self.machine.halted:
+            if commands:
+                commands = [follow for command in commands for follow in self.obey(command)]
+            else:
+                commands = self.machine.handle(self.wait())
+        for command in commands:
+            self.obey(command)
+        self._tell_events()
+        self.report(Report("finished", self.worker, self._summary()))
+
+    def obey(self, command: Command) -> list[Command]:
+        """Carry out one command; what it makes the machine say comes back."""
+        if isinstance(command, Run):
+            return self.compute(command)
+        if isinstance(command, Send):
+            channel = self.channels[command.channel]
+            self.endpoint.send(channel.target, self.context.outbox.pop(channel.id))
+        elif isinstance(command, Grant):
+            self.endpoint.grant(self.channels[command.channel].source, command.channel)
+        else:
+            assert isinstance(command, Halt)
+        return []
+
+    def compute(self, run: Run) -> list[Command]:
+        """Execute an instruction and tell the machine."""
+        opcode = run.instruction.opcode
+        start = time.perf_counter()
+        try:
+            header = self.handlers[opcode](self.context, run)
+        except (RoundelayError, MemoryError):
+            raise
+        except Exception as error:  # the person's model, loss or optimizer
+            raise _unexpected(f"stage {self.worker}, {opcode} of micro-batch {run.g}", error) from error
+        end = time.perf_counter()
+        batch = (header or run.header or _UNKNOWN).batch
+        sent = sum(message.payload_bytes for message in self.context.outbox.values())
+        self.events.append([opcode, run.g, batch, run.version, run.distance, start, end, sent, str(run)])
+        self.tally.busy_s += end - start if opcode != "read" else 0.0
+        if opcode == "update":
+            self._progress(run, end)
+        return self.machine.handle(Finished(header))
+
+    def wait(self) -> Event:
+        """The next event from the endpoint.
+
+        Raises:
+            DeadlineError: nothing came in time.
+            WorkerLostError: a worker is gone.
+        """
+        try:
+            delivery = self.endpoint.receive(self.task.plan.deadline_s)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"worker {self.worker}",
+                got=f"silence for {self.task.plan.deadline_s:g} s while {self.machine.waits_for()}",
+                expected="a message within the plan's deadline_s",
+                remedy="See what the other workers do; raise deadline_s if one instruction takes longer.",
+            ) from error
+        if isinstance(delivery, contract.Arrived):
+            message = delivery.message
+            header = MicroBatch.of(message.header)
+            self.context.inbox[message.channel, header.g] = message
+            return Arrived(message.channel, header)
+        if isinstance(delivery, contract.Granted):
+            return Granted(delivery.channel)
+        raise WorkerLostError(
+            f"worker {delivery.source}",
+            got=delivery.reason,
+            expected="a living worker",
+            remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+        )
+
+    def _digest(self, kind: str, number: int, tensors: Mapping[str, object]) -> None:
+        data = {"of": kind, "number": number, "digest": digest(tensors)}
+        self.report(Report("digest", self.worker, data))
+
+    def _progress(self, run: Run, now: float) -> None:
+        """Tell the busy share, at most ten times a second."""
+        self.tally.updates += 1
+        if now - self.tally.told > 0.1:
+            self.tally.told = now
+            data = {"busy_s": self.tally.busy_s, "wall_s": now - self.tally.started, "update": run.version + 1}
+            self.report(Report("progress", self.worker, data))
+
+    def _tell_events(self) -> None:
+        for start in range(0, len(self.events), 4096):
+            self.report(Report("events", self.worker, {"events": self.events[start : start + 4096]}))
+
+    def _summary(self) -> dict[str, object]:
+        return {
+            "pid": os.getpid(),
+            "thread": threading.get_native_id(),
+            "busy_s": self.tally.busy_s,
+            "wall_s": time.perf_counter() - self.tally.started,
+            "updates": self.tally.updates,
+            "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
+            "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
+            "tape_bytes": self.context.stage.tape_bytes(),
+        }
+
+
+_UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
+
+
+def _edges(partition: Partition, channels: Mapping[int, Channel]) -> dict[int, tuple[Channel, Edge]]:
+    """Channel to what travels on it."""
+    by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
+    return {
+        c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
+        for c in channels.values()
+    }
+
+
+def _unexpected(subject: str, error: Exception) -> UserCodeError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return UserCodeError(
+        subject,
+        got=f"{type(error).__name__}: {str(error).strip()[:500]}{where}",
+        expected="an instruction that ends well",
+        remedy="Correct the model, loss or optimizer; ROUNDELAY_DEBUG=1 shows the traceback.",
+    )
+
+
+def _out_of_memory(worker: int, error: MemoryError) -> UserCodeError:
+    return UserCodeError(
+        f"worker {worker}",
+        got=f"out of memory {error}",
+        expected="memory for weights, tapes and messages",
+        remedy="Use smaller micro-batches, `backward = \"recompute\"` in the plan, or more workers.",
+    )

@@ -1,0 +1,97 @@
+"""All machines of a plan, driven by hand: whoever calls decides which pending event comes next.
+
+Messages of one channel stay in order, as do grants of one channel; everything else may overtake everything else. That
+is what threads and sockets may do, and no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+from roundelay.actor.machine import Arrived, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.lower.emit import emit
+
+#: ("result", worker), ("message", channel) or ("grant", channel)
+Queue = tuple[str, int]
+Choice = Callable[[list[Queue]], Queue]
+
+
+class World:
+    """The machines, and every event that is on its way to one of them.
+
+    Args:
+        plan: what they execute.
+        headers: the data.
+        lost: queues whose events never arrive.
+    """
+
+    def __init__(self, plan: Plan, headers: Sequence[MicroBatch], lost: Sequence[Queue] = ()) -> None:
+        programs = emit(plan)
+        self.machines = [Machine(program, headers[0].g, headers[0].batch) for program in programs]
+        self.channels = {c.id: c for program in programs for c in program.channels}
+        self.headers = {header.g: header for header in headers}
+        self.lost = set(lost)
+        self.pending: dict[Queue, deque[tuple[int, Event]]] = {}
+        self.runs: list[list[Run]] = [[] for _ in programs]
+        self.unread_peak = dict.fromkeys(self.channels, 0)
+        self.in_flight_peak = [0 for _ in programs]
+        for worker in range(len(programs)):
+            self.post(("result", worker), worker, Start())
+
+    def post(self, queue: Queue, worker: int, event: Event) -> None:
+        """An event sets out for ``worker``."""
+        if queue not in self.lost:
+            self.pending.setdefault(queue, deque()).append((worker, event))
+
+    def step(self, queue: Queue) -> None:
+        """The first event of ``queue`` arrives."""
+        worker, event = self.pending[queue].popleft()
+        machine = self.machines[worker]
+        for command in machine.handle(event):
+            if isinstance(command, Run):
+                self.runs[worker].append(command)
+                header = self.headers[command.g] if command.instruction.opcode == "read" else None
+                self.post(("result", worker), worker, Finished(header))
+            elif isinstance(command, Send):
+                channel = self.channels[command.channel]
+                self.post(("message", channel.id), channel.target, Arrived(channel.id, self.headers[command.g]))
+            elif isinstance(command, Grant):
+                self.post(("grant", command.channel), self.channels[command.channel].source, Granted(command.channel))
+            else:
+                assert isinstance(command, Halt)
+        for channel, unread in machine.unread.items():
+            self.unread_peak[channel] = max(self.unread_peak[channel], len(unread))
+        self.in_flight_peak[worker] = max(self.in_flight_peak[worker], machine.in_flight)
+
+    def run(self, choose: Choice) -> World:
+        """Until nothing is pending."""
+        while queues := [queue for queue, events in self.pending.items() if events]:
+            self.step(choose(queues))
+        return self
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """For each worker, the instructions it fired, as text."""
+        return [[str(run) for run in runs] for runs in self.runs]
+
+
+def in_turn(queues: list[Queue]) -> Queue:
+    """The queue that was opened first: a calm world."""
+    return queues[0]
+
+
+def at_random(seed: int) -> Choice:
+    """Any queue, by lot."""
+    random = Random(seed)
+    return random.choice
+
+
+def starving(seed: int) -> Choice:
+    """Some queues always before others: the last of them move only when nothing else can."""
+    random = Random(seed)
+    urgency: dict[Queue, float] = {}
+    return lambda queues: max(queues, key=lambda queue: urgency.setdefault(queue, random.random()))

@@ -1,0 +1,322 @@
+"""The machine: the order and versions of the plan, in whatever order its events arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.actor.machine import (
+    Arrived,
+    Command,
+    Finished,
+    Grant,
+    Granted,
+    Halt,
+    Machine,
+    Run,
+    Send,
+    Start,
+)
+from roundelay.errors import InternalError
+from roundelay.ir.micro_batch import MicroBatch, stream
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Program
+from roundelay.ir.rule import rule_named
+from roundelay.lower.emit import emit
+from roundelay.schedules import actions, schedule_named
+from tests.actor.drive import Choice, World, at_random, in_turn, starving
+from tests.lower.plans import ASYNCHRONOUS, RULES, counts_for, edge_of, plan_of, plans
+
+JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
+ORDERS = st.sampled_from([at_random, starving])
+SEEDS = st.integers(0, 2**32)
+LETTERS = {"forward": "F", "backward": "B", "update": "U"}
+
+
+def done(runs: list[Run]) -> list[str]:
+    """What a worker did, as ``F0 B0 U0``; reads are no actions, and an update bears its batch's number."""
+    shown = [(run, LETTERS[run.instruction.opcode]) for run in runs if run.instruction.opcode != "read"]
+    return [f"{letter}{run.header.batch if letter == 'U' else run.g}" for run, letter in shown if run.header]
+
+
+def expected_actions(plan: Plan, stage: int, counts: list[int]) -> list[str]:
+    """The same from the schedule."""
+    schedule = schedule_named(rule_named(plan.rule).schedule)
+    return [f"{act.kind}{act.number}" for act in actions(schedule, stage, plan.num_stages, counts)]
+
+
+# --- order and versions
+
+
+@given(JOBS)
+def test_a_worker_does_what_the_schedule_says_in_its_order(job: tuple[Plan, list[int]]) -> None:
+    plan, counts = job
+    world = World(plan, stream(counts)).run(in_turn)
+    assert [done(runs) for runs in world.runs] == [expected_actions(plan, k, counts) for k in range(plan.num_stages)]
+
+
+@given(JOBS)
+def test_the_version_is_the_number_of_updates_before(job: tuple[Plan, list[int]]) -> None:
+    plan, counts = job
+    for runs in World(plan, stream(counts)).run(in_turn).runs:
+        updates = [run.instruction.opcode == "update" for run in runs]
+        assert [run.version for run in runs] == [0, *accumulate(updates)][:-1]
+
+
+@given(plans(ASYNCHRONOUS), st.data())
+def test_async_versions_follow_the_closed_form(plan: Plan, data: st.DataObject) -> None:
+    batches = data.draw(st.integers(1, max(1, 12 // plan.micro_batches)))
+    counts = [plan.micro_batches] * batches
+    for stage, runs in enumerate(World(plan, stream(counts)).run(in_turn).runs):
+        lag = plan.num_stages - 1 - stage
+        versions = [run.version for run in runs if run.instruction.opcode == "forward"]
+        assert versions == [max(0, g - lag) // plan.micro_batches for g in range(sum(counts))]
+
+
+@given(plans(["pipeoptim"]), st.data())
+def test_the_crossed_distance_leads_to_the_version_that_the_backward_finds(plan: Plan, data: st.DataObject) -> None:
+    counts = data.draw(counts_for(plan))
+    for runs in World(plan, stream(counts)).run(in_turn).runs:
+        found = {run.g: run.version for run in runs if run.instruction.opcode == "backward"}
+        forwards = [run for run in runs if run.instruction.opcode == "forward"]
+        assert [run.version + run.distance for run in forwards] == [found[run.g] for run in forwards]
+
+
+@pytest.mark.parametrize(("predictor", "more"), [("paper", 0), ("released-code", 1)])
+def test_the_papers_distances_are_the_same_for_every_micro_batch(predictor: str, more: int) -> None:
+    world = World(plan_of("pipeoptim", 4, 2, predictor=predictor), stream([2, 1, 2, 2])).run(in_turn)
+    for stage, runs in enumerate(world.runs):
+        assert {run.distance for run in runs if run.instruction.opcode == "forward"} == {3 - stage + more}
+        assert {run.distance for run in runs if run.instruction.opcode != "forward"} == {0}
+
+
+@given(JOBS)
+def test_in_flight_reaches_the_tapes_of_the_program_and_never_more(job: tuple[Plan, list[int]]) -> None:
+    plan, counts = job
+    world = World(plan, stream(counts)).run(in_turn)
+    window = max(counts) if schedule_named(rule_named(plan.rule).schedule).window == "batch" else sum(counts)
+    tapes = [min(machine.program.tapes, window) for machine in world.machines]
+    assert world.in_flight_peak == tapes
+
+
+# --- determinism
+
+
+@given(JOBS, ORDERS, SEEDS)
+def test_the_order_of_events_changes_nothing(
+    job: tuple[Plan, list[int]], order: Callable[[int], Choice], seed: int
+) -> None:
+    """Instructions, versions, distances and slots are the plan's; the events only say when."""
+    plan, counts = job
+    calm, wild = World(plan, stream(counts)), World(plan, stream(counts))
+    assert wild.run(order(seed)).texts == calm.run(in_turn).texts
+
+
+@given(JOBS, ORDERS, SEEDS)
+def test_a_run_that_ends_anywhere_drains_and_leaves_nothing_unread(
+    job: tuple[Plan, list[int]], order: Callable[[int], Choice], seed: int
+) -> None:
+    plan, counts = job
+    world = World(plan, stream(counts)).run(order(seed))
+    for machine in world.machines:
+        assert (machine.halted, machine.in_flight, machine.version) == (True, 0, len(counts))
+        assert not any(machine.unread.values())
+        assert machine.credits == {c: world.channels[c].slots for c in machine.credits}
+        assert machine.waits_for() == "the program has ended"
+
+
+@given(JOBS, ORDERS, SEEDS)
+def test_no_message_arrives_without_a_slot_and_both_ends_number_it_alike(
+    job: tuple[Plan, list[int]], order: Callable[[int], Choice], seed: int
+) -> None:
+    plan, counts = job
+    world = World(plan, stream(counts)).run(order(seed))
+    given_slots, taken_slots = {}, {}
+    for runs in world.runs:
+        for run in runs:
+            given_slots |= {(channel, run.g): slot for channel, slot in run.gives}
+            taken_slots |= {(channel, run.g): slot for channel, slot in run.takes}
+    numbers = [(c, g, g % world.channels[c].slots) for c in world.channels for g in range(sum(counts))]
+    assert given_slots == taken_slots == {(c, g): slot for c, g, slot in numbers}
+    assert all(world.unread_peak[c] <= channel.slots for c, channel in world.channels.items())
+
+
+@given(JOBS)
+def test_every_header_is_known_to_every_worker_and_memory_of_it_is_bounded(job: tuple[Plan, list[int]]) -> None:
+    plan, counts = job
+    headers = stream(counts, rows=3)
+    world = World(plan, headers).run(in_turn)
+    for machine, runs in zip(world.machines, world.runs, strict=True):
+        known = [run for run in runs if run.instruction.opcode != "read"]
+        assert [run.header for run in known] == [headers[run.g] for run in known]
+        assert len(machine._headers) <= machine.program.tapes + 2
+
+
+# --- continuing
+
+
+@given(plans(), st.integers(1, 40), st.integers(1, 9), st.data())
+def test_a_continued_run_counts_on_from_its_first_micro_batch_and_version(
+    plan: Plan, start_g: int, start_batch: int, data: st.DataObject
+) -> None:
+    counts = data.draw(counts_for(plan))
+    fresh = World(plan, stream(counts)).run(in_turn)
+    again = World(plan, stream(counts, start_g=start_g, start_batch=start_batch)).run(in_turn)
+    for before, after in zip(fresh.runs, again.runs, strict=True):
+        assert [run.g for run in after] == [run.g + start_g for run in before]
+        assert [run.version for run in after] == [run.version + start_batch for run in before]
+        assert [(run.instruction, run.distance) for run in after] == [(run.instruction, run.distance) for run in before]
+
+
+@given(plans(ASYNCHRONOUS), st.integers(0, 5), st.integers(1, 4))
+def test_after_a_drained_end_updates_lag_only_back_to_the_start(plan: Plan, done_before: int, batches: int) -> None:
+    """U(k, g) = floor(max(g0, g - lag) / M) for a run that continues at g0."""
+    size = plan.micro_batches
+    first = done_before * size
+    headers = stream([size] * batches, start_g=first, start_batch=done_before)
+    for stage, runs in enumerate(World(plan, headers).run(in_turn).runs):
+        lag = plan.num_stages - 1 - stage
+        forwards = [run for run in runs if run.instruction.opcode == "forward"]
+        assert [(run.g, run.version) for run in forwards] == [
+            (g, max(first, g - lag) // size) for g in range(first, first + size * batches)
+        ]
+
+
+# --- back-pressure
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_missing_grant_stops_the_producer(rule: str, slots: int) -> None:
+    world = World(plan_of(rule, 2, 8, slots=slots), stream([8]), lost=[("grant", 0)]).run(in_turn)
+    producer, consumer = world.machines
+    assert [run.g for run in world.runs[0] if run.gives] == list(range(slots))
+    assert producer.waits_for() == f"forward of micro-batch {slots} waits for a free slot of channel 0"
+    assert not producer.halted
+    assert not consumer.halted
+
+
+def test_a_missing_message_stops_the_consumer_who_says_which() -> None:
+    skip = edge_of(0, 2, gradient=False)
+    world = World(plan_of("1f1b", 3, 4, skips=[skip]), stream([4]), lost=[("message", 2)]).run(in_turn)
+    assert world.machines[2].waits_for() == "forward of micro-batch 0 waits for message 0 on channel 2"
+    assert world.runs[2] == []
+
+
+def test_all_that_is_lacking_is_named() -> None:
+    middle = Machine(emit(plan_of("1f1b", 3, 4, slots=1))[1])
+    middle.credits[2] = 0
+    assert middle.handle(Start()) == []
+    assert (
+        middle.waits_for() == "forward of micro-batch 0 waits for message 0 on channel 0, a free slot of channel 2"
+    )
+
+
+# --- step by step
+
+HEADERS = stream([1, 1])
+
+
+def second_of_two() -> Machine:
+    """The last stage of two, one slot to a channel, M = 1; channel 0 comes in, channel 1 goes out."""
+    return Machine(emit(plan_of("pipedream", 2, 1, slots=1))[1])
+
+
+def brief(commands: list[Command]) -> list[str]:
+    """Commands as text, runs by their own."""
+    return [str(command) for command in commands]
+
+
+def test_commands_come_with_the_event_that_allows_them() -> None:
+    machine = second_of_two()
+    assert machine.waits_for() == "it has not started"
+    assert machine.handle(Start()) == []
+    assert brief(machine.handle(Arrived(0, HEADERS[0]))) == ["forward g=0 version=0 takes=0[0]"]
+    assert machine.waits_for() == "forward of micro-batch 0 is running"
+    assert brief(machine.handle(Finished())) == [str(Grant(0)), "backward g=0 version=0 gives=1[0]"]
+    assert brief(machine.handle(Arrived(0, HEADERS[1]))) == []  # early, and kept: one thing at a time
+    assert brief(machine.handle(Finished())) == [str(Send(1, 0)), "update g=0 version=0"]
+    assert brief(machine.handle(Finished())) == ["forward g=1 version=1 takes=0[0]"]
+    assert brief(machine.handle(Finished())) == [str(Grant(0))]
+    assert machine.waits_for() == "backward of micro-batch 1 waits for a free slot of channel 1"
+    assert brief(machine.handle(Granted(1))) == ["backward g=1 version=1 gives=1[0]"]
+    assert brief(machine.handle(Finished())) == [str(Send(1, 1)), "update g=1 version=1"]
+    assert machine.handle(Finished()) == [Halt()]
+    assert machine.halted
+    assert machine.version == 2
+    assert machine.handle(Granted(1)) == []
+
+
+def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
+    machine = Machine(emit(plan_of("1f1b", 1, 2))[0])
+    headers = stream([2])
+    assert brief(machine.handle(Start())) == ["read g=0 version=0"]
+    assert brief(machine.handle(Finished(headers[0]))) == ["forward g=0 version=0"]
+    assert brief(machine.handle(Finished())) == ["backward g=0 version=0"]
+    assert brief(machine.handle(Finished())) == ["read g=1 version=0"]  # no update: the batch has not ended
+
+
+def test_a_message_beyond_the_slots_is_a_broken_law() -> None:
+    machine = Machine(emit(plan_of("pipedream", 3, 1, slots=2))[1])
+    machine.credits[2] = 0  # so that nothing is taken
+    machine.handle(Start())
+    for header in stream([1] * 2):
+        machine.handle(Arrived(0, header))
+    with pytest.raises(InternalError, match="channel 0 with all 2 slots full"):
+        machine.handle(Arrived(0, stream([1] * 3)[2]))
+
+
+def test_a_message_that_is_being_read_still_fills_its_slot() -> None:
+    machine = second_of_two()
+    machine.handle(Start())
+    machine.handle(Arrived(0, HEADERS[0]))
+    assert machine.waits_for() == "forward of micro-batch 0 is running"
+    with pytest.raises(InternalError, match="channel 0 with all 1 slots full"):
+        machine.handle(Arrived(0, HEADERS[1]))
+
+
+@pytest.mark.parametrize("g", [1, 2])
+def test_a_message_out_of_order_is_a_broken_law(g: int) -> None:
+    machine = second_of_two()
+    machine.handle(Start())
+    with pytest.raises(InternalError, match="out of order on channel 0 for micro-batch 0"):
+        machine.handle(Arrived(0, stream([1] * 3)[g]))
+
+
+def test_a_broken_law_names_the_instruction_that_met_it() -> None:
+    machine = second_of_two()
+    machine.handle(Start())
+    with pytest.raises(InternalError) as broken:
+        machine.handle(Arrived(0, HEADERS[1]))
+    assert "forward of micro-batch 0" in broken.value.subject
+
+
+def test_a_result_of_nothing_is_a_broken_law() -> None:
+    machine = second_of_two()
+    machine.handle(Start())
+    with pytest.raises(InternalError, match="a result without a running instruction"):
+        machine.handle(Finished())
+
+
+@pytest.mark.parametrize("event", [Arrived(1, HEADERS[0]), Arrived(7, HEADERS[0]), Granted(0), Granted(7), Granted(1)])
+def test_an_event_of_a_channel_that_cannot_have_it_is_a_broken_law(event: Arrived | Granted) -> None:
+    """A channel that goes out, or another worker's, or a grant for a slot that was never taken."""
+    machine = second_of_two()
+    machine.handle(Start())
+    with pytest.raises(InternalError):
+        machine.handle(event)
+
+
+def test_an_update_without_a_batch_s_end_is_passed_over() -> None:
+    world = World(plan_of("pipedream", 1, 3), stream([3, 1, 2])).run(in_turn)
+    assert done(world.runs[0]) == "F0 B0 F1 B1 F2 B2 U0 F3 B3 U1 F4 B4 F5 B5 U2".split()
+
+
+def test_machines_of_a_printed_program_do_the_same() -> None:
+    programs = emit(plan_of("pipeoptim", 1, 2))
+    first, second = Machine(programs[0]), Machine(Program.parse(str(programs[0])))
+    assert brief(first.handle(Start())) == brief(second.handle(Start()))

@@ -1,0 +1,192 @@
+"""The plan's text: read as written, and refused when anything is missing, twice, unknown or of a wrong kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.errors import PlanError
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from tests.ir.garbled import garbled
+from tests.lower.plans import RULES, plan_of, plans
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
+FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
+INTS = st.integers(0, 2**63)
+STAGES = st.builds(
+    StagePlan,
+    segments=st.lists(TEXTS, max_size=3).map(tuple),
+    forward_s=FLOATS,
+    backward_s=FLOATS,
+    update_s=FLOATS,
+    parameter_bytes=INTS,
+    tape_bytes=INTS,
+)
+EDGES = st.builds(
+    EdgePlan, source=INTS, target=INTS, slots=INTS, forward_bytes=INTS, backward_bytes=INTS, gradient=st.booleans()
+)
+PLANS = st.builds(
+    Plan,
+    format=st.just(FORMAT),
+    model=TEXTS,
+    rule=TEXTS,
+    predictor=TEXTS,
+    backward=TEXTS,
+    micro_batches=INTS,
+    transport=TEXTS,
+    deadline_s=FLOATS,
+    latency_s=FLOATS,
+    bytes_per_s=FLOATS,
+    stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
+    edges=st.lists(EDGES, max_size=3).map(tuple),
+)
+SMALL = plan_of("pipeoptim", 3, 2)
+LINES = SMALL.text().splitlines()
+FULL_LINES = [i for i, line in enumerate(LINES) if line]
+
+
+@given(PLANS)
+def test_a_plan_is_read_as_it_is_printed(plan: Plan) -> None:
+    assert Plan.parse(plan.text()) == plan
+
+
+@given(plans())
+def test_the_text_of_a_plan_read_is_the_text_that_was_read(plan: Plan) -> None:
+    text = plan.text()
+    assert Plan.parse(text).text() == text
+
+
+@pytest.mark.parametrize("char", [chr(c) for c in (*range(32), 34, 39, 92, 127, 0x85, 0x2028, 0x1F600)], ids=ascii)
+def test_any_character_may_stand_in_a_name(char: str) -> None:
+    plan = replace(SMALL, model=f"a{char}b", stages=(replace(SMALL.stages[0], segments=(char, "\\" + char)),))
+    assert Plan.parse(plan.text()) == plan
+
+
+@pytest.mark.parametrize("number", [0.0, 5e-324, 1e-5, 0.1, 1.0, 2**53 + 2.0, 1e16, 1e22, 1.7976931348623157e308])
+def test_a_float_keeps_every_bit(number: float) -> None:
+    text = replace(SMALL, latency_s=number).text()
+    assert Plan.parse(text).latency_s.hex() == number.hex()
+
+
+def test_a_whole_number_of_seconds_may_be_written_without_a_point() -> None:
+    plan = Plan.parse(SMALL.text().replace("deadline_s = 60.0", "deadline_s = 60"))
+    assert plan == SMALL
+    assert type(plan.deadline_s) is float
+
+
+COMMENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], include_characters="\n\t")), max_size=4)
+
+
+@given(COMMENTS)
+def test_comments_are_not_read(comments: list[str]) -> None:
+    assert Plan.parse(SMALL.text(comments)) == SMALL
+
+
+def test_comments_stand_on_top_one_to_a_line() -> None:
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 1\n")
+
+
+@pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
+def test_no_line_of_a_plan_can_be_left_out(at: int) -> None:
+    with pytest.raises(PlanError):
+        Plan.parse("\n".join([*LINES[:at], *LINES[at + 1 :]]))
+
+
+@pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
+def test_no_line_of_a_plan_can_stand_twice(at: int) -> None:
+    with pytest.raises(PlanError):
+        Plan.parse("\n".join([*LINES[:at], LINES[at], *LINES[at:]]))
+
+
+@given(st.sampled_from(RULES).flatmap(lambda rule: garbled(plan_of(rule, 2, 2).text())))
+def test_a_garbled_plan_is_read_as_something_that_prints_or_is_refused(text: str) -> None:
+    try:
+        plan = Plan.parse(text)
+    except PlanError:
+        return
+    assert Plan.parse(plan.text()) == plan
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_plan_or_is_refused(text: str) -> None:
+    with pytest.raises(PlanError):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("model", "3"),
+        ("model", "['a']"),
+        ("micro_batches", "-1"),
+        ("micro_batches", "2.0"),
+        ("micro_batches", "true"),
+        ("micro_batches", "'2'"),
+        ("micro_batches", "1979-05-27"),
+        ("deadline_s", "nan"),
+        ("deadline_s", "inf"),
+        ("deadline_s", "-0.1"),
+        ("deadline_s", "true"),
+        ("deadline_s", "'60'"),
+        ("deadline_s", "1" + "0" * 400),
+        ("stages", "[]"),
+        ("stages", "[1]"),
+        ("stages", "{}"),
+        ("edges", "3"),
+        ("edges", "[[]]"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_by_its_field(field: str, wrong: str) -> None:
+    top = [line for line in LINES[: LINES.index("")] if not line.startswith(f"{field} = ")]
+    parts = "\n".join(LINES[LINES.index("") :]) if field not in ("stages", "edges") else ""
+    if field == "edges":
+        parts = "\n".join(LINES[LINES.index("") : LINES.index("[[edges]]")])
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse("\n".join([*top, f"{field} = {wrong}", parts]))
+    assert field in str(refusal.value) or field == "edges"
+
+
+STAGE_WRONG = [("gradient", "1"), ("gradient", "'true'"), ("segments", "'a'"), ("segments", "[1]"), ("tape_bytes", "1.5")]
+
+
+@pytest.mark.parametrize(("field", "wrong"), STAGE_WRONG)
+def test_a_wrong_value_in_a_stage_or_edge_is_refused_with_its_place(field: str, wrong: str) -> None:
+    at = max(i for i, line in enumerate(LINES) if line.startswith(f"{field} = "))
+    place = "edges[1]" if field == "gradient" else "stages[2]"
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse("\n".join([*LINES[:at], f"{field} = {wrong}", *LINES[at + 1 :]]))
+    assert refusal.value.subject == f"{place}: field {field!r}"
+
+
+def test_an_unknown_field_is_refused_by_its_name() -> None:
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse("colour = 3\n" + SMALL.text())
+    assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
+
+
+@pytest.mark.parametrize("version", ["0", "2", "'1'", "1.5"])
+def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse(f"format = {version}\ncolour = 3\n")
+    assert refusal.value.subject == "format of the plan"
+
+
+def test_broken_toml_is_refused_with_its_line() -> None:
+    with pytest.raises(PlanError, match="line 3"):
+        Plan.parse(SMALL.text().replace('rule = "', "rule = ", 1))
+
+
+@pytest.mark.parametrize("text", ["format = " + "1" * 5000, "format = " + "[" * 5000], ids=["digits", "brackets"])
+def test_what_the_toml_reader_chokes_on_is_refused_too(text: str) -> None:
+    with pytest.raises(PlanError):
+        Plan.parse(text)
+
+
+def test_a_plan_without_edges_is_a_plan_of_one_stage() -> None:
+    alone: Any = plan_of("1f1b", 1, 4)
+    assert "[[edges]]" not in alone.text()
+    assert Plan.parse(alone.text()).num_stages == 1

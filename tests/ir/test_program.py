@@ -1,0 +1,167 @@
+"""A program's text: read as printed, and refused, with its line, when no program prints so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.errors import PlanError
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Channel, Instruction, Program
+from roundelay.lower.emit import emit
+from tests.ir.garbled import garbled
+from tests.lower.plans import RULES, edge_of, plan_of, plans
+
+NUMBERS = st.integers(0, 10**9)
+IDS = st.lists(NUMBERS, max_size=3).map(tuple)
+CHANNELS = st.builds(Channel, NUMBERS, st.sampled_from(["forward", "gradient"]), NUMBERS, NUMBERS, NUMBERS)
+INSTRUCTIONS = st.builds(
+    Instruction,
+    opcode=st.sampled_from(["read", "forward", "backward", "update"]),
+    offset=NUMBERS,
+    takes=IDS,
+    gives=IDS,
+    weights=st.sampled_from(["", "forward", "live"]),
+    distance=st.sampled_from(["", "crossed"]) | NUMBERS.map(str),
+    mode=st.sampled_from(["", "stash", "recompute", "mixed"]),
+)
+BLOCKS = st.lists(INSTRUCTIONS, max_size=4).map(tuple)
+PROGRAMS = st.builds(
+    Program,
+    worker=NUMBERS,
+    num_workers=NUMBERS,
+    window=st.sampled_from(["batch", "run"]),
+    lag=NUMBERS,
+    tapes=NUMBERS,
+    channels=st.lists(CHANNELS, max_size=3).map(tuple),
+    warm_up=BLOCKS,
+    steady=BLOCKS,
+    drain=BLOCKS,
+)
+TEXT = str(emit(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)]))[0])
+LINES = TEXT.splitlines()
+
+
+@given(PROGRAMS)
+def test_a_program_is_read_as_it_is_printed(program: Program) -> None:
+    assert Program.parse(str(program)) == program
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_an_emitted_program_is_read_as_it_is_printed(rule: str, num_stages: int) -> None:
+    for micro_batches in range(1, 6):
+        programs = emit(plan_of(rule, num_stages, micro_batches))
+        assert [Program.parse(str(program)) for program in programs] == list(programs)
+
+
+@given(plans())
+def test_an_emitted_program_with_skipping_edges_is_read_as_it_is_printed(plan: Plan) -> None:
+    programs = emit(plan)
+    assert [Program.parse(str(program)) for program in programs] == list(programs)
+
+
+def test_the_text_names_every_part() -> None:
+    assert LINES == [
+        "worker 0 of 3",
+        "window run",
+        "lag 2",
+        "tapes 3",
+        "channel 0 forward 0>1 slots 2",
+        "channel 1 gradient 1>0 slots 2",
+        "channel 2 forward 0>2 slots 2",
+        "warm-up",
+        "  read g",
+        "  forward g gives 0,2 distance crossed mode recompute",
+        "steady",
+        "  read g+2",
+        "  forward g+2 gives 0,2 distance crossed mode recompute",
+        "  backward g takes 1 weights live mode recompute",
+        "  update g",
+        "drain",
+        "  backward g takes 1 weights live mode recompute",
+        "  update g",
+    ]
+
+
+@given(garbled(TEXT))
+def test_a_garbled_program_raises_nothing_but_plan_errors(text: str) -> None:
+    try:
+        Program.parse(text)
+    except PlanError as error:
+        assert re.fullmatch(r"line \d+ of a program", error.subject)
+
+
+@given(garbled(TEXT))
+def test_a_text_is_a_program_that_prints_so_or_is_refused(text: str) -> None:
+    """A line that is passed over, or read as another, would let a program mean what its text does not say."""
+    try:
+        program = Program.parse(text)
+    except PlanError:
+        return
+    assert str(program).splitlines() == text.splitlines()
+
+
+@given(st.text(max_size=60))
+def test_any_text_raises_nothing_but_plan_errors(text: str) -> None:
+    with pytest.raises(PlanError):
+        Program.parse(text)
+
+
+WRONG_LINES = [
+    (1, "worker 0 of"),
+    (1, "worker zero of 3"),
+    (1, "worker 0 in 3"),
+    (2, "window"),
+    (2, "window epoch"),
+    (3, "lag two"),
+    (3, "lag 2 3"),
+    (3, "lead 2"),
+    (4, ""),
+    (5, "channel 0 forward 0>1 slots"),
+    (5, "channel 0 forward 0>1 slots 2 3"),
+    (5, "channel 0 forward 01 slots 2"),
+    (5, "channel 0 sideways 0>1 slots 2"),
+    (5, "channel 0 forward 0>1 places 2"),
+    (5, "channel x forward 0>1 slots 2"),
+    (8, "warmup"),
+    (9, "  read"),
+    (9, "  write g"),
+    (9, "  read g2"),
+    (9, "  read gx2"),
+    (9, "  read g-2"),
+    (9, "  read h"),
+    (9, "   "),
+    (9, "read g"),
+    (10, "  forward g gives"),
+    (10, "  forward g gives 0;2"),
+    (10, "  forward g gives ,"),
+    (10, "  forward g gives 0 gives 2"),
+    (10, "  forward g hands 0"),
+    (10, "  forward g gives 0,2 distance some mode recompute"),
+    (10, "  forward g gives 0,2 distance crossed mode guess"),
+    (14, "  backward g takes 1 weights dead mode recompute"),
+]
+
+
+@pytest.mark.parametrize(("number", "line"), WRONG_LINES, ids=[line or "empty" for _, line in WRONG_LINES])
+def test_a_line_that_no_program_has_is_refused_by_its_number(number: int, line: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        Program.parse("\n".join([*LINES[: number - 1], line, *LINES[number:]]) + "\n")
+    assert (refusal.value.subject, refusal.value.got) == (f"line {number} of a program", repr(line))
+
+
+@pytest.mark.parametrize("at", range(4), ids=LINES[:4])
+def test_no_heading_can_be_left_out_or_stand_twice(at: int) -> None:
+    for lines in ([*LINES[:at], *LINES[at + 1 :]], [*LINES[:at], LINES[at], *LINES[at:]]):
+        with pytest.raises(PlanError, match="of a program"):
+            Program.parse("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("title", ["warm-up", "steady", "drain"])
+def test_no_block_can_be_left_out(title: str) -> None:
+    with pytest.raises(PlanError, match="of a program"):
+        Program.parse("\n".join(line for line in LINES if line != title) + "\n")

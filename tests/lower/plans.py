@@ -1,0 +1,77 @@
+"""Plans made by hand, for tests that need no model: equal stages in a chain, and whatever edges skip some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.rule import NO_PREDICTOR, rule_named
+
+RULES = ("gpipe", "1f1b", "pipedream", "pipeoptim")
+ASYNCHRONOUS = ("pipedream", "pipeoptim")
+
+STAGE: dict[str, Any] = {
+    "forward_s": 1.0,
+    "backward_s": 2.0,
+    "update_s": 0.0,
+    "parameter_bytes": 100,
+    "tape_bytes": 10,
+}
+
+
+def edge_of(source: int, target: int, *, slots: int = 2, gradient: bool = True) -> EdgePlan:
+    """An edge whose messages take no time."""
+    return EdgePlan(source=source, target=target, slots=slots, forward_bytes=0, backward_bytes=0, gradient=gradient)
+
+
+def plan_of(
+    rule: str, num_stages: int, micro_batches: int, *, slots: int = 2, skips: Sequence[EdgePlan] = (), **changes: Any
+) -> Plan:
+    """A plan with f = 1 s, b = 2 s, free updates and free messages; ``changes`` are further fields of the plan."""
+    neighbours = [edge_of(k, k + 1, slots=slots) for k in range(num_stages - 1)]
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "model": "a model",
+        "rule": rule,
+        "predictor": "improved" if rule_named(rule).predicts else NO_PREDICTOR,
+        "backward": rule_named(rule).modes[0],
+        "micro_batches": micro_batches,
+        "transport": "memory",
+        "deadline_s": 60.0,
+        "latency_s": 0.0,
+        "bytes_per_s": 1.0,
+        "stages": tuple(StagePlan(segments=(f"end_{k}",), **STAGE) for k in range(num_stages)),
+        "edges": tuple(sorted([*neighbours, *skips], key=lambda edge: (edge.source, edge.target))),
+    }
+    return Plan(**{**fields, **changes})
+
+
+@st.composite
+def plans(draw: st.DrawFn, rules: Sequence[str] = RULES, max_stages: int = 5, max_micro_batches: int = 5) -> Plan:
+    """Plans of any rule and size, with or without an edge that skips stages; one slot or more.
+
+    Edges that skip get a slot for every stage they pass, so that none of these plans comes to a standstill.
+    """
+    num_stages = draw(st.integers(1, max_stages))
+    pairs = [(k, j) for k in range(num_stages) for j in range(k + 2, num_stages)]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=2)) if pairs else []
+    skips = [edge_of(k, j, slots=j - k, gradient=draw(st.booleans())) for k, j in chosen]
+    return plan_of(
+        draw(st.sampled_from(rules)),
+        num_stages,
+        draw(st.integers(1, max_micro_batches)),
+        slots=draw(st.integers(1, 3)),
+        skips=skips,
+    )
+
+
+@st.composite
+def counts_for(draw: st.DrawFn, plan: Plan, max_micro_batches: int = 12) -> list[int]:
+    """Micro-batches of each batch of a run: never more than M, often fewer, and not too many in all."""
+    counts = draw(st.lists(st.integers(1, plan.micro_batches), min_size=1, max_size=max_micro_batches))
+    while sum(counts) > max_micro_batches:
+        counts.pop()
+    return counts or [1]

@@ -1,0 +1,31 @@
+"""Children that die or run into limits without hurting the process that tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+
+
+def forked(child: Callable[[], None]) -> int:
+    """Run ``child`` in a fork of this process, which then ends without any clean-up; its process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns when another thread happens to run
+        pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()  # pytest shows it with the failure
+        finally:
+            os._exit(1)
+    return pid
+
+
+def status(pid: int) -> int:
+    """Exit status of a child, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

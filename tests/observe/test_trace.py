@@ -1,0 +1,174 @@
+"""Traces are what Perfetto reads: events nest in their process, arrows begin and end inside events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.observe import trace
+from roundelay.observe.trace import Flow, Span, flows_of, overlap_seconds, write_trace
+
+
+def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
+    """A span of version 2, distance 1, 64 bytes."""
+    return Span(worker, opcode, g, batch, 2, 1, start, end, 64)
+
+
+def pipeline(stages: int, micro_batches: int) -> list[Span]:
+    """Every micro-batch up and down the stages, then an update everywhere; a slot takes 10 ms."""
+    spans = []
+    for g in range(micro_batches):
+        at = 1000.0 + g * 2 * stages * 0.01
+        for k in range(stages):
+            spans.append(span(k, "forward", g, at + k * 0.01, at + (k + 1) * 0.01))
+            back = at + (2 * stages - 1 - k) * 0.01
+            spans.append(span(k, "backward", g, back, back + 0.01))
+    end = 1000.0 + micro_batches * 2 * stages * 0.01
+    return spans + [span(k, "update", micro_batches - 1, end, end + 0.002, batch=7) for k in range(stages)]
+
+
+def written(path: Path, spans: list[Span], flows: list[Flow] | None = None) -> list[dict[str, Any]]:
+    """The events of a trace, by a parser that takes nothing but JSON."""
+    write_trace(path / "t.json", spans, flows)
+    text = (path / "t.json").read_text(encoding="utf-8")
+    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert document.keys() == {"displayTimeUnit", "traceEvents"}
+    assert document["displayTimeUnit"] == "ms"
+    return list(document["traceEvents"])
+
+
+def phase(events: list[dict[str, Any]], *phases: str) -> list[dict[str, Any]]:
+    """Events of some phases."""
+    return [event for event in events if event["ph"] in phases]
+
+
+def test_each_worker_is_a_process_with_its_stage_in_its_name(tmp_path: Path) -> None:
+    events = phase(written(tmp_path, pipeline(3, 1)), "M")
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {k: f"worker {k} (stage {k})" for k in range(3)}
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert order == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_span_is_a_complete_event_in_microseconds_from_the_first(tmp_path: Path) -> None:
+    spans = [span(1, "backward", 3, 1000.5, 1000.75), span(0, "forward", 12, 1000.0, 1000.000_001)]
+    first, second = phase(written(tmp_path, spans), "X")
+    assert first == {
+        "ph": "X",
+        "name": "B 3",
+        "cat": "backward",
+        "pid": 1,
+        "tid": 0,
+        "ts": 500_000.0,
+        "dur": 250_000.0,
+        "args": {"micro-batch": 3, "batch": 0, "version": 2, "distance": 1, "bytes": 64},
+    }
+    assert (second["name"], second["ts"], second["dur"]) == ("F 12", 0.0, 1.0)
+
+
+def test_an_update_is_named_by_its_batch_and_any_other_by_its_micro_batch(tmp_path: Path) -> None:
+    spans = [span(0, opcode, 5, 0.0, 1.0, batch=2) for opcode in ("read", "forward", "backward", "update", 'odd "one"')]
+    events = phase(written(tmp_path, spans), "X")
+    assert [event["name"] for event in events] == ["R 5", "F 5", "B 5", "U 2", 'odd "one" 5']
+
+
+def test_arrows_follow_activations_up_and_gradients_down(tmp_path: Path) -> None:
+    events = written(tmp_path, pipeline(3, 2))
+    starts = {event["id"]: event for event in phase(events, "s")}
+    ends = {event["id"]: event for event in phase(events, "f")}
+    assert starts.keys() == ends.keys()
+    found = {(starts[i]["name"], starts[i]["pid"], ends[i]["pid"]) for i in starts}
+    up = {(f"forward {g}", k, k + 1) for g in range(2) for k in range(2)}
+    down = {(f"backward {g}", k + 1, k) for g in range(2) for k in range(2)}
+    assert found == up | down
+    assert len(starts) == len(found)
+    assert all(ends[i]["name"] == starts[i]["name"] and ends[i]["cat"] == starts[i]["cat"] for i in starts)
+
+
+def test_an_arrow_begins_and_ends_inside_its_spans_and_never_points_back(tmp_path: Path) -> None:
+    events = written(tmp_path, pipeline(4, 3))
+    starts = {event["id"]: event for event in phase(events, "s")}
+    for end in phase(events, "f"):
+        start = starts[end["id"]]
+        assert end["bp"] == "e"
+        assert start["ts"] <= end["ts"]
+        for event, letter in ((start, start["name"][0].upper()), (end, start["name"][0].upper())):
+            name = f"{letter} {start['name'].split()[1]}"
+            (around,) = (x for x in phase(events, "X") if x["name"] == name and x["pid"] == event["pid"])
+            assert around["ts"] < event["ts"] < around["ts"] + around["dur"]
+
+
+def test_a_micro_batch_that_was_cut_off_has_no_arrow_into_nothing() -> None:
+    assert flows_of([span(0, "forward", 1, 0, 1), span(1, "forward", 2, 1, 2), span(2, "forward", 1, 1, 2)]) == []
+
+
+def test_given_arrows_take_the_place_of_the_derived_ones(tmp_path: Path) -> None:
+    spans = pipeline(3, 1)
+    assert phase(written(tmp_path, spans, []), "s", "f") == []
+    assert len(phase(written(tmp_path, spans, [Flow(spans[0], spans[2])]), "s", "f")) == 2
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    assert written(tmp_path, []) == []
+
+
+def test_a_trace_is_written_event_by_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays small however long the run: nothing holds all the text at once."""
+    spans = pipeline(4, 500)
+    longest = 0
+    real = trace._events
+
+    def watched(*args: Any) -> Any:
+        nonlocal longest
+        for event in real(*args):
+            longest = max(longest, len(event))
+            yield event
+
+    monkeypatch.setattr(trace, "_events", watched)
+    assert len(phase(written(tmp_path, spans), "X")) == len(spans)
+    assert longest < 400
+    assert (tmp_path / "t.json").stat().st_size > 500_000
+
+
+def test_an_old_trace_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    before = written(tmp_path, pipeline(2, 1))
+
+    def breaking() -> Any:
+        yield Flow(*pipeline(2, 1)[:2])
+        raise ValueError("while writing")
+
+    with pytest.raises(ValueError, match="while writing"):
+        write_trace(tmp_path / "t.json", pipeline(2, 2), breaking())
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == before
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_overlap_is_where_both_compute() -> None:
+    spans = [
+        span(0, "forward", 0, 0.0, 2.0),
+        span(0, "update", 0, 2.0, 3.0),
+        span(0, "read", 1, 3.0, 9.0),
+        span(1, "forward", 0, 1.0, 2.5),
+        span(1, "backward", 0, 4.0, 5.0),
+        span(2, "forward", 0, 0.0, 9.0),
+    ]
+    assert overlap_seconds(spans, 0, 1) == 1.5
+    assert overlap_seconds(spans, 1, 0) == 1.5
+    assert overlap_seconds(spans, 0, 0) == 3.0
+    assert overlap_seconds(spans, 1, 2) == 2.5
+    assert overlap_seconds(spans, 0, 5) == 0.0
+
+
+TIMES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=20)
+
+
+@given(TIMES)
+def test_overlap_equals_counting_second_by_second(times: list[tuple[int, int, int]]) -> None:
+    spans = [span(worker, "forward", 0, start, start + length) for worker, start, length in times]
+    busy = [{second for s in spans if s.worker == k for second in range(int(s.start_s), int(s.end_s))} for k in (0, 1)]
+    assert overlap_seconds(spans, 0, 1) == len(busy[0] & busy[1])

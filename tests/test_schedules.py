@@ -1,0 +1,193 @@
+"""Schedules keep the laws that the update rules are built on, whatever the sizes.
+
+U(k, g) is the number of updates done when stage k runs the forward of micro-batch g; the lag of stage k is D-1-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.errors import PlanError
+from roundelay.ir.action import Action
+from roundelay.schedules import SCHEDULES, Schedule, actions, schedule_named
+
+GPIPE, ONE_F_ONE_B, ASYNC = SCHEDULES["gpipe"], SCHEDULES["1f1b"], SCHEDULES["async-1f1b"]
+EVERY = st.sampled_from(list(SCHEDULES.values()))
+FLUSHING = st.sampled_from([GPIPE, ONE_F_ONE_B])
+
+STAGES = st.integers(1, 8).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size)))
+COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+
+
+def row(text: str) -> list[str]:
+    """The kinds and numbers of a row of actions."""
+    return text.split()
+
+
+def printed(acts: Sequence[Action]) -> list[str]:
+    """As ``F0 B0``, without the stage."""
+    return [f"{act.kind}{act.number}" for act in acts]
+
+
+def updates_before(acts: Sequence[Action], kind: str) -> list[int]:
+    """Updates done before the forward (or backward) of micro-batch 0, 1, ..."""
+    done, seen = 0, []
+    for act in acts:
+        done += act.kind == "U"
+        if act.kind == kind:
+            seen.append(done)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "expected"),
+    [
+        ("gpipe", 0, "F0 F1 F2 F3 B0 B1 B2 B3 U0"),
+        ("gpipe", 2, "F0 F1 F2 F3 B0 B1 B2 B3 U0"),
+        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 B2 B3 U0"),
+        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 B3 U0"),
+        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 U0"),
+    ],
+)
+def test_one_batch_of_four_on_three_stages(name: str, stage: int, expected: str) -> None:
+    assert printed(actions(schedule_named(name), stage, 3, [4])) == row(expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, "F0 F1 F2 B0 U0 F3 B1 U1 F4 B2 U2 B3 U3 B4 U4"),
+        (1, "F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 B4 U4"),
+        (2, "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4"),
+    ],
+)
+def test_five_micro_batches_asynchronously_on_three_stages(stage: int, expected: str) -> None:
+    assert printed(actions(ASYNC, stage, 3, [1] * 5)) == row(expected)
+
+
+@given(EVERY, STAGES, COUNTS)
+def test_every_stage_does_everything_once_and_in_order(
+    schedule: Schedule, place: tuple[int, int], counts: list[int]
+) -> None:
+    acts = actions(schedule, *place, counts)
+    total = sum(counts)
+    for kind, size in (("F", total), ("B", total), ("U", len(counts))):
+        assert [act.number for act in acts if act.kind == kind] == list(range(size))
+    assert {act.stage for act in acts} == {place[0]}
+    order = {(act.kind, act.number): i for i, act in enumerate(acts)}
+    assert all(order["F", g] < order["B", g] for g in range(total))
+
+
+@given(EVERY, STAGES, COUNTS)
+def test_the_update_follows_the_last_backward_of_its_batch_at_once(
+    schedule: Schedule, place: tuple[int, int], counts: list[int]
+) -> None:
+    acts = printed(actions(schedule, *place, counts))
+    lasts = [end - 1 for end in accumulate(counts)]
+    assert [acts[acts.index(f"U{t}") - 1] for t in range(len(counts))] == [f"B{g}" for g in lasts]
+
+
+@given(STAGES, st.integers(1, 6), st.integers(1, 8))
+def test_async_forwards_and_backwards_see_the_updates_of_the_closed_forms(
+    place: tuple[int, int], micro_batches: int, batches: int
+) -> None:
+    lag = place[1] - 1 - place[0]
+    acts = actions(ASYNC, *place, [micro_batches] * batches)
+    total = micro_batches * batches
+    assert updates_before(acts, "F") == [max(0, g - lag) // micro_batches for g in range(total)]
+    assert updates_before(acts, "B") == [g // micro_batches for g in range(total)]
+
+
+@given(STAGES, COUNTS)
+def test_async_updates_are_counted_in_batches_that_ended_a_lag_ago(place: tuple[int, int], counts: list[int]) -> None:
+    lag = place[1] - 1 - place[0]
+    ends = list(accumulate(counts))
+    acts = actions(ASYNC, *place, counts)
+    assert updates_before(acts, "F") == [sum(end <= g - lag for end in ends) for g in range(sum(counts))]
+    assert updates_before(acts, "B") == [sum(end <= g for end in ends) for g in range(sum(counts))]
+
+
+@given(STAGES, st.integers(1, 6), st.integers(1, 8))
+def test_async_backwards_run_behind_by_the_lag_over_the_batch_s_size_rounded_up_or_down(
+    place: tuple[int, int], micro_batches: int, batches: int
+) -> None:
+    lag = place[1] - 1 - place[0]
+    acts = actions(ASYNC, *place, [micro_batches] * batches)
+    crossed = [b - f for f, b in zip(updates_before(acts, "F"), updates_before(acts, "B"), strict=True)]
+    assert set(crossed[lag:]) <= {lag // micro_batches, -(-lag // micro_batches)}
+    assert max(crossed, default=0) <= -(-lag // micro_batches)
+    if micro_batches == 1:
+        assert crossed == [min(g, lag) for g in range(batches)]
+
+
+@given(FLUSHING, STAGES, COUNTS)
+def test_flushing_schedules_read_the_version_of_their_batch_in_both_passes(
+    schedule: Schedule, place: tuple[int, int], counts: list[int]
+) -> None:
+    acts = actions(schedule, *place, counts)
+    batch = [t for t, count in enumerate(counts) for _ in range(count)]
+    assert updates_before(acts, "F") == batch
+    assert updates_before(acts, "B") == batch
+
+
+@given(STAGES, COUNTS)
+def test_gpipe_runs_every_forward_of_a_batch_before_its_first_backward(place: tuple[int, int], counts: list[int]) -> None:
+    acts = printed(actions(GPIPE, *place, counts))
+    start = 0
+    for t, count in enumerate(counts):
+        numbers = range(start, start + count)
+        expected = [f"F{g}" for g in numbers] + [f"B{g}" for g in numbers] + [f"U{t}"]
+        assert acts[: len(expected)] == expected
+        acts, start = acts[len(expected) :], start + count
+    assert acts == []
+
+
+def in_flight_peak(acts: Sequence[Action]) -> int:
+    """Most micro-batches that are forward but not yet backward."""
+    return max(accumulate({"F": 1, "B": -1, "U": 0}[act.kind] for act in acts))
+
+
+@given(st.sampled_from([ONE_F_ONE_B, ASYNC]), STAGES, COUNTS)
+def test_one_f_one_b_keeps_at_most_d_minus_k_in_flight(
+    schedule: Schedule, place: tuple[int, int], counts: list[int]
+) -> None:
+    window = max(counts) if schedule is ONE_F_ONE_B else sum(counts)
+    assert in_flight_peak(actions(schedule, *place, counts)) == min(place[1] - place[0], window)
+
+
+@given(STAGES, COUNTS)
+def test_gpipe_keeps_a_whole_batch_in_flight(place: tuple[int, int], counts: list[int]) -> None:
+    assert in_flight_peak(actions(GPIPE, *place, counts)) == max(counts)
+
+
+@given(EVERY, st.integers(1, 6), COUNTS)
+def test_the_orders_of_all_stages_fit_together(schedule: Schedule, num_stages: int, counts: list[int]) -> None:
+    """Executed together, with each action waiting for what it needs from its neighbours, they come to an end."""
+    rows = [actions(schedule, k, num_stages, counts) for k in range(num_stages)]
+    at, done, moved = [0] * num_stages, set(), True
+    while moved:
+        moved = False
+        for k, acts in enumerate(rows):
+            while at[k] < len(acts):
+                act = acts[at[k]]
+                need = {"F": (k - 1, "F", act.number), "B": (k + 1, "B", act.number), "U": None}[act.kind]
+                if need is not None and 0 <= need[0] < num_stages and need not in done:
+                    break
+                done.add((k, act.kind, act.number))
+                at[k], moved = at[k] + 1, True
+    assert at == [len(acts) for acts in rows]
+
+
+@given(EVERY, STAGES)
+def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
+    assert actions(schedule, *place, []) == []
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PlanError, match="'2f2b'.*gpipe, 1f1b, async-1f1b"):
+        schedule_named("2f2b")
