@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from roundelay.errors import InternalError, PlanError
 from roundelay.ir.micro_batch import MicroBatch
@@ -205,6 +205,20 @@ def test_the_look_ahead_stays_within_the_schedules_length() -> None:
     assert result.updates == 6
 
 
+@pytest.mark.parametrize(("learns", "expected"), [(True, [1.0, 1.0, -0.25]), (False, [1.0, 1.0, 1.0])])
+def test_decay_is_predicted_only_where_an_update_has_applied_it(learns: bool, expected: list[float]) -> None:
+    """Plain SGD, decay 1/2, lr 1: W[1] = 1 - 1/2 - 1, predicted to be halved; without a gradient nothing moves."""
+    functions, seen = chained(Counting, 2), []
+    functions[0].forward = _recording(functions[0], seen)
+    if not learns:
+        functions[0].backward = lambda *_: ({}, {})
+    trained(
+        functions, scalars(2, 1.0), ones(headers([1] * 3)), "pipeoptim", mode="recompute", predictor="improved",
+        optimizer=lambda params: SGD(params, lr=1.0, weight_decay=0.5),
+    )  # fmt: skip
+    assert seen == expected
+
+
 def _recording(functions: Counting, seen: list[float]) -> Callable[..., Any]:
     forward = functions.forward
 
@@ -223,8 +237,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
         return made[-1]
 
     def run(named: Named, part: list[MicroBatch], start: Any = None) -> ReferenceResult:
-        options = {"optimizer": optimizer, "scheduler": lambda opt: StepLR(opt, 1, 0.9), "start": start}
-        return trained(chained(Times, 2), named, ones(part), "gpipe", **options)
+        options = {"optimizer": optimizer, "start": start}
+
+        def falling(opt: torch.optim.Optimizer) -> LambdaLR:
+            return LambdaLR(opt, lambda t: 1 / (t + 1))
+
+        return trained(chained(Times, 2), named, ones(part), "gpipe", scheduler=falling, **options)
 
     whole, resumed, all_headers = scalars(2, 0.75), scalars(2, 0.75), headers([2, 1, 2, 2])
     expected = run(whole, all_headers)

@@ -136,7 +136,9 @@ def test_flushing_schedules_read_the_version_of_their_batch_in_both_passes(
 
 
 @given(STAGES, COUNTS)
-def test_gpipe_runs_every_forward_of_a_batch_before_its_first_backward(place: tuple[int, int], counts: list[int]) -> None:
+def test_gpipe_runs_every_forward_of_a_batch_before_its_first_backward(
+    place: tuple[int, int], counts: list[int]
+) -> None:
     acts = printed(actions(GPIPE, *place, counts))
     start = 0
     for t, count in enumerate(counts):
@@ -189,5 +191,5 @@ def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="'2f2b'.*gpipe, 1f1b, async-1f1b"):
+    with pytest.raises(PlanError, match=r"'2f2b'.*gpipe, 1f1b, async-1f1b"):
         schedule_named("2f2b")

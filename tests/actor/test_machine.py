@@ -22,14 +22,14 @@ from roundelay.actor.machine import (
     Start,
 )
 from roundelay.errors import InternalError
-from roundelay.ir.micro_batch import MicroBatch, stream
+from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
 from roundelay.ir.rule import rule_named
 from roundelay.lower.emit import emit
 from roundelay.schedules import actions, schedule_named
 from tests.actor.drive import Choice, World, at_random, in_turn, starving
-from tests.lower.plans import ASYNCHRONOUS, RULES, counts_for, edge_of, plan_of, plans
+from tests.lower.plans import ASYNCHRONOUS, FEW, RULES, counts_for, edge_of, plan_of, plans
 
 JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
 ORDERS = st.sampled_from([at_random, starving])
@@ -52,6 +52,7 @@ def expected_actions(plan: Plan, stage: int, counts: list[int]) -> list[str]:
 # --- order and versions
 
 
+@FEW
 @given(JOBS)
 def test_a_worker_does_what_the_schedule_says_in_its_order(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
@@ -59,6 +60,7 @@ def test_a_worker_does_what_the_schedule_says_in_its_order(job: tuple[Plan, list
     assert [done(runs) for runs in world.runs] == [expected_actions(plan, k, counts) for k in range(plan.num_stages)]
 
 
+@FEW
 @given(JOBS)
 def test_the_version_is_the_number_of_updates_before(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
@@ -67,6 +69,7 @@ def test_the_version_is_the_number_of_updates_before(job: tuple[Plan, list[int]]
         assert [run.version for run in runs] == [0, *accumulate(updates)][:-1]
 
 
+@FEW
 @given(plans(ASYNCHRONOUS), st.data())
 def test_async_versions_follow_the_closed_form(plan: Plan, data: st.DataObject) -> None:
     batches = data.draw(st.integers(1, max(1, 12 // plan.micro_batches)))
@@ -77,6 +80,7 @@ def test_async_versions_follow_the_closed_form(plan: Plan, data: st.DataObject) 
         assert versions == [max(0, g - lag) // plan.micro_batches for g in range(sum(counts))]
 
 
+@FEW
 @given(plans(["pipeoptim"]), st.data())
 def test_the_crossed_distance_leads_to_the_version_that_the_backward_finds(plan: Plan, data: st.DataObject) -> None:
     counts = data.draw(counts_for(plan))
@@ -94,6 +98,7 @@ def test_the_papers_distances_are_the_same_for_every_micro_batch(predictor: str,
         assert {run.distance for run in runs if run.instruction.opcode != "forward"} == {0}
 
 
+@FEW
 @given(JOBS)
 def test_in_flight_reaches_the_tapes_of_the_program_and_never_more(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
@@ -145,6 +150,7 @@ def test_no_message_arrives_without_a_slot_and_both_ends_number_it_alike(
     assert all(world.unread_peak[c] <= channel.slots for c, channel in world.channels.items())
 
 
+@FEW
 @given(JOBS)
 def test_every_header_is_known_to_every_worker_and_memory_of_it_is_bounded(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
@@ -159,6 +165,7 @@ def test_every_header_is_known_to_every_worker_and_memory_of_it_is_bounded(job: 
 # --- continuing
 
 
+@FEW
 @given(plans(), st.integers(1, 40), st.integers(1, 9), st.data())
 def test_a_continued_run_counts_on_from_its_first_micro_batch_and_version(
     plan: Plan, start_g: int, start_batch: int, data: st.DataObject
@@ -172,6 +179,7 @@ def test_a_continued_run_counts_on_from_its_first_micro_batch_and_version(
         assert [(run.instruction, run.distance) for run in after] == [(run.instruction, run.distance) for run in before]
 
 
+@FEW
 @given(plans(ASYNCHRONOUS), st.integers(0, 5), st.integers(1, 4))
 def test_after_a_drained_end_updates_lag_only_back_to_the_start(plan: Plan, done_before: int, batches: int) -> None:
     """U(k, g) = floor(max(g0, g - lag) / M) for a run that continues at g0."""
@@ -211,9 +219,7 @@ def test_all_that_is_lacking_is_named() -> None:
     middle = Machine(emit(plan_of("1f1b", 3, 4, slots=1))[1])
     middle.credits[2] = 0
     assert middle.handle(Start()) == []
-    assert (
-        middle.waits_for() == "forward of micro-batch 0 waits for message 0 on channel 0, a free slot of channel 2"
-    )
+    assert middle.waits_for() == "forward of micro-batch 0 waits for message 0 on channel 0, a free slot of channel 2"
 
 
 # --- step by step
@@ -313,7 +319,23 @@ def test_an_event_of_a_channel_that_cannot_have_it_is_a_broken_law(event: Arrive
 
 def test_an_update_without_a_batch_s_end_is_passed_over() -> None:
     world = World(plan_of("pipedream", 1, 3), stream([3, 1, 2])).run(in_turn)
-    assert done(world.runs[0]) == "F0 B0 F1 B1 F2 B2 U0 F3 B3 U1 F4 B4 F5 B5 U2".split()
+    assert done(world.runs[0]) == [
+        "F0",
+        "B0",
+        "F1",
+        "B1",
+        "F2",
+        "B2",
+        "U0",
+        "F3",
+        "B3",
+        "U1",
+        "F4",
+        "B4",
+        "F5",
+        "B5",
+        "U2",
+    ]
 
 
 def test_machines_of_a_printed_program_do_the_same() -> None:

@@ -6,7 +6,25 @@ from hypothesis import strategies as st
 
 #: What is written where a word stood; much of it looks like what belongs there.
 NOISE = st.sampled_from(
-    ["", "g", "g+1", "g-1", "g+x", "0", "-1", "1.5", "9" * 5000, "2>1", "0,1", ",", "forward", "takes", "live", "[[", '"']
+    [
+        "",
+        "g",
+        "g+1",
+        "g-1",
+        "g+x",
+        "0",
+        "-1",
+        "1.5",
+        "9" * 5000,
+        "2>1",
+        "0,1",
+        ",",
+        "forward",
+        "takes",
+        "live",
+        "[[",
+        '"',
+    ]
 ) | st.text(max_size=5)
 
 

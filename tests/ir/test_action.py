@@ -27,8 +27,7 @@ def test_an_action_prints_stage_kind_and_number() -> None:
 def test_a_text_is_an_action_that_prints_so_or_is_refused(text: str) -> None:
     try:
         action = Action.parse(text)
-    except UsageError as error:
-        assert repr(text) in str(error)
+    except UsageError:
         return
     assert str(action) == text
 
@@ -61,7 +60,9 @@ def test_the_grid_is_a_staircase_with_a_dot_where_a_stage_waits() -> None:
 def test_the_grid_s_columns_stand_in_line_from_ten_stages_on() -> None:
     rows = grid({k: [""] * k + [f"F{k}"] for k in range(12)}, 12).splitlines()
     assert len({row.index("|") for row in rows}) == 1
-    assert [row.index(f"F{k}") for k, row in enumerate(rows)] == sorted({row.index(f"F{k}") for k, row in enumerate(rows)})
+    assert [row.index(f"F{k}") for k, row in enumerate(rows)] == sorted(
+        {row.index(f"F{k}") for k, row in enumerate(rows)}
+    )
 
 
 def test_an_empty_grid_has_rows_of_dots() -> None:

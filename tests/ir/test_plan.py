@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundelay.errors import PlanError
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from tests.ir.garbled import garbled
-from tests.lower.plans import RULES, plan_of, plans
+from tests.lower.plans import FEW, RULES, plan_of, plans
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
@@ -54,6 +54,7 @@ def test_a_plan_is_read_as_it_is_printed(plan: Plan) -> None:
     assert Plan.parse(plan.text()) == plan
 
 
+@FEW
 @given(plans())
 def test_the_text_of_a_plan_read_is_the_text_that_was_read(plan: Plan) -> None:
     text = plan.text()
@@ -78,7 +79,9 @@ def test_a_whole_number_of_seconds_may_be_written_without_a_point() -> None:
     assert type(plan.deadline_s) is float
 
 
-COMMENTS = st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], include_characters="\n\t")), max_size=4)
+COMMENTS = st.lists(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], include_characters="\n\t")), max_size=4
+)
 
 
 @given(COMMENTS)
@@ -150,7 +153,13 @@ def test_a_value_of_a_wrong_kind_is_refused_by_its_field(field: str, wrong: str)
     assert field in str(refusal.value) or field == "edges"
 
 
-STAGE_WRONG = [("gradient", "1"), ("gradient", "'true'"), ("segments", "'a'"), ("segments", "[1]"), ("tape_bytes", "1.5")]
+STAGE_WRONG = [
+    ("gradient", "1"),
+    ("gradient", "'true'"),
+    ("segments", "'a'"),
+    ("segments", "[1]"),
+    ("tape_bytes", "1.5"),
+]
 
 
 @pytest.mark.parametrize(("field", "wrong"), STAGE_WRONG)

@@ -24,7 +24,9 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_built_in_rules_are_those_of_the_table() -> None:
     table = {
-        rule.name: (rule.schedule, rule.predicts, rule.backward_reads(mode)) for rule in rules() for mode in rule.modes[:1]
+        rule.name: (rule.schedule, rule.predicts, rule.backward_reads(mode))
+        for rule in rules()
+        for mode in rule.modes[:1]
     }
     assert table == {
         "gpipe": ("gpipe", False, "forward"),  # stash is its default; W[t] either way

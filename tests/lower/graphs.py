@@ -49,7 +49,16 @@ def graph_of(
     values |= {name: value_of(name, grad=False) for name in (IDS, LABELS)}
     return Graph(
         ops=tuple(
-            Op(step.name, "aten.some.default", "", tuple(step.reads), tuple(step.parameters), tuple(step.buffers), 1, -1)
+            Op(
+                step.name,
+                "aten.some.default",
+                "",
+                tuple(step.reads),
+                tuple(step.parameters),
+                tuple(step.buffers),
+                1,
+                -1,
+            )
             for step in steps
         ),
         inputs=(IDS,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
@@ -12,6 +13,9 @@ from roundelay.ir.rule import NO_PREDICTOR, rule_named
 
 RULES = ("gpipe", "1f1b", "pipedream", "pipeoptim")
 ASYNCHRONOUS = ("pipedream", "pipeoptim")
+
+#: For tests whose every example is a run of its own.
+FEW = settings(max_examples=40)
 
 STAGE: dict[str, Any] = {
     "forward_s": 1.0,

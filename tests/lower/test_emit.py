@@ -13,7 +13,7 @@ from roundelay.ir.program import Channel, Instruction, Program
 from roundelay.ir.rule import rule_named
 from roundelay.lower.emit import channels_of, emit
 from roundelay.schedules import schedule_named
-from tests.lower.plans import RULES, edge_of, plan_of, plans
+from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
 SKIP = edge_of(0, 2, slots=5, gradient=False)
 
@@ -63,6 +63,7 @@ def test_an_edge_that_skips_is_taken_where_it_ends_and_nowhere_else() -> None:
     assert [program.drain[0].takes for program in programs] == [(1,), (4,), ()]
 
 
+@FEW
 @given(plans())
 def test_only_the_first_worker_reads_and_every_block_ends_with_its_update(plan: Plan) -> None:
     for program in emit(plan):
@@ -71,6 +72,7 @@ def test_only_the_first_worker_reads_and_every_block_ends_with_its_update(plan: 
         assert opcodes == [ahead, [*ahead, "backward", "update"], ["backward", "update"]]
 
 
+@FEW
 @given(plans())
 def test_forwards_run_a_lag_ahead_and_backwards_stay_at_g(plan: Plan) -> None:
     schedule = schedule_named(rule_named(plan.rule).schedule)
@@ -86,6 +88,7 @@ def test_forwards_run_a_lag_ahead_and_backwards_stay_at_g(plan: Plan) -> None:
         assert {i.offset for i in (*program.warm_up, *program.drain, *program.steady[-2:])} == {0}
 
 
+@FEW
 @given(plans())
 def test_every_channel_has_one_giver_and_one_taker(plan: Plan) -> None:
     programs = emit(plan)
@@ -156,6 +159,7 @@ def test_one_stage_alone_needs_no_channels(rule: str) -> None:
     assert all((i.takes, i.gives) == ((), ()) for i in instructions(program))
 
 
+@FEW
 @given(plans())
 def test_times_and_bytes_change_no_program(plan: Plan) -> None:
     slower = replace(plan, latency_s=3.0, stages=tuple(replace(s, forward_s=9.0, tape_bytes=1) for s in plan.stages))
@@ -165,9 +169,3 @@ def test_times_and_bytes_change_no_program(plan: Plan) -> None:
 def test_a_plan_of_an_unknown_rule_has_no_programs() -> None:
     with pytest.raises(PlanError, match="the update rule"):
         emit(replace(plan_of("1f1b", 2, 2), rule="2f2b"))
-
-
-@pytest.mark.parametrize("predictor", ["none", "guess"])
-def test_a_rule_that_predicts_needs_a_predictor_that_exists(predictor: str) -> None:
-    with pytest.raises(PlanError):
-        emit(replace(plan_of("pipeoptim", 2, 2), predictor=predictor))

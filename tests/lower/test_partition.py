@@ -56,7 +56,14 @@ def test_segments_of_one_stage_hand_values_on_without_an_edge() -> None:
 def test_a_skip_goes_from_its_maker_from_reader_to_reader() -> None:
     """Not from the maker to each: gradients are then added where autograd adds them."""
     graph = graph_of(
-        [Step("a", [IDS]), Step("b", ["a"]), Step("c", ["b"]), Step("d", ["c", "a"]), Step("e", ["d"]), Step("f", ["e", "a"])]
+        [
+            Step("a", [IDS]),
+            Step("b", ["a"]),
+            Step("c", ["b"]),
+            Step("d", ["c", "a"]),
+            Step("e", ["d"]),
+            Step("f", ["e", "a"]),
+        ]
     )
     parts = partition(graph, [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]])
     travels = [(edge.source, edge.target) for edge in parts.edges if "a" in edge.values]

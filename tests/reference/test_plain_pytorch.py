@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from roundelay.capture import Captured, Draw, capture
-from roundelay.capture.batch import num_rows, split
+from roundelay.frontend import Captured, Draw, capture
+from roundelay.frontend.batch import num_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import rule_named
 from roundelay.lower.partition import partition

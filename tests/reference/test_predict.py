@@ -104,3 +104,14 @@ def test_the_last_bit_is_that_of_the_fixed_operations() -> None:
     denominator = (second.sqrt() / (1 - 0.99**3) ** 0.5).add_(1e-8)
     expected = torch.mul(weight, 1 - 2 * 0.1 * 0.1).addcdiv_(v, denominator, value=-(2 * 0.1 / (1 - 0.9**3)))
     assert torch.equal(predict("paper", weight, adamw, Ahead(2, lambda i: 0.1)), expected)
+
+
+@pytest.mark.parametrize("predictor", ["improved", "paper", "released-code"])
+def test_adam_takes_a_complex_parameter_for_pairs(predictor: str) -> None:
+    pairs, m, second = torch.randn(5, 2), torch.randn(5, 2), torch.rand(5, 2)
+    state = {"exp_avg": m, "exp_avg_sq": second, "step": torch.tensor(1.0)}
+    folded = {n: torch.view_as_complex(v) if v.ndim else v for n, v in state.items()}
+    group = {**DECAYED, "eps": 1e-8}
+    expected = predict(predictor, pairs, past(Adam, group, state=state), AHEAD)
+    got = predict(predictor, torch.view_as_complex(pairs), past(Adam, group, state=folded), AHEAD)
+    assert torch.equal(torch.view_as_real(got), expected)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from roundelay.api.threads import one_thread
-from roundelay.capture import Captured
-from roundelay.capture import capture as capture_model
-from roundelay.capture.batch import split
-from roundelay.capture.profile import StageProfile, profile
+from roundelay.frontend import Captured
+from roundelay.frontend import capture as capture_model
+from roundelay.frontend.batch import split
+from roundelay.frontend.profile import StageProfile, profile
 from roundelay.errors import PlanError
 from roundelay.ir.graph import WEIGHT, Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan

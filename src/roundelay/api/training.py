@@ -13,7 +13,7 @@ from roundelay.api.gathering import Evaluated, Gatherer, Notify, Saved, Snapshot
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.capture import DEFAULT_GENERATOR_LOCK, Captured
+from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.ir.plan import Plan
 from roundelay.job import Job

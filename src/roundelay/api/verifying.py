@@ -13,7 +13,7 @@ from roundelay.api.planning import capture
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Length, Session, Trained
-from roundelay.capture import Captured, Draw
+from roundelay.frontend import Captured, Draw
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named

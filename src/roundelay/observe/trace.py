@@ -83,10 +83,10 @@ def write_trace(path: Path, spans: Sequence[Span], flows: Iterable[Flow] | None 
     begin = min((span.start_s for span in spans), default=0.0)
     arrows = flows_of(spans) if flows is None else flows
     with replacing_file(path) as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
-        for i, event in enumerate(_events(spans, arrows, begin)):
-            file.write(",\n" if i else "\n")
-            file.write(event)
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        events = _events(spans, arrows, begin)
+        file.write(next(events, ""))
+        file.writelines(",\n" + event for event in events)
         file.write("\n]}\n")
 
 
@@ -120,14 +120,14 @@ def _names(worker: int) -> Iterator[str]:
 
 def _arrow(number: int, flow: Flow, begin: float) -> Iterator[str]:
     """Both ends lie inside their spans, since viewers tie an end to the event around it; ids tie them together."""
-    name = json.dumps(f"{flow.source.opcode} {flow.source.g}")
-    ends = (("s", flow.source, 0.999), ("f", flow.target, 0.001))
-    for phase, span, share in ends:
-        ts = (span.start_s - begin + (span.end_s - span.start_s) * share) * _MICRO
-        bind = ',"bp":"e"' if phase == "f" else ""
-        yield (
-            f'{{"ph":"{phase}","id":{number},"name":{name},"cat":"flow","pid":{span.worker},"tid":0,"ts":{ts:.3f}{bind}}}'
-        )
+    shared = f'"id":{number},"name":{json.dumps(f"{flow.source.opcode} {flow.source.g}")},"cat":"flow","tid":0'
+    leave, arrive = _within(flow.source, 0.999) - begin, _within(flow.target, 0.001) - begin
+    yield f'{{"ph":"s",{shared},"pid":{flow.source.worker},"ts":{leave * _MICRO:.3f}}}'
+    yield f'{{"ph":"f","bp":"e",{shared},"pid":{flow.target.worker},"ts":{arrive * _MICRO:.3f}}}'
+
+
+def _within(span: Span, share: float) -> float:
+    return span.start_s + (span.end_s - span.start_s) * share
 
 
 def overlap_seconds(spans: Sequence[Span], a: int, b: int) -> float:

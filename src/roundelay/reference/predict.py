@@ -202,10 +202,16 @@ def _adam_family(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead)
     else:
         a = 1.0 - ahead.linear * lam if predictor == "paper" else 1.0
         b = ahead.linear / (1.0 - beta1**u)
-    second = past.state["max_exp_avg_sq" if past.group["amsgrad"] else "exp_avg_sq"]
+    second = _pairs(past.state["max_exp_avg_sq" if past.group["amsgrad"] else "exp_avg_sq"])
     denominator = (second.sqrt() / math.sqrt(1.0 - beta2**u)).add_(past.number("eps"))
-    base = weight if a == 1.0 else torch.mul(weight, a)
-    return torch.addcdiv(base, past.state["exp_avg"], denominator, value=-b)
+    base = _pairs(weight) if a == 1.0 else torch.mul(_pairs(weight), a)
+    predicted = torch.addcdiv(base, _pairs(past.state["exp_avg"]), denominator, value=-b)
+    return torch.view_as_complex(predicted) if weight.is_complex() else predicted
+
+
+def _pairs(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex parameter is to Adam so many pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.capture import Draw, Mode
+from roundelay.frontend import Draw, Mode
 from roundelay.errors import DivergedError
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch

@@ -22,7 +22,7 @@ import torch
 
 from roundelay import errors
 from roundelay.errors import RoundelayError, WorkerLostError
-from roundelay.runtime.report import Report, from_bytes, to_bytes
+from roundelay.runtime.report import Report, Reporter, from_bytes, to_bytes
 from roundelay.runtime.worker import Task, work
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
@@ -57,7 +57,7 @@ def _run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     endpoints = [wrap(endpoint) for endpoint in memory_endpoints(task.plan.num_stages)]
     threads = [
-        threading.Thread(target=work, args=(task, k, endpoint, reports.put), name=f"worker {k}", daemon=True)
+        threading.Thread(target=_thread_main, args=(task, k, endpoint, reports.put), name=f"worker {k}", daemon=True)
         for k, endpoint in enumerate(endpoints)
     ]
     for thread in threads:
@@ -76,6 +76,11 @@ def _run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
         while not reports.empty():
             tally.late(reports.get())
     tally.raise_failure()
+
+
+def _thread_main(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+    torch.set_num_threads(1)  # the number of intra-op threads is each thread's own where OpenMP keeps it
+    work(task, worker, endpoint, report)
 
 
 class _Tally:

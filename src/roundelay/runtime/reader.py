@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundelay.capture.batch import num_rows, split
-from roundelay.capture.draws import DEFAULT_GENERATOR_LOCK
+from roundelay.frontend.batch import num_rows, split
+from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.errors import JobError, RoundelayError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roundelay.capture import Captured, Draw, Mode, StageTape
+from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import NO_PREDICTOR

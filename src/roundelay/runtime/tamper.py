@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.capture import Draw
+from roundelay.frontend import Draw
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, Handler, do_forward, do_update
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
-from roundelay.capture import Captured
+from roundelay.frontend import Captured
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan

@@ -6,7 +6,7 @@ Three things stand in the way of cutting, and are taken out here:
   operation becomes its out-of-place twin when nothing else sees the storage it writes; otherwise it stays, and no cut
   may fall between the storage's birth and the last write (:attr:`Cleaned.uncuttable`).
 - *Assertions on metadata*, which hold by construction and cost a call each.
-- *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.capture.draws`.
+- *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.draws`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from roundelay.capture.draws import Draw, keyed_attention, keyed_call, keyed_dropout
-from roundelay.capture.export import Exported
+from roundelay.frontend.draws import Draw, keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.export import Exported
 from roundelay.errors import CaptureError
 
 aten = torch.ops.aten

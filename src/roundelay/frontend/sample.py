@@ -11,9 +11,9 @@ import torch.fx
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from roundelay.capture.export import Exported
-from roundelay.capture.loss import LossReads
-from roundelay.capture.rewrite import DRAW, Cleaned, run_nodes
+from roundelay.frontend.export import Exported
+from roundelay.frontend.loss import LossReads
+from roundelay.frontend.rewrite import DRAW, Cleaned, run_nodes
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch.export.graph_signature import InputKind
 
-from roundelay.capture.face import CallShape, Face, OutputShape
+from roundelay.frontend.face import CallShape, Face, OutputShape
 from roundelay.errors import CaptureError
 
 PREFIX = "model."

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roundelay.capture.batch import Batch, leaves, replace
-from roundelay.capture.face import Opaque, OutputShape
+from roundelay.frontend.batch import Batch, leaves, replace
+from roundelay.frontend.face import Opaque, OutputShape
 from roundelay.errors import JobError
 
 LossFunction = Callable[[Any, Any], Any]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from roundelay.capture.draws import Draw
-from roundelay.capture.segment import Segment, Tape, Tensors
+from roundelay.frontend.draws import Draw
+from roundelay.frontend.segment import Segment, Tape, Tensors
 
 Mode = Literal["stash", "recompute", "mixed"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from roundelay.capture.captured import Captured
-from roundelay.capture.draws import Draw
-from roundelay.capture.stage import Mode, StageFunction
+from roundelay.frontend.captured import Captured
+from roundelay.frontend.draws import Draw
+from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 

@@ -15,7 +15,7 @@ mode           the tape holds                                        backward di
 ``mixed``      activations, with weights replaced by references      activations of the forward, given weights
 =============  ====================================================  ===========================================
 
-Recomputation belongs to a whole stage (:mod:`roundelay.capture.stage`); a segment knows ``stash`` and ``mixed``.
+Recomputation belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and ``mixed``.
 
 Boundaries are contiguous: outputs and input gradients are laid out as a network would deliver them, so that a run gives
 the same bits wherever it is cut and whatever carries the tensors.
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from roundelay.capture.draws import Draw
+from roundelay.frontend.draws import Draw
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]

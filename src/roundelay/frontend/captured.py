@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from roundelay.capture.batch import Batch, leaves, num_rows, replace
-from roundelay.capture.export import Exported, export
-from roundelay.capture.face import CallShape, Inputs, default_inputs
-from roundelay.capture.loss import LossCall, LossFunction, record
-from roundelay.capture.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
-from roundelay.capture.sample import describe
-from roundelay.capture.segment import Segment
-from roundelay.capture.stage import StageFunction
+from roundelay.frontend.batch import Batch, leaves, num_rows, replace
+from roundelay.frontend.export import Exported, export
+from roundelay.frontend.face import CallShape, Inputs, default_inputs
+from roundelay.frontend.loss import LossCall, LossFunction, record
+from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
+from roundelay.frontend.sample import describe
+from roundelay.frontend.segment import Segment
+from roundelay.frontend.stage import StageFunction
 from roundelay.errors import CaptureError, JobError
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
