@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.schedules import SCHEDULES, Schedule, actions, schedule_named
+from tests.lower.plans import FEW
 
 GPIPE, ONE_F_ONE_B, ASYNC = SCHEDULES["gpipe"], SCHEDULES["1f1b"], SCHEDULES["async-1f1b"]
 EVERY = st.sampled_from(list(SCHEDULES.values()))
@@ -70,6 +71,7 @@ def test_five_micro_batches_asynchronously_on_three_stages(stage: int, expected:
     assert printed(actions(ASYNC, stage, 3, [1] * 5)) == row(expected)
 
 
+@FEW
 @given(EVERY, STAGES, COUNTS)
 def test_every_stage_does_everything_once_and_in_order(
     schedule: Schedule, place: tuple[int, int], counts: list[int]
@@ -83,6 +85,7 @@ def test_every_stage_does_everything_once_and_in_order(
     assert all(order["F", g] < order["B", g] for g in range(total))
 
 
+@FEW
 @given(EVERY, STAGES, COUNTS)
 def test_the_update_follows_the_last_backward_of_its_batch_at_once(
     schedule: Schedule, place: tuple[int, int], counts: list[int]
@@ -92,6 +95,7 @@ def test_the_update_follows_the_last_backward_of_its_batch_at_once(
     assert [acts[acts.index(f"U{t}") - 1] for t in range(len(counts))] == [f"B{g}" for g in lasts]
 
 
+@FEW
 @given(STAGES, st.integers(1, 6), st.integers(1, 8))
 def test_async_forwards_and_backwards_see_the_updates_of_the_closed_forms(
     place: tuple[int, int], micro_batches: int, batches: int
@@ -103,6 +107,7 @@ def test_async_forwards_and_backwards_see_the_updates_of_the_closed_forms(
     assert updates_before(acts, "B") == [g // micro_batches for g in range(total)]
 
 
+@FEW
 @given(STAGES, COUNTS)
 def test_async_updates_are_counted_in_batches_that_ended_a_lag_ago(place: tuple[int, int], counts: list[int]) -> None:
     lag = place[1] - 1 - place[0]
@@ -112,6 +117,7 @@ def test_async_updates_are_counted_in_batches_that_ended_a_lag_ago(place: tuple[
     assert updates_before(acts, "B") == [sum(end <= g for end in ends) for g in range(sum(counts))]
 
 
+@FEW
 @given(STAGES, st.integers(1, 6), st.integers(1, 8))
 def test_async_backwards_run_behind_by_the_lag_over_the_batch_s_size_rounded_up_or_down(
     place: tuple[int, int], micro_batches: int, batches: int
@@ -125,6 +131,7 @@ def test_async_backwards_run_behind_by_the_lag_over_the_batch_s_size_rounded_up_
         assert crossed == [min(g, lag) for g in range(batches)]
 
 
+@FEW
 @given(FLUSHING, STAGES, COUNTS)
 def test_flushing_schedules_read_the_version_of_their_batch_in_both_passes(
     schedule: Schedule, place: tuple[int, int], counts: list[int]
@@ -135,6 +142,7 @@ def test_flushing_schedules_read_the_version_of_their_batch_in_both_passes(
     assert updates_before(acts, "B") == batch
 
 
+@FEW
 @given(STAGES, COUNTS)
 def test_gpipe_runs_every_forward_of_a_batch_before_its_first_backward(
     place: tuple[int, int], counts: list[int]
@@ -154,6 +162,7 @@ def in_flight_peak(acts: Sequence[Action]) -> int:
     return max(accumulate({"F": 1, "B": -1, "U": 0}[act.kind] for act in acts))
 
 
+@FEW
 @given(st.sampled_from([ONE_F_ONE_B, ASYNC]), STAGES, COUNTS)
 def test_one_f_one_b_keeps_at_most_d_minus_k_in_flight(
     schedule: Schedule, place: tuple[int, int], counts: list[int]
@@ -162,11 +171,13 @@ def test_one_f_one_b_keeps_at_most_d_minus_k_in_flight(
     assert in_flight_peak(actions(schedule, *place, counts)) == min(place[1] - place[0], window)
 
 
+@FEW
 @given(STAGES, COUNTS)
 def test_gpipe_keeps_a_whole_batch_in_flight(place: tuple[int, int], counts: list[int]) -> None:
     assert in_flight_peak(actions(GPIPE, *place, counts)) == max(counts)
 
 
+@FEW
 @given(EVERY, st.integers(1, 6), COUNTS)
 def test_the_orders_of_all_stages_fit_together(schedule: Schedule, num_stages: int, counts: list[int]) -> None:
     """Executed together, with each action waiting for what it needs from its neighbours, they come to an end."""
@@ -185,6 +196,7 @@ def test_the_orders_of_all_stages_fit_together(schedule: Schedule, num_stages: i
     assert at == [len(acts) for acts in rows]
 
 
+@FEW
 @given(EVERY, STAGES)
 def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
     assert actions(schedule, *place, []) == []

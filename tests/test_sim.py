@@ -1,6 +1,6 @@
 """The simulator against small cases worked out by hand, and against the laws of pipelines.
 
-Unless a test says otherwise a forward takes f = 1 s, a backward b = 2 s, updates and messages nothing: all sums are exact.
+Unless a test says otherwise a forward takes f = 1 s, a backward b = 2 s, updates and messages nothing: sums are exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def test_gpipe_on_two_stages() -> None:
     run = sim(timed("gpipe", 2, 2), [2])
     assert timeline(run, 0) == ["F0 0-1", "F1 1-2", "B0 5-7", "B1 7-9"]
     assert timeline(run, 1) == ["F0 1-2", "F1 2-3", "B0 3-5", "B1 5-7"]
-    assert (run.makespan_s, run.workers[0].busy_s, run.bubble) == (9.0, 6.0, pytest.approx(1 / 3))
+    assert (run.makespan_s, run.workers[0].busy_s) == (9.0, 6.0)
+    assert run.bubble == pytest.approx(1 / 3)
 
 
 def test_1f1b_on_two_stages() -> None:

@@ -41,6 +41,7 @@ class WorkerReport:
         versions_read: smallest and largest distance between the batch of a forward and the version it reads.
         versions_held_peak: most weight versions alive at one time, predicted copies included.
         unread_peak: most messages on the way or unread, for each channel into it.
+        unread_bytes_peak: bytes of those.
     """
 
     busy_s: float
@@ -49,6 +50,7 @@ class WorkerReport:
     versions_read: tuple[int, int]
     versions_held_peak: int
     unread_peak: dict[int, int] = field(hash=False)
+    unread_bytes_peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +196,15 @@ class _Clock:
             peak_tapes, peak_versions = max(peak_tapes, len(alive)), max(peak_versions, len(held))
             if interval.opcode == "backward":
                 del alive[interval.g]
+        into = [c for c in program.channels if c.target == program.worker]
         return WorkerReport(
             busy_s=sum(interval.end_s - interval.start_s for interval in mine),
             tapes_peak=peak_tapes,
             tape_bytes_peak=peak_tapes * self.plan.stages[program.worker].tape_bytes,
             versions_read=(min(gaps), max(gaps)),
             versions_held_peak=peak_versions,
-            unread_peak={c.id: self.on_way_peak[c.id] for c in program.channels if c.target == program.worker},
+            unread_peak={c.id: self.on_way_peak[c.id] for c in into},
+            unread_bytes_peak=sum(self.on_way_peak[c.id] * self.bytes[c.id] for c in into),
         )
 
 

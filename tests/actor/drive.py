@@ -63,8 +63,8 @@ class World:
                 self.post(("grant", command.channel), self.channels[command.channel].source, Granted(command.channel))
             else:
                 assert isinstance(command, Halt)
-        for channel, unread in machine.unread.items():
-            self.unread_peak[channel] = max(self.unread_peak[channel], len(unread))
+        for number, unread in machine.unread.items():
+            self.unread_peak[number] = max(self.unread_peak[number], len(unread))
         self.in_flight_peak[worker] = max(self.in_flight_peak[worker], machine.in_flight)
 
     def run(self, choose: Choice) -> World:

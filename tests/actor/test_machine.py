@@ -140,7 +140,8 @@ def test_no_message_arrives_without_a_slot_and_both_ends_number_it_alike(
 ) -> None:
     plan, counts = job
     world = World(plan, stream(counts)).run(order(seed))
-    given_slots, taken_slots = {}, {}
+    given_slots: dict[tuple[int, int], int] = {}
+    taken_slots: dict[tuple[int, int], int] = {}
     for runs in world.runs:
         for run in runs:
             given_slots |= {(channel, run.g): slot for channel, slot in run.gives}

@@ -49,6 +49,7 @@ LINES = SMALL.text().splitlines()
 FULL_LINES = [i for i, line in enumerate(LINES) if line]
 
 
+@FEW
 @given(PLANS)
 def test_a_plan_is_read_as_it_is_printed(plan: Plan) -> None:
     assert Plan.parse(plan.text()) == plan
@@ -61,10 +62,18 @@ def test_the_text_of_a_plan_read_is_the_text_that_was_read(plan: Plan) -> None:
     assert Plan.parse(text).text() == text
 
 
-@pytest.mark.parametrize("char", [chr(c) for c in (*range(32), 34, 39, 92, 127, 0x85, 0x2028, 0x1F600)], ids=ascii)
-def test_any_character_may_stand_in_a_name(char: str) -> None:
-    plan = replace(SMALL, model=f"a{char}b", stages=(replace(SMALL.stages[0], segments=(char, "\\" + char)),))
-    assert Plan.parse(plan.text()) == plan
+def is_kept(text: str) -> bool:
+    """Whether a plan with this text in its names is read as it was printed."""
+    plan = replace(SMALL, model=text, stages=(replace(SMALL.stages[0], segments=(text, "\\" + text)),))
+    try:
+        return Plan.parse(plan.text()) == plan
+    except PlanError:
+        return False
+
+
+def test_any_character_may_stand_in_a_name() -> None:
+    odd = [chr(c) for c in (*range(256), 0x2028, 0xFFFD, 0x1F600)]
+    assert [char for char in odd if not is_kept(f"a{char}b")] == []
 
 
 @pytest.mark.parametrize("number", [0.0, 5e-324, 1e-5, 0.1, 1.0, 2**53 + 2.0, 1e16, 1e22, 1.7976931348623157e308])
@@ -84,6 +93,7 @@ COMMENTS = st.lists(
 )
 
 
+@FEW
 @given(COMMENTS)
 def test_comments_are_not_read(comments: list[str]) -> None:
     assert Plan.parse(SMALL.text(comments)) == SMALL

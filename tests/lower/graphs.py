@@ -84,7 +84,7 @@ def chosen(names: Sequence[str], bits: int) -> list[str]:
     return [name for i, name in enumerate(names) if bits >> i & 1]
 
 
-#: An operation as numbers, quick to draw: bits of what it reads (twice, both must agree), of its parameters and buffers.
+#: An operation as numbers, quick to draw: bits of what it reads (twice: both must agree), its parameters, its buffers.
 STEPS = st.lists(
     st.tuples(st.integers(0, 511), st.integers(0, 511), st.integers(0, 15), st.integers(0, 3)), min_size=1, max_size=8
 )

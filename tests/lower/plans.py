@@ -15,7 +15,7 @@ RULES = ("gpipe", "1f1b", "pipedream", "pipeoptim")
 ASYNCHRONOUS = ("pipedream", "pipeoptim")
 
 #: For tests whose every example is a run of its own.
-FEW = settings(max_examples=40)
+FEW = settings(max_examples=25)
 
 STAGE: dict[str, Any] = {
     "forward_s": 1.0,

@@ -178,6 +178,7 @@ def test_a_version_other_than_the_rule_s_is_refused_with_its_micro_batch(rule: s
         check_run(plan, counts, fired)
 
 
+@FEW
 @given(
     st.sampled_from(list(SCHEDULES.values())),
     st.integers(1, 6).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))),

@@ -14,6 +14,7 @@ from roundelay.ir.graph import WEIGHT, Graph
 from roundelay.ir.stage import Edge, Partition
 from roundelay.lower.partition import partition
 from tests.lower.graphs import IDS, LABELS, Step, chain_of, cuts_for, graph_of, graphs
+from tests.lower.plans import FEW
 
 JOBS = graphs().flatmap(lambda graph: st.tuples(st.just(graph), cuts_for(graph)))
 Job = tuple[Graph, list[list[str]]]
@@ -164,6 +165,7 @@ def test_no_stages_at_all_are_refused() -> None:
         partition(chain_of(2), [])
 
 
+@FEW
 @given(st.lists(st.lists(st.sampled_from(["a0", "a1", "a2", "a3", "nobody", ""]), max_size=3), min_size=1, max_size=4))
 def test_any_list_of_names_is_a_partition_or_refused(stages: list[list[str]]) -> None:
     flat = [name for names in stages for name in names]
@@ -198,6 +200,7 @@ def readers(graph: Graph, spans: Sequence[tuple[int, int, int]], name: str) -> l
     return sorted(set(found))
 
 
+@FEW
 @given(JOBS)
 def test_segments_cover_the_graph_in_order(job: Job) -> None:
     graph, stages = job
@@ -209,6 +212,7 @@ def test_segments_cover_the_graph_in_order(job: Job) -> None:
     assert [[graph.ops[s.stop - 1].name for s in stage.segments] for stage in parts.stages] == stages
 
 
+@FEW
 @given(JOBS)
 def test_whatever_a_segment_reads_is_its_own_or_its_input_or_its_parameter(job: Job) -> None:
     graph, stages = job
@@ -224,6 +228,7 @@ def test_whatever_a_segment_reads_is_its_own_or_its_input_or_its_parameter(job: 
             assert not {*segment.parameters} & lent
 
 
+@FEW
 @given(JOBS)
 def test_every_parameter_has_one_owner_the_first_that_uses_it(job: Job) -> None:
     graph, stages = job
@@ -236,6 +241,7 @@ def test_every_parameter_has_one_owner_the_first_that_uses_it(job: Job) -> None:
             assert segment.start <= first < segment.stop
 
 
+@FEW
 @given(JOBS)
 def test_a_value_passes_its_readers_once_each_in_order_from_its_maker(job: Job) -> None:
     graph, stages = job
@@ -250,6 +256,7 @@ def test_a_value_passes_its_readers_once_each_in_order_from_its_maker(job: Job) 
         assert travelled.get(name, []) == list(pairwise(stops))
 
 
+@FEW
 @given(JOBS)
 def test_what_a_stage_sends_it_has_and_what_it_needs_it_has(job: Job) -> None:
     """Executed by names alone: each segment finds its inputs, the loss too, and makes its outputs or hands them on."""
@@ -267,6 +274,7 @@ def test_what_a_stage_sends_it_has_and_what_it_needs_it_has(job: Job) -> None:
         assert {name for edge in stage.sends for name in edge.values} <= have
 
 
+@FEW
 @given(JOBS)
 def test_edges_lead_onwards_join_all_neighbours_and_are_known_at_both_ends(job: Job) -> None:
     graph, stages = job
@@ -280,6 +288,7 @@ def test_edges_lead_onwards_join_all_neighbours_and_are_known_at_both_ends(job: 
     assert all(len(set(edge.values)) == len(edge.values) for edge in parts.edges)
 
 
+@FEW
 @given(JOBS)
 def test_a_gradient_comes_back_wherever_one_flows(job: Job) -> None:
     graph, stages = job
@@ -289,12 +298,7 @@ def test_a_gradient_comes_back_wherever_one_flows(job: Job) -> None:
         assert edge.gradients == tuple(name for name in edge.values if name in flowing)
 
 
-@given(JOBS)
-def test_the_same_cuts_give_the_same_partition(job: Job) -> None:
-    graph, stages = job
-    assert partition(graph, stages) == partition(graph, stages)
-
-
+@FEW
 @given(graphs(), st.data())
 def test_cutting_one_stage_into_segments_adds_no_edges(graph: Graph, data: st.DataObject) -> None:
     """Where a stage is cut inside is nobody else's business."""

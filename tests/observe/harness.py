@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import Any
+
+_CHANGING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.listdir", "os.scandir"}
+
+
+def dying(act: Callable[[], None], step: int) -> Callable[[], None]:
+    """``act``, in a child that is killed before its ``step``-th operation on a file or folder, from 1."""
+
+    def child() -> None:
+        done = 0
+
+        def count(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal done
+            done += event in _CHANGING
+            if event in _CHANGING and done == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        act()
+
+    return child
 
 
 def forked(child: Callable[[], None]) -> int:

@@ -8,12 +8,12 @@ import math
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from roundelay.errors import CheckpointError, InternalError, RunError
 from roundelay.observe import checkpoint as module
 from roundelay.observe import stored
 from roundelay.observe.checkpoint import Checkpoint, Position, load, load_into, save
-from tests.observe.harness import forked, status
+from tests.observe.harness import dying, forked, status
 
 FILES = ("model.safetensors", "optimizer.safetensors", "checkpoint.json")
 
@@ -187,7 +187,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> N
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("value", [[1], torch.Size([1]), {"a": 1}, object()])
+@pytest.mark.parametrize("value", [[1], torch.Size([1]), {"a": 1}, object(), np.float64(1)])
 def test_a_state_value_that_would_not_come_back_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"'k' of parameter 'p'.*" + type(value).__name__):
         save(tmp_path / "c", checkpoint(optimizer={"p": {"k": value}}), {})
@@ -255,21 +255,6 @@ def test_the_operating_systems_own_refusal_is_told_as_ours(tmp_path: Path) -> No
     assert check_whole(tmp_path / "c", range(1, 2)) == 1
 
 
-def steps(path: Path, die_at: int, number: int) -> None:
-    """Save; the ``die_at``-th operation on a file or folder is the last thing this process does."""
-    changing = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.listdir", "os.scandir"}
-    done = 0
-
-    def count(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal done
-        done += event in changing
-        if event in changing and done == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-    save(path, checkpoint(number), {})
-
-
 def test_a_kill_at_any_step_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     """The process dies before its first, second, ... operation on the file system, until it gets through.
 
@@ -279,7 +264,7 @@ def test_a_kill_at_any_step_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     save(path, checkpoint(0), {})
     killed, found, aside = 0, 0, False
     for number in range(1, 200):
-        code = status(forked(lambda n=number: steps(path, n, n)))
+        code = status(forked(dying(lambda n=number: save(path, checkpoint(n), {}), number)))
         aside |= not path.exists()
         found = check_whole(path, range(found, number + 1))
         if code == 0:
@@ -296,7 +281,7 @@ def test_a_kill_during_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path)
     """Where nothing was before, half a checkpoint is none."""
     for number in range(1, 200):
         path = tmp_path / str(number)
-        code = status(forked(lambda n=number, p=path: steps(p, n, n)))
+        code = status(forked(dying(lambda n=number, p=path: save(p, checkpoint(n), {}), number)))
         if path.exists():
             check_whole(path, range(number, number + 1))
         else:

@@ -7,6 +7,7 @@ weights, are our version 0. Its GPU of a stage is our worker.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ FIFTH = 4
 
 def run_of(rule: str, micro_batches: int = 1, batches: int = 12, predictor: str = "paper") -> Simulation:
     """A run on four workers; PipeDream and GPipe predict nothing."""
-    changes = {"predictor": predictor} if rule == "pipeoptim" else {}
+    changes: dict[str, Any] = {"predictor": predictor} if rule == "pipeoptim" else {}
     plan = plan_of(rule, D, micro_batches, backward="stash" if rule != "pipeoptim" else "recompute", **changes)
     return simulate(plan, emit(plan), stream([micro_batches] * batches))
 
@@ -40,7 +41,7 @@ def paper_version(interval: Interval) -> int:
 
 def drains(rule: str) -> list[Instruction]:
     """Each worker's backward instruction."""
-    changes = {"predictor": "paper"} if rule == "pipeoptim" else {}
+    changes: dict[str, Any] = {"predictor": "paper"} if rule == "pipeoptim" else {}
     return [program.drain[0] for program in emit(plan_of(rule, D, 1, **changes))]
 
 

@@ -94,7 +94,7 @@ def train(
     wanted = length or Length(steps=steps, epochs=epochs)
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
-    start = None if resume is None else _load(Path(resume), captured)
+    start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, wanted, start)
     return session.run(notify=notify or (lambda event: None), save_to=None if save_to is None else Path(save_to))
 
@@ -267,7 +267,12 @@ def _initial(captured: Captured, start: Checkpoint | None) -> Initial:
     return Initial(start.parameters, buffers, start.optimizer, start.position.updates)
 
 
-def _load(path: Path, captured: Captured) -> Checkpoint:
+def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
+    """A checkpoint, or that of a run folder, for this model.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another model.
+    """
     inner = path / "checkpoint"
     start = store.load(inner if inner.exists() else path)
     names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from roundelay.errors import CheckpointError, InternalError
-from roundelay.observe.files import replacing_folder, settle, unwritten
+from roundelay.observe.files import replacing_folder, unwritten
 from roundelay.observe.stored import FILES, MANIFEST, Stored, damaged, read, write
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -87,7 +87,6 @@ def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None
     _check_aliases(checkpoint, aliases)
     stored = _encode(checkpoint, aliases)
     try:
-        settle(place, FILES)
         _refuse_foreign(place)
         with replacing_folder(place, FILES) as folder:
             write(folder, stored)

@@ -25,7 +25,7 @@ Audit = Callable[[str, int, int, Mapping[str, torch.Tensor]], None]
 
 
 class StageFunctions(Protocol):
-    """Forward and backward of one stage; ``capture.StageFunction`` is one."""
+    """Forward and backward of one stage; ``frontend.StageFunction`` is one."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -179,3 +179,16 @@ def first_batch(batches: Batches, seed: int) -> Any:
         JobError: there is none.
     """
     return next(_epochs(batches, seed, Extent(epochs=1)))[0]
+
+
+def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
+    """Whole batches as the loader gives them, without looking ahead.
+
+    Raises:
+        UserCodeError: the loader raises.
+        JobError: an epoch has no batch.
+    """
+    for number, (batch, _) in enumerate(_epochs(batches, seed, extent)):
+        if number == extent.batches:
+            return
+        yield batch

@@ -1,0 +1,87 @@
+"""Plain PyTorch beside the run: the same job, one process, the loop that everybody writes.
+
+Measured in a forked child, so that neither its threads nor its memory touch the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from roundelay.frontend.batch import num_rows
+from roundelay.frontend.face import default_inputs
+from roundelay.frontend.loss import checked
+from roundelay.job import Job
+from roundelay.runtime.reader import Extent, read_batches
+
+BUDGET_S = 6.0
+"""Seconds that the measurement may take for each number of threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Samples per second of plain PyTorch with this many intra-op threads."""
+
+    threads: int
+    samples_per_second: float
+
+
+def measure(job: Job, seed: int, threads: int) -> Baseline | None:
+    """Train a copy for a few seconds; None if it cannot be measured (the child failed, or was too slow for one update).
+
+    Args:
+        job: the job; its model is not changed.
+        seed: of the data.
+        threads: intra-op threads.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.close(reading)
+            torch.set_num_threads(threads)
+            os.write(writing, json.dumps(_samples_per_second(job, seed)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            text = pipe.read()
+    finally:
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    rate = json.loads(text) if text else 0.0
+    return Baseline(threads, rate) if rate else None
+
+
+def _samples_per_second(job: Job, seed: int) -> float:
+    model = copy.deepcopy(job.model).train()
+    optimizer = job.optimizer(list(model.named_parameters()))
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    how = job.inputs or default_inputs
+    times: list[float] = []
+    began = time.perf_counter()
+    for batch in read_batches(job.batches, seed, Extent(batches=200)):
+        start = time.perf_counter()
+        args, kwargs = how(batch)
+        loss, count = checked(job.loss(model(*args, **kwargs), batch))
+        (loss if count is None else loss / count).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        times.append((end - start) / num_rows(batch))
+        if end - began > BUDGET_S:
+            break
+    warm = times[2:] or times
+    return 1.0 / statistics.median(warm) if warm else 0.0

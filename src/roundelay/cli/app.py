@@ -1,0 +1,222 @@
+"""The four commands."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from roundelay import debug
+from roundelay.api import simulate, verify
+from roundelay.api.planning import explain
+from roundelay.cli import options as o
+from roundelay.cli.job_file import load_job
+from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
+from roundelay.cli.screen import doing, show_error, show_json, stderr, stdout
+from roundelay.cli.trainer import train_job
+from roundelay.errors import InternalError, RoundelayError, UsageError
+from roundelay.lower.check import programs_of
+from roundelay.observe.files import replacing_file
+from roundelay.observe.trace import Span, write_trace
+from roundelay.runtime.tamper import WAYS
+from roundelay.viz import LEGEND, staircase
+
+app = typer.Typer(
+    help="Train ordinary PyTorch models through a pipeline, planned, explained, and proved bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command(epilog="Example: `roundelay train examples/char_gpt.py --workers 2 --steps 100`")
+def train(
+    job_file: o.JobFile,
+    workers: o.Workers = None,
+    rule: o.Rule = None,
+    micro_batches: o.MicroBatches = None,
+    predictor: o.Predictor = None,
+    backward: o.Backward = None,
+    transport: o.Transport = None,
+    steps: o.Steps = None,
+    epochs: o.Epochs = None,
+    seed: o.Seed = 0,
+    plan_file: o.PlanFile = None,
+    resume: Annotated[Path | None, typer.Option("--from", help="Continue from this checkpoint or run folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/<time>]")] = None,
+    baseline: Annotated[
+        bool, typer.Option(help="Measure plain PyTorch for a few seconds first, to stand beside the run.")
+    ] = True,
+    as_json: o.Json = False,
+) -> None:
+    """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
+    choices = o.Choices(
+        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+    )
+    _exclusive(steps, epochs)
+    job = load_job(job_file, seed)
+    captured, plan = o.planned(job, choices, seed, plan_file, as_json)
+    summary = train_job(
+        job, captured, plan, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out, baseline=baseline, quiet=as_json
+    )
+    if as_json:
+        show_json(summary)
+
+
+@app.command("plan", epilog="Example: `roundelay plan examples/char_gpt.py --workers 2 -o plan.toml`")
+def plan_command(
+    job_file: o.JobFile,
+    workers: o.Workers = None,
+    rule: o.Rule = None,
+    micro_batches: o.MicroBatches = None,
+    predictor: o.Predictor = None,
+    backward: o.Backward = None,
+    transport: o.Transport = None,
+    seed: o.Seed = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Write the plan of a job: readable, editable, versioned text."""
+    choices = o.Choices(
+        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+    )
+    job = load_job(job_file, seed)
+    captured, plan = o.planned(job, choices, seed, None, as_json)
+    text = plan.text(explain(captured, plan))
+    if output is not None:
+        write_text(output, text)
+    if as_json:
+        show_json({"plan": text, "path": str(output) if output else None, "workers": plan.num_stages, "rule": plan.rule})
+    elif output is None:
+        sys.stdout.write(text)
+    else:
+        stderr.print(f"Wrote {output}. Read it, edit it, run it: roundelay train {job_file} --plan {output}")
+
+
+@app.command("simulate", epilog="Example: `roundelay simulate plan.toml --grid`")
+def simulate_command(
+    plan_file: Annotated[Path, typer.Argument(help="A plan as `roundelay plan` writes it.", metavar="PLAN")],
+    batches: Annotated[int, typer.Option(help="Full batches to simulate.", min=1)] = 8,
+    grid: Annotated[bool, typer.Option("--grid", help="Print the schedule as a staircase.")] = False,
+    programs: Annotated[bool, typer.Option("--programs", help="Print every worker's program.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace here.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Run a plan's programs on a virtual clock: makespan, bubble, busy share, memory, versions."""
+    plan = o.read_plan(plan_file)
+    simulation = simulate(plan, batches=batches)
+    if trace is not None:
+        t = {(i.worker, i.g): i.version for i in simulation.intervals}
+        spans = [
+            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.version, i.distance, i.start_s, i.end_s, 0)
+            for i in simulation.intervals
+        ]
+        write_trace(trace, spans)
+    drawn = staircase(plan, min(batches, 6)) if grid else None
+    texts = [str(program) for program in programs_of(plan)] if programs else None
+    if as_json:
+        show_json(simulation_json(plan, simulation) | {"grid": drawn, "programs": texts})
+        return
+    show_simulation(plan, simulation, batches)
+    if drawn is not None:
+        stdout.print(f"\n{drawn}\n\n{LEGEND}", markup=False, soft_wrap=True)
+    for text in texts or []:
+        stdout.print("\n" + text, markup=False, soft_wrap=True)
+
+
+@app.command("verify", epilog="Example: `roundelay verify examples/char_gpt.py --steps 8 --tamper stash`")
+def verify_command(
+    job_file: o.JobFile,
+    workers: o.Workers = None,
+    rule: o.Rule = None,
+    micro_batches: o.MicroBatches = None,
+    predictor: o.Predictor = None,
+    backward: o.Backward = None,
+    transport: o.Transport = None,
+    steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
+    epochs: o.Epochs = None,
+    seed: o.Seed = 0,
+    plan_file: o.PlanFile = None,
+    tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(WAYS) + ".")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Prove a run: train distributed and in the one-process reference, and compare every bit."""
+    choices = o.Choices(
+        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+    )
+    _exclusive(steps, epochs)
+    job = load_job(job_file, seed)
+    captured, plan = o.planned(job, choices, seed, plan_file, as_json)
+    with doing("Training distributed, then in one process ...", as_json):
+        result = verify(job, plan=plan, steps=steps, epochs=epochs, seed=seed, tamper=tamper, captured=captured)
+    if as_json:
+        show_json(verification_json(plan, result))
+    else:
+        show_verification(plan, result)
+    raise typer.Exit(0 if result.equal else 1)
+
+
+def _exclusive(steps: int | None, epochs: int | None) -> None:
+    if steps is not None and epochs is not None:
+        raise UsageError("--steps and --epochs", got="both", expected="one of them", remedy="Leave one of them out.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with replacing_file(path) as file:
+        file.write(text)
+
+
+def main() -> None:
+    """Entry point: every error becomes one screen and an exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    torch.set_num_threads(1)
+    sys.exit(guarded(app, "--json" in sys.argv))
+
+
+def guarded(command: Callable[..., Any], as_json: bool) -> int:
+    """Run a command; returns its exit code."""
+    try:
+        result = command(standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except RoundelayError as error:
+        show_error(error, as_json)
+        return error.exit_code
+    except typer.Exit as ending:
+        return ending.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        stderr.print("Interrupted. Every worker has been ended; the last checkpoint is whole.")
+        return 130
+    except typer.TyperException as error:
+        error.show()
+        return error.exit_code
+    except Exception as error:
+        if debug.level() >= 1:
+            raise
+        show_error(_bug(error), as_json)
+        return 70
+
+
+def _bug(error: Exception) -> InternalError:
+    return InternalError(
+        "roundelay itself",
+        got=f"{type(error).__name__}: {error}",
+        expected="no error that it does not know",
+        remedy="Run again with ROUNDELAY_DEBUG=1 and report the traceback as a bug.",
+    )
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+

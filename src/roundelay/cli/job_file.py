@@ -1,0 +1,76 @@
+"""Load a job from a Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from roundelay.errors import JobError, RoundelayError
+from roundelay.job import Job
+from roundelay.runtime.reader import seed_everything
+
+_EXAMPLE = "def job(seed: int) -> roundelay.Job"
+
+
+def load_job(path: Path, seed: int) -> Job:
+    """The job that ``path`` defines, made with every generator seeded.
+
+    Raises:
+        JobError: the file is missing, cannot be read or run, or defines no job.
+    """
+    module = _module(path)
+    make = getattr(module, "job", None)
+    if not callable(make):
+        raise _unusable(path, f"no function called job (it defines {', '.join(_public(module)) or 'nothing'})")
+    seed_everything(seed)
+    try:
+        job = make(seed)
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own code
+        raise _unusable(path, _told(path, error)) from error
+    if not isinstance(job, Job):
+        raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
+    return job
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise _unusable(path, "a folder" if path.is_dir() else "no such file")
+    spec = importlib.util.spec_from_file_location(f"roundelay_job_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise _unusable(path, "a file that is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own code
+        raise _unusable(path, _told(path, error)) from error
+    return module
+
+
+def _told(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    line = f"line {frames[-1].lineno}: " if frames else ""
+    return f"{line}{type(error).__name__}: {error}"
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")][:8]
+
+
+def _unusable(path: Path, got: str) -> JobError:
+    return JobError(
+        f"job file {path}",
+        got=got,
+        expected=f"a Python file that defines `{_EXAMPLE}`",
+        remedy="See examples/char_gpt.py for a complete one.",
+    )

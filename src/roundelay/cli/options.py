@@ -1,0 +1,97 @@
+"""Options that several commands share, and what they make of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from roundelay.api import capture, plan
+from roundelay.cli.screen import doing
+from roundelay.errors import PlanError, UsageError
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+
+JobFile = Annotated[Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")]
+Workers = Annotated[int | None, typer.Option(help="Number of stages, one worker each. [default: cores, at most 2]")]
+Rule = Annotated[str | None, typer.Option(help="Update rule: gpipe, 1f1b, pipedream, pipeoptim. [default: pipeoptim]")]
+MicroBatches = Annotated[
+    int | None, typer.Option(help="Micro-batches of a batch, M. [default: 1, or 2 x workers for rules that flush]")
+]
+Predictor = Annotated[
+    str | None, typer.Option(help="How pipeoptim predicts: improved, paper, released-code. [default: improved]")
+]
+Backward = Annotated[
+    str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
+]
+Transport = Annotated[
+    str | None, typer.Option(help="memory (threads of one process) or gloo (processes). [default: memory]")
+]
+Steps = Annotated[int | None, typer.Option(help="Updates to make. [default: the job's own number, or one epoch]")]
+Epochs = Annotated[int | None, typer.Option(help="Epochs to make, instead of --steps.")]
+Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="Run this plan as it stands.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What was given on the command line to plan with; None where nothing was said."""
+
+    workers: int | None
+    rule: str | None
+    micro_batches: int | None
+    predictor: str | None
+    backward: str | None
+    transport: str | None
+
+    def given(self) -> dict[str, Any]:
+        """The choices that were made, by name."""
+        return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
+
+
+def planned(job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool) -> tuple[Captured, Plan]:
+    """Capture the job, and read the plan or make it.
+
+    Raises:
+        UsageError: both a plan and choices that contradict it were given.
+    """
+    with doing("Capturing the model ...", quiet):
+        captured = capture(job, seed=seed)
+    if plan_file is not None:
+        return captured, _obey(read_plan(plan_file), choices)
+    with doing("Planning and measuring the stages ...", quiet):
+        return captured, plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        PlanError: it cannot be read, or is no plan.
+    """
+    try:
+        return Plan.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"plan file {path}",
+            got=str(error),
+            expected="a plan as `roundelay plan` writes it",
+            remedy="Write one with `roundelay plan JOB.py -o plan.toml`.",
+        ) from error
+
+
+def _obey(plan: Plan, choices: Choices) -> Plan:
+    for name, value in choices.given().items():
+        said = plan.num_stages if name == "workers" else getattr(plan, name)
+        if said != value:
+            raise UsageError(
+                f"--{name.replace('_', '-')} beside --plan",
+                got=str(value),
+                expected=f"{said}, which the plan says",
+                remedy="Leave the option out, or edit the plan.",
+            )
+    return plan

@@ -1,0 +1,91 @@
+"""Results of ``simulate`` and ``verify``, for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundelay.api.verifying import Verification
+from roundelay.cli.screen import amount, stdout, table
+from roundelay.ir.plan import Plan
+from roundelay.sim import Simulation
+
+
+def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    """A simulation as one JSON object."""
+    return {
+        "rule": plan.rule,
+        "workers": plan.num_stages,
+        "makespan_s": simulation.makespan_s,
+        "bubble": simulation.bubble,
+        "per_worker": [
+            {
+                "busy_share": report.busy_s / simulation.makespan_s if simulation.makespan_s else 0.0,
+                "in_flight_peak": report.tapes_peak,
+                "activation_bytes_peak": report.tape_bytes_peak,
+                "updates_crossed": list(report.versions_read),
+                "versions_held_peak": report.versions_held_peak,
+                "messages_in_flight_bytes_peak": report.unread_bytes_peak,
+                "messages_peak": {str(c): n for c, n in report.unread_peak.items()},
+            }
+            for k, report in enumerate(simulation.workers)
+        ],
+    }
+
+
+def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
+    """A simulation as a table."""
+    rows = [
+        [
+            f"worker {k}",
+            f"{report.busy_s / simulation.makespan_s:.0%}" if simulation.makespan_s else "-",
+            str(report.tapes_peak),
+            amount(report.tape_bytes_peak),
+            amount(report.unread_bytes_peak),
+            amount(plan.stages[k].parameter_bytes),
+            f"{report.versions_read[0]}..{report.versions_read[1]}",
+            str(report.versions_held_peak),
+        ]
+        for k, report in enumerate(simulation.workers)
+    ]
+    title = (
+        f"{plan.rule}, {plan.num_stages} workers, {batches} batches of {plan.micro_batches}: "
+        f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
+    )
+    columns = ["", "busy", "in flight", "activations", "messages", "weights", "updates crossed", "versions held"]
+    stdout.print(table(title, columns, rows))
+
+
+def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
+    """A verification as one JSON object."""
+    return {
+        "equal": result.equal,
+        "tensors": result.tensors,
+        "losses": result.losses,
+        "steps": result.steps,
+        "difference": result.difference,
+        "stage": result.stage,
+        "rule": plan.rule,
+        "transport": plan.transport,
+        "reference": {"pid": result.reference_pid, "bytes_received": 0},
+        "workers": [_worker(k, data) for k, data in sorted(result.workers.items())],
+    }
+
+
+def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
+    received = sum(data["bytes_received"].values())
+    return {"worker": number, "pid": data["pid"], "thread": data["thread"], "bytes_received": received}
+
+
+def show_verification(plan: Plan, result: Verification) -> None:
+    """A verification as a few lines."""
+    sides = [
+        [f"worker {w['worker']}", str(w["pid"]), str(w["thread"]), str(w["bytes_received"])]
+        for w in verification_json(plan, result)["workers"]
+    ]
+    sides.append(["reference", str(result.reference_pid), "-", "0"])
+    title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, beside the one-process reference"
+    stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
+    if result.equal:
+        stdout.print(f"\nbit-equal: {result.tensors} tensors, {result.steps} steps ({result.losses} losses)")
+    else:
+        stdout.print(f"\nDIFFERENT after {result.steps} steps: {result.difference}", markup=False)

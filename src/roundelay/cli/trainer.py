@@ -1,0 +1,186 @@
+"""``roundelay train``: the run folder, the live line, the table at the end."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress, TaskID
+
+from roundelay.api.baseline import Baseline, measure
+from roundelay.api.gathering import Evaluated, Event, Saved, Updated
+from roundelay.api.planning import explain
+from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.cli.screen import amount, doing, progress, stderr, stdout, table
+from roundelay.errors import UserCodeError
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.observe.metrics import MetricsWriter
+from roundelay.observe.run_folder import RunFolder
+from roundelay.observe.trace import Span, write_trace
+
+
+def train_job(
+    job: Job,
+    captured: Captured,
+    plan: Plan,
+    *,
+    seed: int,
+    steps: int | None,
+    epochs: int | None,
+    resume: Path | None,
+    out: Path | None,
+    baseline: bool,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Train, show it, and leave the run folder; returns the summary.
+
+    Args:
+        job: the job.
+        captured: its model.
+        plan: what to run.
+        seed: of the run.
+        steps: updates, or None.
+        epochs: epochs, or None.
+        resume: checkpoint to continue from.
+        out: the run's folder, or None for one below ``runs``.
+        baseline: measure plain PyTorch first.
+        quiet: show nothing.
+    """
+    start = None if resume is None else load_checkpoint(resume, captured)
+    session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
+    folder = RunFolder.create(Path("runs") if out is None else out.parent, None if out is None else out.name)
+    try:
+        folder.write_plan(plan.text(explain(captured, plan)))
+        plain = _plain(job, seed, quiet) if baseline else []
+        trained = _trained(session, folder, quiet)
+    except BaseException:
+        if not folder.metrics.exists() or not folder.metrics.stat().st_size:
+            folder.discard()  # nothing was trained: leave nothing half-made
+        raise
+    summary = _summary(plan, trained, plain, folder)
+    write_trace(folder.trace, spans_of(trained))
+    folder.write_summary(summary)
+    if not quiet:
+        _show(plan, trained, summary)
+        _showcase(job, captured)
+        stderr.print(f"Run folder: {folder.path} (runs/latest points at it)" if out is None else f"Run folder: {out}")
+    return summary
+
+
+def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
+    counts = sorted({1, os.cpu_count() or 1})
+    with doing("Measuring plain PyTorch for a few seconds ...", quiet):
+        found = [measure(job, seed, threads) for threads in counts]
+    return [one for one in found if one is not None]
+
+
+def _trained(session: Session, folder: RunFolder, quiet: bool) -> Trained:
+    with ExitStack() as stack:
+        metrics = stack.enter_context(folder.open_metrics())
+        live = None if quiet else stack.enter_context(progress())
+        bar = live.add_task("...", total=session.extent.batches) if live is not None else None
+
+        def notify(event: Event) -> None:
+            _note(event, metrics, live, bar)
+
+        return session.run(notify=notify, save_to=folder.checkpoint)
+
+
+def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: TaskID | None) -> None:
+    if isinstance(event, Updated):
+        metrics.write(
+            update=event.update,
+            epoch=event.epoch,
+            loss=event.loss,
+            samples_per_second=event.samples_per_second,
+            busy=event.busy,
+        )
+        if live is not None and bar is not None:
+            busy = " ".join(f"{share:.0%}" for share in event.busy)
+            text = f"loss {event.loss:.4f}  {event.samples_per_second:.0f} samples/s  busy {busy}"
+            live.update(bar, advance=1, description=text)
+    elif isinstance(event, Evaluated) and live is not None:
+        told = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        live.console.print(f"after update {event.updates}: {told}", markup=False)
+    else:
+        assert isinstance(event, (Saved, Evaluated))
+
+
+def spans_of(trained: Trained) -> list[Span]:
+    """Every instruction of a run as a span of its trace."""
+    return [Span(k, *event[:8]) for k, events in trained.events.items() for event in events]
+
+
+def activation_bytes(trained: Trained) -> list[int]:
+    """Most bytes that each stage's tapes have held: most forwards in flight times the bytes of one."""
+    peaks = []
+    for k in range(trained.plan.num_stages):
+        flying = peak = 0
+        for event in trained.events.get(k, []):
+            flying += (event[0] == "forward") - (event[0] == "backward")
+            peak = max(peak, flying)
+        peaks.append(peak * int(trained.workers[k]["tape_bytes"]))
+    return peaks
+
+
+def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFolder) -> dict[str, Any]:
+    wall = {k: data["wall_s"] for k, data in trained.workers.items()}
+    return {
+        "rule": plan.rule,
+        "predictor": plan.predictor,
+        "backward": plan.backward,
+        "workers": plan.num_stages,
+        "micro_batches": plan.micro_batches,
+        "transport": plan.transport,
+        "steps": len(trained.updates),
+        "loss_first": trained.updates[0].loss,
+        "loss_last": trained.updates[-1].loss,
+        "samples_per_second": trained.samples_per_second,
+        "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
+        "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
+        "activation_bytes": activation_bytes(trained),
+        "busy": [trained.workers[k]["busy_s"] / wall[k] if wall[k] else 0.0 for k in sorted(wall)],
+        "bytes_received": [sum(trained.workers[k]["bytes_received"].values()) for k in sorted(wall)],
+        "wall_s": max(wall.values()),
+        "run_folder": str(folder.path),
+    }
+
+
+def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
+    rows = [
+        ["loss, first and last update", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"],
+        *([name, f"{value:.4f}"] for name, value in summary["evaluation"].items()),
+        ["samples/s", f"{summary['samples_per_second']:.1f}"],
+    ]
+    for threads, rate in summary["plain_samples_per_second"].items():
+        ratio = summary["samples_per_second"] / rate
+        rows.append([f"plain PyTorch, {threads} thread(s)", f"{rate:.1f}  (this run: {ratio:.2f} x)"])
+    for k in range(plan.num_stages):
+        held, busy = amount(summary["activation_bytes"][k]), summary["busy"][k]
+        rows.append([f"worker {k}", f"busy {busy:.0%}, activations {held}"])
+    title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, {summary['steps']} updates"
+    stdout.print(table(title, ["", ""], rows))
+
+
+def _showcase(job: Job, captured: Captured) -> None:
+    if job.showcase is None:
+        return
+    captured.model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            text = job.showcase(captured.model)
+    except Exception as error:  # the person's own code
+        raise UserCodeError(
+            "Job(showcase=...)",
+            got=f"{type(error).__name__}: {error}",
+            expected="a function from the trained model to text",
+            remedy="Correct the function; the run itself is complete.",
+        ) from error
+    finally:
+        captured.model.train()
+    stdout.print("\n" + text, markup=False)

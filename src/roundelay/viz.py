@@ -1,0 +1,49 @@
+"""Pictures in text: a schedule as a staircase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundelay.ir.action import grid
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.lower.check import programs_of
+from roundelay.sim import Interval, simulate
+
+_LETTERS = {"forward": "F", "backward": "B"}
+
+LEGEND = "F0 forward of micro-batch 0, B0 its backward, B0' with the update that follows it, · waiting; one column per forward"
+
+
+def staircase(plan: Plan, batches: int) -> str:
+    """The plan's schedule as a grid: one row per stage, one column per time slot.
+
+    Every forward and every backward takes one slot, messages and updates none: the picture shows the order and the
+    waiting that the schedule itself asks for, not this machine's times.
+
+    Args:
+        plan: the plan.
+        batches: full batches to draw.
+    """
+    even = [replace(stage, forward_s=1.0, backward_s=1.0, update_s=0.0) for stage in plan.stages]
+    unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, backward=_one_slot(plan))
+    simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
+    columns = {k: _row(simulation.intervals_of(k)) for k in range(plan.num_stages)}
+    return grid(columns, max(len(row) for row in columns.values()))
+
+
+def _one_slot(plan: Plan) -> str:
+    """A backward mode without a repeated forward, if the rule has one, so that a backward takes one slot."""
+    return next((mode for mode in rule_named(plan.rule).modes if mode != "recompute"), plan.backward)
+
+
+def _row(intervals: list[Interval]) -> list[str]:
+    cells: list[str] = []
+    for interval in intervals:
+        if interval.opcode in _LETTERS:
+            cells += [""] * (round(interval.start_s) - len(cells))
+            cells.append(f"{_LETTERS[interval.opcode]}{interval.g}")
+        elif interval.opcode == "update":
+            cells[-1] += "'"
+    return cells

@@ -1,0 +1,189 @@
+"""Cells of the table of equivalences: one configuration each, and what it takes to verify one.
+
+A cell is a model of the zoo, a variant (rule, predictor, backward mode), an optimizer, a number of stages D, of
+micro-batches M, and a transport. It holds if five updates, with short batches among them, end with the same bits in the
+distributed run and in the one-process reference.
+
+Plans are made from one planned template per model and D. Rule, predictor, backward mode, M and transport are fields
+that no measurement enters, and what was measured is read by the simulator alone; ``verify`` proves every plan anew. So
+a derived plan runs exactly as a planned one would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from roundelay.api.planning import LINKS, capture, plan
+from roundelay.api.verifying import Verification, verify
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.job import Job, Named
+from roundelay.transport.contract import Endpoint
+from roundelay.transport.delayed import DelayedEndpoint
+from tests.zoo import ZOO, Batch, Entry
+
+STEPS = 5
+MAX_DELAY_S = 0.001
+DEADLINE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """What a plan says of its update rule."""
+
+    rule: str
+    predictor: str
+    backward: str
+
+
+VARIANTS = {
+    "gpipe": Variant("gpipe", "none", "stash"),
+    "1f1b": Variant("1f1b", "none", "stash"),
+    "pipedream": Variant("pipedream", "none", "stash"),
+} | {
+    f"pipeoptim {predictor} {backward}": Variant("pipeoptim", predictor, backward)
+    for predictor in ("improved", "paper", "released-code")
+    for backward in ("stash", "recompute", "mixed")
+}
+
+
+def _sgd(named: Named) -> Optimizer:
+    return SGD(named, lr=0.05)
+
+
+def _nesterov(named: Named) -> Optimizer:
+    return SGD(named, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def _adam(named: Named) -> Optimizer:
+    return Adam(named, lr=2e-3)
+
+
+def _adamw(named: Named) -> Optimizer:
+    return AdamW(named, lr=2e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
+    "sgd": _sgd,
+    "nesterov": _nesterov,
+    "adam": _adam,
+    "adamw": _adamw,
+}
+STAGES = (1, 2, 3, 4)
+MICRO_BATCHES = (1, 3, 4)
+TRANSPORTS = ("memory", "gloo")
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(ZOO),
+    "variant": tuple(VARIANTS),
+    "optimizer": tuple(OPTIMIZERS),
+    "stages": STAGES,
+    "micro_batches": MICRO_BATCHES,
+    "transport": TRANSPORTS,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One configuration; gloo stands for gloo with deliveries delayed at random."""
+
+    model: str
+    variant: str
+    optimizer: str
+    stages: int
+    micro_batches: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.model} | {self.variant} | {self.optimizer} | D={self.stages} M={self.micro_batches} | {self.transport}"
+
+
+class Bench:
+    """A captured model of the zoo, put back to its first weights before every run.
+
+    Args:
+        entry: the model.
+        model: it, built; by default ``entry.build(0)``.
+        batches: those of one epoch.
+    """
+
+    def __init__(self, entry: Entry, model: torch.nn.Module | None = None, batches: list[Batch] | None = None) -> None:
+        self.entry = entry
+        self.model = model or entry.build(0)
+        self.batches = batches or entry.batches(0, STEPS, short=True)
+        self.state = {n: t.detach().clone() for n, t in self._tensors()}
+        with quiet():
+            self.captured: Captured = capture(self.job())
+        self._templates: dict[int, Plan] = {}
+
+    def job(self, optimizer: Callable[[Named], Optimizer] = _adamw, **more: Any) -> Job:
+        """The model's job with an optimizer; ``more`` are further fields of a job."""
+        fields = {"loss": self.entry.loss, "batches": lambda epoch: self.batches, "inputs": self.entry.inputs} | more
+        return Job(model=self.model, optimizer=optimizer, **fields)
+
+    def plan(self, variant: Variant, num_stages: int, micro_batches: int, transport: str = "memory") -> Plan:
+        """A plan derived from the template of ``num_stages``."""
+        if num_stages not in self._templates:
+            self._templates[num_stages] = plan(
+                self.job(), workers=num_stages, rule="gpipe", micro_batches=1, captured=self.captured, deadline_s=DEADLINE_S
+            )
+        latency_s, bytes_per_s = LINKS[transport]
+        return dataclasses.replace(
+            self._templates[num_stages],
+            **dataclasses.asdict(variant),
+            micro_batches=micro_batches,
+            transport=transport,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+        )
+
+    def restore(self) -> None:
+        """The weights and buffers that the model was built with."""
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(self.state[name])
+
+    def verify(self, plan: Plan, job: Job | None = None, **options: Any) -> Verification:
+        """Verify from the first weights on; ``options`` as ``roundelay.verify`` takes them."""
+        self.restore()
+        options = {"steps": STEPS, "wrap": delays(0) if plan.transport == "gloo" else None} | options
+        return verify(job or self.job(), plan=plan, captured=self.captured, **options)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+
+@functools.cache
+def bench(name: str) -> Bench:
+    """The bench of a model of the zoo, captured once."""
+    return Bench(ZOO[name])
+
+
+def run_cell(cell: Cell, place: Bench) -> Verification:
+    """Verify one cell."""
+    plan = place.plan(VARIANTS[cell.variant], cell.stages, cell.micro_batches, cell.transport)
+    return place.verify(plan, place.job(OPTIMIZERS[cell.optimizer]))
+
+
+def delays(seed: int) -> Callable[[Endpoint], Endpoint]:
+    """What holds back every delivery of an endpoint for up to a millisecond, differently on every worker."""
+    return lambda endpoint: DelayedEndpoint(endpoint, seed * 100 + endpoint.worker, MAX_DELAY_S)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what export logs about itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
