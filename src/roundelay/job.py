@@ -29,7 +29,7 @@ class Job:
         scheduler: optimizer -> torch learning-rate scheduler, stepped after every update.
         evaluate: model -> metrics; gets the original module in eval mode with the freshest weights.
         showcase: model -> text to show after training, for example a few lines that a language model writes.
-        steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; one epoch if this is not given either.
+        steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; else one epoch.
     """
 
     model: torch.nn.Module

@@ -168,7 +168,12 @@ class _Clock:
         """Predicted seconds of an instruction."""
         stage = self.plan.stages[worker]
         again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        times = {"read": 0.0, "forward": stage.forward_s, "backward": stage.backward_s + again, "update": stage.update_s}
+        times = {
+            "read": 0.0,
+            "forward": stage.forward_s,
+            "backward": stage.backward_s + again,
+            "update": stage.update_s,
+        }
         return times[run.instruction.opcode]
 
     def report(self) -> Simulation:

@@ -13,7 +13,7 @@ from roundelay.sim import Interval, simulate
 
 _LETTERS = {"forward": "F", "backward": "B"}
 
-LEGEND = "F0 forward of micro-batch 0, B0 its backward, B0' with the update that follows it, · waiting; one column per forward"
+LEGEND = "F0: forward of micro-batch 0, B0: its backward, B0': with the update after it, ·: waiting"
 
 
 def staircase(plan: Plan, batches: int) -> str:

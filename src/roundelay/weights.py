@@ -268,7 +268,11 @@ def _displaced(now: Tensor, setting: str, outlook: Outlook, last: LastStep | Non
     if last is None or last.rate == 0:
         return now
     displacement = _kept(last.displacement, "displacement")
-    reach = sum(outlook.rates) if setting == "improved" else len(outlook.rates) * outlook.rates[0]
+    reach = len(outlook.rates) * outlook.rates[0]
+    if setting == "improved":
+        reach = 0.0
+        for rate in outlook.rates:  # not sum(): from Python 3.12 on it compensates, which changes the last bit
+            reach += rate
     return torch.add(now, displacement, alpha=-(reach / last.rate))
 
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from roundelay.api.planning import LINKS, capture, plan
-from roundelay.api.verifying import Verification, verify
+from roundelay.api.training import Length, Session
+from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Named
@@ -119,8 +118,7 @@ class Bench:
         self.model = model or entry.build(0)
         self.batches = batches or entry.batches(0, STEPS, short=True)
         self.state = {n: t.detach().clone() for n, t in self._tensors()}
-        with quiet():
-            self.captured: Captured = capture(self.job())
+        self.captured: Captured = capture(self.job())
         self._templates: dict[int, Plan] = {}
 
     def job(self, optimizer: Callable[[Named], Optimizer] = _adamw, **more: Any) -> Job:
@@ -151,10 +149,12 @@ class Bench:
                 tensor.copy_(self.state[name])
 
     def verify(self, plan: Plan, job: Job | None = None, **options: Any) -> Verification:
-        """Verify from the first weights on; ``options`` as ``roundelay.verify`` takes them."""
+        """Verify from the first weights on; ``options``: ``steps``, ``epochs``, ``seed``, ``tamper``, ``wrap``."""
         self.restore()
-        options = {"steps": STEPS, "wrap": delays(0) if plan.transport == "gloo" else None} | options
-        return verify(job or self.job(), plan=plan, captured=self.captured, **options)
+        given = {"steps": STEPS, "wrap": delays(0) if plan.transport == "gloo" else None} | options
+        length = Length(steps=None if "epochs" in given else given["steps"], epochs=given.get("epochs"))
+        session = Session(job or self.job(), self.captured, plan, given.get("seed", 0), length)
+        return verify_session(session, given.get("tamper"), given["wrap"])
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
@@ -177,13 +177,3 @@ def delays(seed: int) -> Callable[[Endpoint], Endpoint]:
     """What holds back every delivery of an endpoint for up to a millisecond, differently on every worker."""
     return lambda endpoint: DelayedEndpoint(endpoint, seed * 100 + endpoint.worker, MAX_DELAY_S)
 
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what export logs about itself."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -39,3 +39,11 @@ def test_an_error_while_writing_leaves_the_old_text_and_nothing_else(tmp_path: P
         write(tmp_path / "file", "new, \udc80 which is no text")
     assert (tmp_path / "file").read_text() == "old text"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_who_opened_the_old_text_reads_it_to_its_end(tmp_path: Path) -> None:
+    """The new text takes the old one's name, not its place."""
+    write(tmp_path / "file", "old text")
+    with (tmp_path / "file").open() as reader:
+        write(tmp_path / "file", "new")
+        assert reader.read() == "old text"

@@ -74,7 +74,7 @@ def _samples_per_second(job: Job, seed: int) -> float:
         start = time.perf_counter()
         args, kwargs = how(batch)
         loss, count = checked(job.loss(model(*args, **kwargs), batch))
-        (loss if count is None else loss / count).backward()  # type: ignore[no-untyped-call]
+        (loss if count is None else loss / count).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from roundelay.observe.checkpoint import load_into
+from roundelay.observe.files import present
 
 
 def load(model: torch.nn.Module, path: str | Path) -> torch.nn.Module:
@@ -21,4 +22,4 @@ def load(model: torch.nn.Module, path: str | Path) -> torch.nn.Module:
     """
     folder = Path(path)
     inner = folder / "checkpoint"
-    return load_into(model, inner if inner.exists() else folder)
+    return load_into(model, inner if present(inner).exists() else folder)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from roundelay.api.threads import one_thread
+from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import split
 from roundelay.frontend.profile import StageProfile, profile
-from roundelay.errors import PlanError
 from roundelay.ir.graph import WEIGHT, Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
@@ -97,7 +97,9 @@ def plan(
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         stages=tuple(
-            StagePlan(segments=tuple(ends), forward_s=0.0, backward_s=0.0, update_s=0.0, parameter_bytes=0, tape_bytes=0)
+            StagePlan(
+                segments=tuple(ends), forward_s=0.0, backward_s=0.0, update_s=0.0, parameter_bytes=0, tape_bytes=0
+            )
             for ends in (cuts or [(end,) for end in choose_cuts(captured.graph, num_stages)])
         ),
         edges=(),
@@ -137,9 +139,7 @@ def _with(draft: Plan, edges: tuple[EdgePlan, ...], stages: tuple[StagePlan, ...
     return Plan(**(values | {"edges": edges, "stages": stages or draft.stages}))
 
 
-def _stages(
-    graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]
-) -> tuple[StagePlan, ...]:
+def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
     return tuple(
         StagePlan(
             segments=stage.segments,
@@ -200,5 +200,3 @@ def explain(captured: Captured, plan: Plan) -> list[str]:
 def _module(graph: Graph, name: str) -> str:
     op = graph.ops[graph.index(name)]
     return f"{op.module or 'the model'}, {op.target}"
-
-

@@ -13,13 +13,14 @@ from roundelay.api.gathering import Evaluated, Gatherer, Notify, Saved, Snapshot
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
+from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.observe.files import present
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import Wrap, run
 from roundelay.runtime.reader import Extent
@@ -66,37 +67,32 @@ def train(
     job: Job,
     *,
     plan: Plan | None = None,
-    length: Length | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
     seed: int = 0,
     resume: str | Path | None = None,
     save_to: str | Path | None = None,
-    notify: Notify | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
 ) -> Trained:
-    """Train.
+    """Train; to follow a run while it lasts, use :class:`Session` and its ``notify``.
 
     Args:
         job: the job; its model has the trained weights afterwards.
         plan: by default one for two workers.
-        length: how long; or give ``steps`` or ``epochs``.
+        steps: number of updates; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
+        epochs: number of epochs, those of a resumed checkpoint included.
         seed: of data order and of every random number in the model.
         resume: checkpoint to continue from, made with any number of stages.
         save_to: where to write a checkpoint after every epoch and at the end.
-        notify: told of updates, evaluations and checkpoints.
-        steps: number of updates.
-        epochs: number of epochs, those of a resumed checkpoint included.
 
     Raises:
         UsageError: something given cannot be used.
         RunError: the run failed; the last checkpoint is whole.
     """
-    wanted = length or Length(steps=steps, epochs=epochs)
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    session = Session(job, captured, chosen, seed, wanted, start)
-    return session.run(notify=notify or (lambda event: None), save_to=None if save_to is None else Path(save_to))
+    session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
+    return session.run(notify=lambda event: None, save_to=None if save_to is None else Path(save_to))
 
 
 class Session:
@@ -274,7 +270,7 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
         CheckpointError: it is missing, damaged, or of another model.
     """
     inner = path / "checkpoint"
-    start = store.load(inner if inner.exists() else path)
+    start = store.load(inner if present(inner).exists() else path)
     names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}
     saved = {n: tuple(t.shape) for n, t in start.parameters.items()}
     if names != saved:
@@ -287,5 +283,3 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
         )
     captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
     return start
-
-

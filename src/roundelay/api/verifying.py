@@ -13,8 +13,8 @@ from roundelay.api.planning import capture
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Length, Session, Trained
-from roundelay.frontend import Captured, Draw
 from roundelay.errors import UsageError
+from roundelay.frontend import Draw
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -60,8 +60,6 @@ def verify(
     epochs: int | None = None,
     seed: int = 0,
     tamper: str | None = None,
-    captured: Captured | None = None,
-    wrap: Wrap | None = None,
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
 
@@ -72,25 +70,39 @@ def verify(
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
-        captured: the job's model if it has been captured before.
-        wrap: put around every endpoint, to delay messages on purpose.
 
     Raises:
         UsageError: something given cannot be used; a way to tamper that cannot act on this model.
         RunError: the distributed run failed.
     """
-    captured = captured or capture(job, seed=seed)
+    captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
-    length = Length(steps=STEPS if steps is None and epochs is None else steps, epochs=epochs)
-    before = {n: p.detach().clone() for n, p in captured.model.named_parameters()}
-    buffers = {n: b.clone() for n, b in captured.buffers().items()}
-    session = Session(job, captured, chosen, seed, length)
+    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs)), tamper)
+
+
+def length_of(steps: int | None, epochs: int | None) -> Length:
+    """What is compared when little or nothing is said."""
+    return Length(steps=STEPS if steps is None and epochs is None else steps, epochs=epochs)
+
+
+def verify_session(session: Session, tamper: str | None = None, wrap: Wrap | None = None) -> Verification:
+    """Verify a session; see :func:`verify`.
+
+    Args:
+        session: not yet run.
+        tamper: a way to break it.
+        wrap: put around every endpoint, to delay messages on purpose.
+    """
+    before = {n: p.detach().clone() for n, p in session.captured.model.named_parameters()}
+    if session.start is not None:
+        before = {n: session.start.parameters[n].clone() for n in before}
+    buffers = {n: b.clone() for n, b in session.initial.buffers.items()}
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
     notes: list[tuple[tuple[str, int, int], str]] = []
     with one_thread():
         reference = _reference(session, before, buffers, notes)
-    return _compare(captured, trained, reference, notes)
+    return _compare(trained, reference, notes)
 
 
 def _victim(session: Session, way: str) -> int:
@@ -145,7 +157,6 @@ def _reference(
 
 
 def _compare(
-    captured: Captured,
     trained: Trained,
     reference: ReferenceResult,
     notes: list[tuple[tuple[str, int, int], str]],
@@ -206,4 +217,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and a == b
-

@@ -12,8 +12,10 @@ import torch
 import typer
 
 from roundelay import debug
-from roundelay.api import simulate, verify
+from roundelay.api import simulate
 from roundelay.api.planning import explain
+from roundelay.api.training import Session
+from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
@@ -57,13 +59,27 @@ def train(
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
     choices = o.Choices(
-        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+        workers=workers,
+        rule=rule,
+        micro_batches=micro_batches,
+        predictor=predictor,
+        backward=backward,
+        transport=transport,
     )
     _exclusive(steps, epochs)
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, plan_file, as_json)
     summary = train_job(
-        job, captured, plan, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out, baseline=baseline, quiet=as_json
+        job,
+        captured,
+        plan,
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        resume=resume,
+        out=out,
+        baseline=baseline,
+        quiet=as_json,
     )
     if as_json:
         show_json(summary)
@@ -84,7 +100,12 @@ def plan_command(
 ) -> None:
     """Write the plan of a job: readable, editable, versioned text."""
     choices = o.Choices(
-        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+        workers=workers,
+        rule=rule,
+        micro_batches=micro_batches,
+        predictor=predictor,
+        backward=backward,
+        transport=transport,
     )
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, None, as_json)
@@ -92,7 +113,9 @@ def plan_command(
     if output is not None:
         write_text(output, text)
     if as_json:
-        show_json({"plan": text, "path": str(output) if output else None, "workers": plan.num_stages, "rule": plan.rule})
+        show_json(
+            {"plan": text, "path": str(output) if output else None, "workers": plan.num_stages, "rule": plan.rule}
+        )
     elif output is None:
         sys.stdout.write(text)
     else:
@@ -148,13 +171,19 @@ def verify_command(
 ) -> None:
     """Prove a run: train distributed and in the one-process reference, and compare every bit."""
     choices = o.Choices(
-        workers=workers, rule=rule, micro_batches=micro_batches, predictor=predictor, backward=backward, transport=transport
+        workers=workers,
+        rule=rule,
+        micro_batches=micro_batches,
+        predictor=predictor,
+        backward=backward,
+        transport=transport,
     )
     _exclusive(steps, epochs)
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, plan_file, as_json)
     with doing("Training distributed, then in one process ...", as_json):
-        result = verify(job, plan=plan, steps=steps, epochs=epochs, seed=seed, tamper=tamper, captured=captured)
+        session = Session(job, captured, plan, seed, length_of(steps, epochs))
+        result = verify_session(session, tamper)
     if as_json:
         show_json(verification_json(plan, result))
     else:
@@ -198,8 +227,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
         stderr.print("Interrupted. Every worker has been ended; the last checkpoint is whole.")
         return 130
     except typer.TyperException as error:
-        error.show()
-        return error.exit_code
+        error.show()  # type: ignore[attr-defined]
+        return int(getattr(error, "exit_code", 2))
     except Exception as error:
         if debug.level() >= 1:
             raise
@@ -218,5 +247,3 @@ def _bug(error: Exception) -> InternalError:
 
 def _terminated(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-

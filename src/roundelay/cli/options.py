@@ -15,7 +15,9 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 
-JobFile = Annotated[Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")]
+JobFile = Annotated[
+    Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
+]
 Workers = Annotated[int | None, typer.Option(help="Number of stages, one worker each. [default: cores, at most 2]")]
 Rule = Annotated[str | None, typer.Option(help="Update rule: gpipe, 1f1b, pipedream, pipeoptim. [default: pipeoptim]")]
 MicroBatches = Annotated[

@@ -81,7 +81,8 @@ def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
     count = min(num_micro_batches, rows)
     sizes = [rows // count + (i < rows % count) for i in range(count)]
     starts = [sum(sizes[:i]) for i in range(count)]
-    return [
-        replace(batch, lambda _, leaf, i=i: leaf.narrow(0, starts[i], sizes[i]).contiguous() if leaf.ndim else leaf)
-        for i in range(count)
-    ]
+    return [_rows(batch, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _rows(batch: Batch, start: int, size: int) -> Batch:
+    return replace(batch, lambda _, leaf: leaf.narrow(0, start, size).contiguous() if leaf.ndim else leaf)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 
+from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
@@ -17,7 +18,6 @@ from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, r
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Segment
 from roundelay.frontend.stage import StageFunction
-from roundelay.errors import CaptureError, JobError
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
 
@@ -38,6 +38,7 @@ class Captured:
     _loss: LossCall
     _inputs: Inputs
     _call: CallShape
+    _pieces: dict[SegmentSpec, torch.fx.GraphModule] = field(default_factory=dict)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -54,9 +55,24 @@ class Captured:
                 f"with constants {list(self._call.constants.values())}",
                 remedy="Call the model the same way for every batch; only tensors may differ.",
             )
+        self._check_sizes(tensors)
         named = {INPUT + str(i): tensor for i, tensor in enumerate(tensors)}
         fields = leaves(micro_batch)
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
+
+    def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        for i, (tensor, sizes) in enumerate(zip(tensors, self._exported.sizes, strict=True)):
+            fits = tensor.ndim == len(sizes) and all(
+                s is None or s == n for s, n in zip(sizes, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise JobError(
+                    f"tensor {i} of the model's call",
+                    got=f"sizes {tuple(tensor.shape)}",
+                    expected=f"sizes {tuple('any' if s is None else s for s in sizes)}, as the model was captured",
+                    remedy="The model fixes these sizes while it is captured (a recurrent layer fixes its length): "
+                    "pad every batch to the same size.",
+                )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Every parameter of the graph by its first name; the person's own objects."""
@@ -87,7 +103,9 @@ class Captured:
         return tuple(name for name in made if name in read)
 
     def _segment(self, spec: SegmentSpec) -> Segment:
-        call = _piece(self._exported, self.graph, spec)
+        if spec not in self._pieces:
+            self._pieces[spec] = _piece(self._exported, self.graph, spec)
+        call = self._pieces[spec]
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
@@ -108,9 +126,7 @@ class Captured:
         return self.graph.values[name].requires_grad
 
 
-def capture(
-    model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: Inputs | None = None
-) -> Captured:
+def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: Inputs | None = None) -> Captured:
     """Capture a model in training mode, called as it would be called on ``batch``.
 
     Args:
@@ -149,8 +165,9 @@ def _twice(leaf: torch.Tensor) -> torch.Tensor:
 
 def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     called = inputs(batch)
-    good = isinstance(called, tuple) and len(called) == 2 and isinstance(called[0], (tuple, list))
-    if not good or not isinstance(called[1], Mapping):
+    pair: Any = called  # the person's own function: it may return anything
+    good = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (tuple, list))
+    if not good or not isinstance(pair[1], Mapping):
         raise JobError(
             "Job(inputs=...)",
             got=f"{type(called).__name__}",
@@ -175,7 +192,7 @@ def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.Grap
     owner = torch.nn.Module()
     inner = {op.name for op in graph.ops[spec.start : spec.stop]}
     nodes = {node.name: node for node in exported.module.graph.nodes}
-    places = {(r.kind, r.name): name for name, r in reversed(exported.roles.items())}
+    places: dict[tuple[str, str], str] = {(r.kind, r.name): name for name, r in reversed(exported.roles.items())}
     env: dict[str, torch.fx.Node] = {}
     sources = [("parameter", n) for n in spec.parameters] + [("buffer", n) for n in spec.buffers]
     for source in sources:

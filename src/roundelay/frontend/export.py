@@ -7,6 +7,7 @@ placeholders; linear, attention, convolution and LSTM stay single operations.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import torch
 import torch.fx
 from torch.export.graph_signature import InputKind
 
-from roundelay.frontend.face import CallShape, Face, OutputShape
 from roundelay.errors import CaptureError
+from roundelay.frontend.face import CallShape, Face, OutputShape
 
 PREFIX = "model."
 
@@ -44,11 +45,13 @@ class Exported:
         module: owns ``module.graph`` and the sub-graphs of higher-order operations.
         roles: placeholder name to its role.
         output_shape: layout of the model's result.
+        sizes: for each tensor of the call, the sizes that export has fixed; None where any size will do.
     """
 
     module: torch.fx.GraphModule
     roles: dict[str, Role]
     output_shape: OutputShape
+    sizes: tuple[tuple[int | None, ...], ...]
 
 
 def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
@@ -61,7 +64,10 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
-        with _watch_modules(model) as running:
+        with _watch_modules(model) as running, warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="The tensor attributes? .* assigned during export"
+            )  # recurrent layers
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
             except Exception as error:  # whatever the person's forward raises
@@ -72,7 +78,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
                 continue
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
-        return Exported(program.graph_module, _roles(program, model), face.output_shape)
+        return Exported(program.graph_module, _roles(program, model), face.output_shape, _sizes(program))
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
@@ -139,6 +145,12 @@ def _users_line(error: Exception) -> str:
     if not frames:
         return ""
     return f", {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`"
+
+
+def _sizes(program: torch.export.ExportedProgram) -> tuple[tuple[int | None, ...], ...]:
+    inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
+    return tuple(tuple(s if isinstance(s, int) else None for s in node.meta["val"].shape) for node in placeholders)
 
 
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:

@@ -144,4 +144,8 @@ class Face(torch.nn.Module):
 
 
 def _harmless(leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else Opaque(f"an output of type {type(leaf).__name__}")
+    return (
+        leaf
+        if leaf is None or isinstance(leaf, (bool, int, float, str))
+        else Opaque(f"an output of type {type(leaf).__name__}")
+    )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch, leaves, replace
 from roundelay.frontend.face import Opaque, OutputShape
-from roundelay.errors import JobError
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -70,7 +70,9 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
     """
     named = leaves(batch)
     watched = {id(leaf): f"o{i}" for i, leaf in enumerate(outputs)}
-    fields = {path: leaf.view_as(leaf) for path, leaf in named.items()}  # own objects, even where the model returns an input
+    fields = {
+        path: leaf.view_as(leaf) for path, leaf in named.items()
+    }  # own objects, even where the model returns an input
     watched |= {id(leaf): f"b{path}" for path, leaf in fields.items()}
     result = shape.unflatten(dict(enumerate(outputs)))
     with _Watch(watched) as watch:
@@ -144,5 +146,3 @@ class LossCall:
         batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")))
         loss, count = checked(self.loss(self.shape.unflatten(outputs), batch))
         return [loss] if count is None else [loss, count]
-
-

@@ -34,7 +34,9 @@ class StageProfile:
     tape_bytes: int
 
 
-def profile(captured: Captured, partition: Partition, micro_batch: Any, mode: Mode, repeats: int = 3) -> list[StageProfile]:
+def profile(
+    captured: Captured, partition: Partition, micro_batch: Any, mode: Mode, repeats: int = 3
+) -> list[StageProfile]:
     """Run every stage forward and backward on one micro-batch, on copies of the buffers.
 
     Args:
@@ -57,7 +59,9 @@ def profile(captured: Captured, partition: Partition, micro_batch: Any, mode: Mo
     return [
         StageProfile(
             forward_s=statistics.median(forward),
-            backward_s=max(1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)),
+            backward_s=max(
+                1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)
+            ),
             update_s=_touch(captured, spec),
             tape_bytes=tape,
         )

@@ -19,9 +19,9 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from roundelay.errors import CaptureError
 from roundelay.frontend.draws import Draw, keyed_attention, keyed_call, keyed_dropout
 from roundelay.frontend.export import Exported
-from roundelay.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -158,7 +158,8 @@ def _writes_out_of_place(exported: Exported, values: dict[str, Any]) -> tuple[tu
         twin = _twin(node)
         if twin is not None and not seen_later:
             node.target = twin
-            written.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+            for user in [user for user in written.users if order[user] > order[node]]:
+                user.replace_input_with(written, node)
             continue
         first = min(family, key=lambda member: order[member])
         spans[storage] = (spans.get(storage, (first, node))[0], node)
@@ -180,7 +181,8 @@ def _unalias_inputs(exported: Exported, spans: dict[int, tuple[Node, Node]]) -> 
         with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
             copy = graph.call_function(aten.clone.default, (first,))
         copy.meta = dict(first.meta)
-        first.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        for user in [user for user in first.users if user is not copy]:
+            user.replace_input_with(first, copy)
         result.append((copy, last))
     return result
 

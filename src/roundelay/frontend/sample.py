@@ -18,7 +18,11 @@ from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueK
 
 
 def describe(
-    exported: Exported, cleaned: Cleaned, draws: dict[str, int], reads: LossReads, sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int]
+    exported: Exported,
+    cleaned: Cleaned,
+    draws: dict[str, int],
+    reads: LossReads,
+    sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int],
 ) -> Graph:
     """The logical graph.
 
@@ -136,8 +140,12 @@ def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: Lo
     """Identity of operations, parameters and what the loss reads; sizes of the sample do not enter."""
     digest = hashlib.sha256()
     for node in exported.module.graph.nodes:
-        digest.update(f"{node.op} {node.name} {node.target if node.op != 'call_function' else _name(node.target)} ".encode())
-        digest.update(f"{torch.fx.node.map_arg(node.args, lambda n: n.name)} {sorted(map(str, node.kwargs))}\n".encode())
+        digest.update(
+            f"{node.op} {node.name} {node.target if node.op != 'call_function' else _name(node.target)} ".encode()
+        )
+        digest.update(
+            f"{torch.fx.node.map_arg(node.args, lambda n: n.name)} {sorted(map(str, node.kwargs))}\n".encode()
+        )
     for parameter in parameters.values():
         digest.update(f"{parameter.name} {parameter.shape} {parameter.trainable}\n".encode())
     digest.update(f"{reads}".encode())

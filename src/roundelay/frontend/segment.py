@@ -23,7 +23,7 @@ the same bits wherever it is cut and whatever carries the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,14 @@ class Segment:
     mutated: frozenset[str]
 
     def forward(
-        self, params: Tensors, buffers: Tensors, inputs: dict[str, Any], draw: Draw, *, mixed: bool = False, measure: bool = False
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        inputs: dict[str, Any],
+        draw: Draw,
+        *,
+        mixed: bool = False,
+        measure: bool = False,
     ) -> tuple[dict[str, Any], Tape]:
         """Run forward, keeping what backward needs.
 
@@ -98,7 +105,8 @@ class Segment:
         # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
         leaves = {n: params[n].data.requires_grad_(n in self.trainable) for n in self.spec.parameters}
         values = {n: self._leaf(n, inputs[n]) for n in self.spec.inputs}
-        weights, storages = Weights(), {}
+        weights = Weights()
+        storages: dict[int, int] = {}
         hooks = _Hooks(list(leaves.values()), weights if mixed else None, storages if measure else None)
         with torch.enable_grad(), hooks.active():
             made = self._run(leaves, buffers, values, draw)
@@ -117,7 +125,9 @@ class Segment:
                 hooks.count(held)
         return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}, tape
 
-    def backward(self, tape: Tape, grad_outputs: dict[str, torch.Tensor | None], params: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(
+        self, tape: Tape, grad_outputs: dict[str, torch.Tensor | None], params: Tensors
+    ) -> tuple[Tensors, Tensors]:
         """Gradients of inputs and parameters, by name; a name is missing where no gradient arrives.
 
         Args:
@@ -126,14 +136,15 @@ class Segment:
             params: the weights that ``mixed`` reads; the others ignore them.
         """
         tape.weights.live = [params[n] for n in self.spec.parameters]
-        entering = [(root, grad_outputs[n]) for n, root in tape.roots.items() if grad_outputs.get(n) is not None]
+        arrived = {n: grad for n, grad in grad_outputs.items() if grad is not None}
+        entering = [(root, arrived[n]) for n, root in tape.roots.items() if n in arrived]
         leaves = {**tape.inputs, **tape.parameters}
         if not entering or not leaves:
             return {}, {}
         grads = torch.autograd.grad(
             [root for root, _ in entering], list(leaves.values()), [grad for _, grad in entering], allow_unused=True
         )
-        named = {n: grad.contiguous() for n, grad in zip(leaves, grads, strict=True) if grad is not None}
+        named = {n: grad.contiguous() for n, grad in _present(leaves, grads)}
         return (
             {n: grad for n, grad in named.items() if n in tape.inputs},
             {n: grad for n, grad in named.items() if n in tape.parameters},
@@ -148,6 +159,10 @@ class Segment:
         made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
         buffers.update((n, own[n]) for n in self.spec.buffers if n in self.mutated)
         return made
+
+
+def _present(names: Iterable[str], grads: Iterable[torch.Tensor | None]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, grad) for name, grad in zip(names, grads, strict=True) if grad is not None]
 
 
 def _addresses(tensors: Any) -> dict[int, int]:
@@ -165,7 +180,9 @@ def _boundary(value: Any, owned: dict[int, int]) -> Any:
 class _Hooks:
     """Saved-tensor hooks of one forward: count what is held, and keep references instead of weights."""
 
-    def __init__(self, parameters: list[torch.Tensor], weights: Weights | None, storages: dict[int, int] | None) -> None:
+    def __init__(
+        self, parameters: list[torch.Tensor], weights: Weights | None, storages: dict[int, int] | None
+    ) -> None:
         self.owned = _addresses(parameters)
         self._weights = weights
         self._storages = storages
@@ -187,7 +204,7 @@ class _Hooks:
         index = self.owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
         if index is None:
             return tensor
-        return index, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return index, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def _unpack(self, saved: torch.Tensor | Reference) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -55,8 +55,14 @@ class StageFunction:
     outputs: tuple[str, ...]
 
     def forward(
-        self, params: Mapping[str, torch.Tensor], buffers: Tensors, inputs: Mapping[str, Any], draw: Draw,
-        *, mode: Mode, measure: bool = False,
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Tensors,
+        inputs: Mapping[str, Any],
+        draw: Draw,
+        *,
+        mode: Mode,
+        measure: bool = False,
     ) -> tuple[dict[str, Any], StageTape]:
         """Run forward with the given weights.
 
@@ -104,8 +110,14 @@ class StageFunction:
         return {n: grads[n] for n in self.inputs if n in grads}, of_params
 
     def _taped(
-        self, params: Mapping[str, torch.Tensor], buffers: Tensors, values: dict[str, Any], draw: Draw,
-        *, mixed: bool, measure: bool,
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Tensors,
+        values: dict[str, Any],
+        draw: Draw,
+        *,
+        mixed: bool,
+        measure: bool,
     ) -> list[Tape]:
         """Run every segment forward with a tape, adding its outputs to ``values``."""
         tapes = []

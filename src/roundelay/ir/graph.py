@@ -1,7 +1,8 @@
 """The logical graph: what capture hands to everything else, as plain data without torch.
 
 A graph is a list of operations in execution order. Operation number ``i`` makes one value that bears the operation's
-name. A *cut* after operation ``i`` separates operations ``0..i`` from the rest; :attr:`Graph.cuts` lists the legal ones.
+name. A *cut* after operation ``i`` separates operations ``0..i`` from the rest; :attr:`Graph.cuts` lists the legal
+ones.
 
 Value names are shared by all stages of a run:
 

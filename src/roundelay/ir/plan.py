@@ -152,7 +152,7 @@ def _read(kind: type[_Part], table: Any, where: str) -> _Part:
     """A frozen value from a table, every field present and of its kind."""
     if not isinstance(table, dict):
         raise _unreadable(f"{where} is no table")
-    known = {f.name: str(f.type) for f in fields(kind)}
+    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
     for name in [*table, *known]:
         if name not in known or name not in table:
             raise PlanError(

@@ -60,9 +60,16 @@ class UpdateRule:
 
 _BUILT_IN = (
     UpdateRule(name="gpipe", schedule="gpipe", predicts=False, stashes=False, modes=MODES, source="GPipe (2019)"),
-    UpdateRule(name="1f1b", schedule="1f1b", predicts=False, stashes=False, modes=MODES, source="PipeDream-flush (2021)"),
     UpdateRule(
-        name="pipedream", schedule="async-1f1b", predicts=False, stashes=True, modes=("stash",), source="PipeDream (2019)"
+        name="1f1b", schedule="1f1b", predicts=False, stashes=False, modes=MODES, source="PipeDream-flush (2021)"
+    ),
+    UpdateRule(
+        name="pipedream",
+        schedule="async-1f1b",
+        predicts=False,
+        stashes=True,
+        modes=("stash",),
+        source="PipeDream (2019)",
     ),
     UpdateRule(
         name="pipeoptim",

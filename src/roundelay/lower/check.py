@@ -49,7 +49,9 @@ def check_plan(plan: Plan) -> None:
     rule = rule_named(plan.rule)
     schedule_named(rule.schedule)
     predictors = tuple(DISTANCES) if rule.predicts else (NO_PREDICTOR,)
-    _one_of("predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not"))
+    _one_of(
+        "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
+    )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
@@ -126,7 +128,9 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         wanted = actions(schedule, k, plan.num_stages, counts)
         done = [_action(k, f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
-            at = next((i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted))
+            )
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"stage {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
         for f in mine:
@@ -139,7 +143,9 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
                 raise _violation(plan, place, f"version {f.version}", f"version {states[f.opcode]}")
 
 
-def check_registers(programs: Sequence[Program], tapes_peak: Sequence[int], unread_peak: Sequence[dict[int, int]]) -> None:
+def check_registers(
+    programs: Sequence[Program], tapes_peak: Sequence[int], unread_peak: Sequence[dict[int, int]]
+) -> None:
     """Prove that no register overflowed in an executed run.
 
     Raises:
@@ -157,7 +163,7 @@ def check_registers(programs: Sequence[Program], tapes_peak: Sequence[int], unre
 def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequence[int], g: int) -> int:
     """U(k,g): updates that stage k has done when it runs the forward of micro-batch g.
 
-    Asynchronous: batches complete within the first max(0, g - (D-1-k)) micro-batches. Flushing: the number of g's batch.
+    Asynchronous: batches complete within the first max(0, g - (D-1-k)) micro-batches. Flushing: g's own batch.
     """
     ends = [sum(counts[: t + 1]) for t in range(len(counts))]
     reached = g if schedule.window == "batch" else max(0, g - (num_stages - 1 - stage))
@@ -189,7 +195,9 @@ def _violation(plan: Plan, place: str, got: str, expected: str) -> PlanError:
 
 
 def _edges_text(edges: dict[tuple[int, int], bool]) -> str:
-    return ", ".join(f"{a}>{b}" + ("" if back else " (nothing back)") for (a, b), back in sorted(edges.items())) or "none"
+    return (
+        ", ".join(f"{a}>{b}" + ("" if back else " (nothing back)") for (a, b), back in sorted(edges.items())) or "none"
+    )
 
 
 def _one_of(name: str, value: str, allowed: Sequence[str], why: str) -> None:
@@ -210,4 +218,3 @@ def _at_least(name: str, value: int, least: int) -> None:
 def _above_zero(name: str, value: float) -> None:
     if value <= 0:
         raise PlanError(f"{name} of the plan", got=str(value), expected="more than 0", remedy="Correct the plan.")
-

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
@@ -121,7 +122,7 @@ def _chains(graph: Graph, spans: Sequence[_Span], owners: dict[str, _Span]) -> d
 def _edges(graph: Graph, chains: dict[str, list[_Span]], num_stages: int) -> tuple[Edge, ...]:
     travels: dict[tuple[int, int], list[str]] = {(k, k + 1): [] for k in range(num_stages - 1)}
     for name, chain in chains.items():
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             if before.stage != after.stage:
                 travels.setdefault((before.stage, after.stage), []).append(name)
     return tuple(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 from roundelay.cost.compute import seconds
 from roundelay.errors import CaptureError
@@ -30,11 +29,11 @@ def choose_cuts(graph: Graph, num_stages: int) -> tuple[str, ...]:
     Raises:
         CaptureError: there are fewer than D pieces.
     """
-    places = _worth_cutting(graph)
+    places = graph.cuts
     if len(places) < num_stages - 1:
         raise CaptureError(
             f"a cut into {num_stages} stages",
-            got=f"a model of {len(places) + 1} pieces ({len(graph.ops)} operations, {len(places)} places where it can be cut)",
+            got=f"a model of {len(places) + 1} pieces: {len(graph.ops)} operations, {len(places)} places to cut",
             expected=f"at least {num_stages} pieces",
             remedy=f"Use at most {len(places) + 1} workers, or a deeper model.",
         )
@@ -52,11 +51,6 @@ def crossing_bytes(graph: Graph, cut: int) -> int:
     made = {op.name for op in graph.ops[: cut + 1]}
     read = {name for op in graph.ops[cut + 1 :] for name in op.reads} | set(graph.outputs)
     return sum(graph.values[name].num_bytes for name in made & read)
-
-
-def _worth_cutting(graph: Graph) -> tuple[int, ...]:
-    """Legal cuts that leave work on both sides: behind the first operation that a gradient reaches."""
-    return graph.cuts
 
 
 def _balance(times: Sequence[float], num_stages: int, crossing: Sequence[int]) -> list[int]:
@@ -109,9 +103,3 @@ def _fits(times: Sequence[float], num_stages: int, limit: float) -> bool:
 def slots(source: int, target: int) -> int:
     """Slots of an edge: a message for each stage that it passes over, one being read and one arriving."""
     return target - source + 1
-
-
-def spans(names: Sequence[str], graph: Graph) -> list[tuple[int, int]]:
-    """(start, stop) of each stage given the operations that end them."""
-    stops = [0, *(graph.index(name) + 1 for name in names)]
-    return list(pairwise(stops))

@@ -215,7 +215,8 @@ class _Run:
 
     def _update(self, batch: int) -> None:
         total = self._total_count
-        gradients = self._gradients if total is None else {n: torch.div(g, total) for n, g in self._gradients.items()}
+        # a batch whose losses have summed nothing has zero gradients, which no count divides
+        gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
         self._trainer.step(gradients)
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count = {}, None

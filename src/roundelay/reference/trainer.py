@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -65,7 +66,8 @@ class Rates:
     def at(self, name: str, update: int) -> float:
         """lr(u) of the parameter's group at update number ``update``."""
         while self._first + len(self._table) <= update:
-            _pass(self._optimizer, self._scheduler)
+            with suppress(ValueError):  # a schedule of fixed length has no rate behind its end: its last one goes on
+                _pass(self._optimizer, self._scheduler)
             self._table.append(self._now())
         return self._table[update - self._first][name]
 

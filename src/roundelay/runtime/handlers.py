@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.frontend import Draw, Mode
 from roundelay.errors import DivergedError
+from roundelay.frontend import Draw, Mode
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -98,7 +98,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     grads: dict[str, torch.Tensor | None] = {}
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
-        context.counts[run.g] = float(message.values[0] or 0.0)  # type: ignore[arg-type]
+        context.counts[run.g] = float(message.values[0] or 0.0)
         grads |= zip(context.edges[channel][1].gradients, message.values[1:], strict=True)  # type: ignore[arg-type]
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g))
@@ -143,7 +143,7 @@ def _mode(run: Run) -> Mode:
 
 
 def _value(value: Any) -> Value:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value  # type: ignore[no-any-return]
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
@@ -158,7 +158,9 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
         )
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count
-    context.report(Report("loss", context.worker, {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}))
+    context.report(
+        Report("loss", context.worker, {"g": header.g, "loss": loss, "count": count, "header": header.numbers()})
+    )
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:

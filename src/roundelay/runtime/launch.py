@@ -264,4 +264,3 @@ def _end(children: dict[int, _Child]) -> None:
             os.kill(child.pid, signal.SIGKILL)
             _, child.status = os.waitpid(child.pid, 0)
         os.close(child.pipe)
-

@@ -6,6 +6,7 @@ groups are then narrowed to the parameters of the stage. Group structure, and wi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,7 +106,8 @@ class RateTable:
             return (self._rates[0][group],) * count
         while len(self._rates) < update + count:
             self._optimizer.step()  # without gradients it changes nothing, but the scheduler wants to see it first
-            self._scheduler.step()
+            with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
+                self._scheduler.step()
             self._rates.append(self._now())
         return tuple(self._rates[u][group] for u in range(update, update + count))
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from roundelay.errors import JobError, RoundelayError, UserCodeError
 from roundelay.frontend.batch import num_rows, split
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
-from roundelay.errors import JobError, RoundelayError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
 

@@ -13,7 +13,8 @@ Each way replaces handlers of one worker by ones that do something subtly wrong:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -27,8 +28,11 @@ WAYS = ("stash", "s", "order", "rng", "drop-update")
 
 def tampered(way: str) -> dict[str, Handler]:
     """Handlers that break a run in one way: a key of :data:`WAYS`."""
-    made: dict[str, Handler] = _MAKERS[way]().handlers()
-    return made
+    return _MAKERS[way]().handlers()
+
+
+class _Broken(Protocol):
+    def handlers(self) -> dict[str, Handler]: ...
 
 
 class _Stash:
@@ -144,4 +148,10 @@ def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-_MAKERS = {"stash": _Stash, "s": _TooFar, "order": _Late, "rng": _OtherNumbers, "drop-update": _Dropped}
+_MAKERS: dict[str, Callable[[], _Broken]] = {
+    "stash": _Stash,
+    "s": _TooFar,
+    "order": _Late,
+    "rng": _OtherNumbers,
+    "drop-update": _Dropped,
+}

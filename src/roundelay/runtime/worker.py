@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
-from roundelay.frontend import Captured
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Program
@@ -88,7 +88,13 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
 def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
     endpoint.abort(f"worker {worker} failed")
     what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
-    report(Report("failed", worker, {"kind": type(error).__name__, **what, "trace": "".join(traceback.format_exception(error))}))
+    report(
+        Report(
+            "failed",
+            worker,
+            {"kind": type(error).__name__, **what, "trace": "".join(traceback.format_exception(error))},
+        )
+    )
 
 
 class _Worker:
@@ -240,5 +246,5 @@ def _out_of_memory(worker: int, error: MemoryError) -> UserCodeError:
         f"worker {worker}",
         got=f"out of memory {error}",
         expected="memory for weights, tapes and messages",
-        remedy="Use smaller micro-batches, `backward = \"recompute\"` in the plan, or more workers.",
+        remedy='Use smaller micro-batches, `backward = "recompute"` in the plan, or more workers.',
     )

@@ -1,0 +1,88 @@
+"""What everybody writes: gradient accumulation over micro-batches on the person's own module, without Roundelay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from roundelay.job import Named
+from tests.zoo import Batch, Entry, arguments, rows
+
+RATES = ("dropout", "attention_dropout")
+"""Attributes under which modules other than dropout layers keep a probability: recurrent layers, attention."""
+
+
+@dataclass(slots=True)
+class Eager:
+    """What came of it: losses by micro-batch and by batch, and the model."""
+
+    model: nn.Module
+    micro_losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The same model with every probability of dropping set to zero."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for name in RATES:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch."""
+    return next(iter(batch.values() if isinstance(batch, dict) else batch)).size(0)
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """As many micro-batches as there are rows, at most ``count``; sizes differ by at most one, larger ones first."""
+    sizes = [part.numel() for part in torch.arange(num_rows(batch)).tensor_split(min(count, num_rows(batch)))]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [rows(batch, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def train(
+    entry: Entry, model: nn.Module, batches: list[Batch], count: int, make: Callable[[Named], Optimizer]
+) -> Eager:
+    """One update per batch, of the gradients of ``count`` micro-batches."""
+    done = Eager(model)
+    optimizer = make(list(model.named_parameters()))
+    for batch in batches:
+        optimizer.zero_grad()
+        done.losses.append(_accumulate(entry, done, batch, count))
+        optimizer.step()
+    return done
+
+
+def _accumulate(entry: Entry, done: Eager, batch: Batch, count: int) -> float:
+    """Backward of every micro-batch; the batch's loss."""
+    total, terms = 0.0, 0.0
+    for part in micro_batches(batch, count):
+        args, kwargs = arguments(entry, part)
+        loss = entry.loss(done.model(*args, **kwargs), part)
+        if isinstance(loss, tuple):
+            seed, counted = loss
+            share = 1.0
+            terms += float(counted)
+        else:
+            seed, share = loss, num_rows(part) / num_rows(batch)
+        (seed * share).backward()
+        done.micro_losses.append(float(seed))
+        total += float(seed) * share
+    if terms:
+        _divide(done.model, terms)
+    return total / (terms or 1.0)
+
+
+def _divide(model: nn.Module, terms: float) -> None:
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, Tensor):
+            parameter.grad /= terms
