@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -106,6 +107,16 @@ def test_in_flight_reaches_the_tapes_of_the_program_and_never_more(job: tuple[Pl
     window = max(counts) if schedule_named(rule_named(plan.rule).schedule).window == "batch" else sum(counts)
     tapes = [min(machine.program.tapes, window) for machine in world.machines]
     assert world.in_flight_peak == tapes
+
+
+@FEW
+@given(JOBS)
+def test_the_end_of_an_epoch_is_not_the_end_of_the_run(job: tuple[Plan, list[int]]) -> None:
+    """Asynchronous rules do not even drain there."""
+    plan, counts = job
+    headers = stream(counts)
+    epochs = [replace(header, epoch=header.batch, ends_epoch=1) for header in headers]
+    assert World(plan, epochs).run(in_turn).texts == World(plan, headers).run(in_turn).texts
 
 
 # --- determinism

@@ -101,7 +101,8 @@ class Cell:
     transport: str
 
     def __str__(self) -> str:
-        return f"{self.model} | {self.variant} | {self.optimizer} | D={self.stages} M={self.micro_batches} | {self.transport}"
+        sizes = f"D={self.stages} M={self.micro_batches}"
+        return " | ".join((self.model, self.variant, self.optimizer, sizes, self.transport))
 
 
 class Bench:
@@ -130,7 +131,12 @@ class Bench:
         """A plan derived from the template of ``num_stages``."""
         if num_stages not in self._templates:
             self._templates[num_stages] = plan(
-                self.job(), workers=num_stages, rule="gpipe", micro_batches=1, captured=self.captured, deadline_s=DEADLINE_S
+                self.job(),
+                workers=num_stages,
+                rule="gpipe",
+                micro_batches=1,
+                captured=self.captured,
+                deadline_s=DEADLINE_S,
             )
         latency_s, bytes_per_s = LINKS[transport]
         return dataclasses.replace(
@@ -176,4 +182,3 @@ def run_cell(cell: Cell, place: Bench) -> Verification:
 def delays(seed: int) -> Callable[[Endpoint], Endpoint]:
     """What holds back every delivery of an endpoint for up to a millisecond, differently on every worker."""
     return lambda endpoint: DelayedEndpoint(endpoint, seed * 100 + endpoint.worker, MAX_DELAY_S)
-

@@ -1,4 +1,4 @@
-"""Synchronous rules compute what plain PyTorch computes: torch.equal against gradient accumulation on the module itself.
+"""Synchronous rules compute what plain PyTorch does: torch.equal against gradient accumulation on the module itself.
 
 With dropout off, as the keyed random numbers of a run are not those of an eager one.
 """
@@ -68,7 +68,7 @@ def test_the_models_draw_nothing(model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "rule", "stages", "micro_batches", "optimizer", "mode"), CASES)
-def test_a_synchronous_rule_equals_gradient_accumulation(  # noqa: PLR0913  the columns of a case
+def test_a_synchronous_rule_equals_gradient_accumulation(
     model: str, rule: str, stages: int, micro_batches: int, optimizer: str, mode: str
 ) -> None:
     place, wanted = place_of(model), plain(model, micro_batches, optimizer)

@@ -59,7 +59,9 @@ def warm_up(optimizer: Optimizer) -> LambdaLR:
 
 
 @pytest.mark.parametrize("predictor", PREDICTORS)
-@pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=5e-3)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=5e-3)], ids=["sgd", "adamw"]
+)
 def test_a_schedule_of_rates_is_followed_and_foreseen(optimizer: Callable[[Named], Optimizer], predictor: str) -> None:
     place = bench("mlp")
     plan = place.plan(Variant("pipeoptim", predictor, "recompute"), 3, 1)
@@ -69,7 +71,10 @@ def test_a_schedule_of_rates_is_followed_and_foreseen(optimizer: Callable[[Named
 def test_a_predictor_that_does_not_see_the_schedule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     place = bench("mlp")
     real = RateTable.rates
-    blind: Callable[..., tuple[float, ...]] = lambda table, group, update, count: real(table, group, update, 1) * count
+
+    def blind(table: RateTable, group: int, update: int, count: int) -> tuple[float, ...]:
+        return real(table, group, update, 1) * count
+
     monkeypatch.setattr(RateTable, "rates", blind)
     job = place.job(partial(SGD, lr=0.05, momentum=0.9), scheduler=warm_up)
     assert not place.verify(place.plan(RECOMPUTE, 3, 1), job, steps=8).equal

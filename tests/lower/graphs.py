@@ -46,7 +46,7 @@ def graph_of(
     """
     parameters = dict.fromkeys(name for step in steps for name in step.parameters)
     values = {step.name: value_of(step.name, grad=step.name not in without_grad) for step in steps}
-    values |= {name: value_of(name, grad=False) for name in (IDS, LABELS)}
+    values |= {name: value_of(name) for name in (IDS, LABELS)}  # even if they took one, no gradient goes to data
     return Graph(
         ops=tuple(
             Op(
