@@ -31,7 +31,7 @@ CONTEXT = 64  # characters that the model sees
 ROWS = 24  # windows of text in a batch
 EPOCH = 200  # updates in an epoch
 
-LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.95)
+LEARNING_RATE, WEIGHT_DECAY, BETAS = 1.5e-3, 0.1, (0.9, 0.95)
 WARM_UP = 50  # updates
 LAST_RATE = 0.1  # of the learning rate, reached after STEPS updates and kept from there
 

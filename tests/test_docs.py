@@ -21,9 +21,12 @@ PAGES = sorted(DOCS.rglob("*.md"))
 PAPERS = sorted((DOCS / "papers").glob("*.md"))
 #: how a paper is called where the source cites it
 TITLES = {
-    "autoddl": "AutoDDL", "cdp": "Cyclic Data Parallelism", "oneflow": "OneFlow", "pipeoptim": "PipeOptim",
+    "autoddl": "AutoDDL",
+    "cdp": "Cyclic Data Parallelism|CDP",
+    "oneflow": "OneFlow",
+    "pipeoptim": "PipeOptim",
     "ravnest": "Ravnest",
-}  # fmt: skip
+}
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -124,9 +127,7 @@ def by_name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_every_path_and_name_of_a_page_exists(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert list(references(text)), "the page names no file"
-    assert missing(text) == []
+    assert missing(page.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -179,9 +180,10 @@ def test_every_test_of_a_paper_is_named_on_its_page(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAPERS, ids=by_name)
 def test_a_module_that_cites_a_paper_is_named_on_its_page(page: Path) -> None:
-    title = TITLES[page.stem]
-    citing = {path for path in PACKAGE.rglob("*.py") if re.search(rf"\b{title}\b", path.read_text(encoding="utf-8"))}
-    assert {path.relative_to(PACKAGE).as_posix() for path in citing} - files(section(page, "From the code back")) == set()
+    title = re.compile(rf"\b({TITLES[page.stem]})\b")
+    citing = [path for path in sorted(PACKAGE.rglob("*.py")) if title.search(path.read_text(encoding="utf-8"))]
+    named = files(section(page, "From the code back"))
+    assert [path.name for path in citing if path.relative_to(PACKAGE).as_posix() not in named] == []
 
 
 def test_every_paper_says_what_it_lacks() -> None:
@@ -191,7 +193,7 @@ def test_every_paper_says_what_it_lacks() -> None:
 
 
 BAD = ["weights.py::predicted", "tests/test_weights.py::test_nothing", "src/roundelay/weigth.py", "tests/nowhere/"]
-GOOD = ["weights.py::LastStep.rate", "actor/machine.py::Machine.credits", "tests/papers/", "pyproject.toml", "W[t].py x"]
+GOOD = ["weights.py::LastStep.rate", "actor/machine.py::Machine.credits", "tests/papers/", "pyproject.toml", "W[t].py"]
 
 
 def test_a_reference_that_leads_nowhere_is_seen_and_no_other(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class LastStep:
     """What the last update did to one parameter; there is none before the parameter's first update.
 
     Attributes:
-        rate: learning rate that the update used.
+        rate: learning rate that the update used; 0 for the first updates of a run that goes on from a checkpoint, which
+            does not hold displacements and gradients.
         displacement: ``W[u-1] - W[u]``, shaped like the weight; kept only where `needs_displacement` says so.
         gradient: what the update found in the parameter's ``grad``, not negated for ``maximize``; kept only where
             `needs_gradient` says so.
@@ -221,6 +222,10 @@ def _released_sgd(
     buffer = state.get("momentum_buffer")
     mu = float(group["momentum"])
     if last is None or (mu != 0 and buffer is None):
+        return now
+    if last.gradient is None and last.rate == 0.0 and buffer is not None:  # the run goes on from a checkpoint
+        return torch.add(now, torch.mul(buffer, mu), alpha=-(len(outlook.rates) * outlook.rates[0]))
+    if last.gradient is None and last.rate == 0.0:
         return now
     gradient = _kept(last.gradient, "gradient")
     sign = -1.0 if group["maximize"] else 1.0

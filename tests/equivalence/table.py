@@ -112,9 +112,9 @@ def _positive(text: str) -> int:
 def _computed(wanted: Sequence[Cell], options: argparse.Namespace, console: Console) -> Tally:
     """All outcomes, with a line of progress for the models at work."""
     tally, lock = Tally(), threading.Lock()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} cells"))
-    columns += (TextColumn("{task.fields[failures]} failures"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    texts = [TextColumn("{task.completed}/{task.total} cells"), TextColumn("{task.fields[failures]} failures")]
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), BarColumn(), *texts, *times, console=console) as progress:
         bar = progress.add_task("capturing", total=len(wanted), failures=0)
 
         def take(outcome: Outcome) -> None:

@@ -156,18 +156,19 @@ def test_a_slow_stage_stops_the_one_before_it_at_its_slots(slots: int) -> None:
     """The last stage does not use its first message before all slots are taken, and then lets its sender try more."""
     place, ledger = bench("mlp"), Ledger()
     plan = with_slots(place.plan(VARIANTS["gpipe"], 3, 4), slots)
-    (into_last,) = [c.id for c in programs_of(plan)[2].channels if c.kind == "forward"]
+    into_last = [c.id for c in programs_of(plan)[2].channels if c.kind == "forward"]
     filled = []
 
     def wait(context: Context, run: Run) -> None:
         if run.g == 0:
-            filled.append(ledger.await_open(into_last, slots))
+            filled.extend(ledger.await_open(channel, slots) for channel in into_last)
         time.sleep(0.02)
 
     handlers = {2: {"forward": patient("forward", wait)}}
     trained = recorded(place, plan, handlers=handlers, wrap=lambda endpoint: Counting(endpoint, ledger))
-    assert filled == [True]
-    assert ledger.peak[into_last] == slots
+    assert filled
+    assert all(filled)
+    assert {ledger.peak[channel] for channel in into_last} == {slots}
     assert all(peak <= slots for peak in ledger.peak.values())
     assert not +ledger.open
     assert fired(trained) == simulated(plan).events

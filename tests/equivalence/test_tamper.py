@@ -17,9 +17,9 @@ D = 3
 MODELS = list(ZOO)
 
 
-def rotated(model: str, way: str = WAYS[0]) -> Variant:
-    """Another variant for every model and way."""
-    return list(VARIANTS.values())[(MODELS.index(model) + 5 * WAYS.index(way)) % len(VARIANTS)]
+def rotated(model: str) -> Variant:
+    """Another variant for every model."""
+    return list(VARIANTS.values())[MODELS.index(model) % len(VARIANTS)]
 
 
 def victim(place: Bench, plan: Plan, way: str) -> int:
@@ -47,16 +47,15 @@ def found_out(place: Bench, plan: Plan, way: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_that_nobody_touched_is_equal(model: str) -> None:
     place = bench(model)
-    for variant in dict.fromkeys(rotated(model, way) for way in WAYS):
-        found = place.verify(place.plan(variant, D, 2))
-        assert (found.equal, found.stage, found.difference) == (True, -1, "")
+    found = place.verify(place.plan(rotated(model), D, 2))
+    assert (found.equal, found.stage, found.difference) == (True, -1, "")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_tampering_is_found_and_placed(model: str, way: str) -> None:
     place = bench(model)
-    found_out(place, place.plan(rotated(model, way), D, 2), way)
+    found_out(place, place.plan(rotated(model), D, 2), way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -69,7 +68,7 @@ def test_tampering_is_found_under_every_rule(variant: Variant, way: str) -> None
 @pytest.mark.parametrize("way", WAYS)
 def test_tampering_is_found_over_gloo(way: str) -> None:
     place = bench("tied_head")
-    found_out(place, place.plan(rotated("tied_head", way), D, 2, "gloo"), way)
+    found_out(place, place.plan(rotated("tied_head"), D, 2, "gloo"), way)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

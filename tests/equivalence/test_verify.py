@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from roundelay.job import Named
 from roundelay.runtime.optimizer import RateTable
 from tests.equivalence.cells import FACTORS, STEPS, VARIANTS, Bench, Cell, Variant, bench, delays, run_cell
 from tests.equivalence.pairwise import covering
-from tests.zoo import ZOO, rows
+from tests.zoo import ZOO, Batch, rows
 
 CELLS = sorted((Cell(**row) for row in covering(FACTORS)), key=lambda cell: list(ZOO).index(cell.model))
 RECOMPUTE, STASH = VARIANTS["pipeoptim improved recompute"], VARIANTS["pipeoptim improved stash"]
@@ -84,7 +85,8 @@ def grouped(named: Named) -> Optimizer:
     """Biases apart, with a rate and a decay of their own; the groups interleave over the stages."""
     biases = [item for item in named if item[0].endswith("bias")]
     others = [item for item in named if not item[0].endswith("bias")]
-    return AdamW([{"params": biases, "lr": 5e-3, "weight_decay": 0.0}, {"params": others}], lr=1e-3, weight_decay=0.1)
+    groups: list[dict[str, Any]] = [{"params": biases, "lr": 5e-3, "weight_decay": 0.0}, {"params": others}]
+    return AdamW(groups, lr=1e-3, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("variant", [VARIANTS["1f1b"], VARIANTS["pipedream"], *PREDICTED], ids=str)
@@ -200,6 +202,9 @@ def test_delays_change_nothing() -> None:
 def test_a_model_in_double_precision() -> None:
     entry = ZOO["mlp"]
     doubled = dataclasses.replace(entry, loss=lambda outputs, batch: nn.functional.cross_entropy(outputs, batch[-1]))
-    batches = [(x.double(), y) for x, y in entry.batches(0, STEPS, short=True)]
+    batches: list[Batch] = []
+    for batch in entry.batches(0, STEPS, short=True):
+        assert isinstance(batch, tuple)
+        batches.append((batch[0].double(), batch[1]))
     place = Bench(doubled, entry.build(0).double(), batches)
     held(place.verify(place.plan(RECOMPUTE, 3, 3, "gloo")))

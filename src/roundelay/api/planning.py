@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.threads import one_thread
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, RoundelayError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import split
@@ -42,8 +43,11 @@ def capture(job: Job, *, seed: int = 0) -> Captured:
         CaptureError: the model cannot be exported.
         JobError: data, loss, optimizer or scheduler cannot be used.
     """
+    check_job(job)
     with one_thread():
-        captured = capture_model(job.model, job.loss, first_batch(job.batches, seed), job.inputs)
+        sample = first_batch(job.batches, seed)
+        check_inputs(job, sample)
+        captured = capture_model(job.model, job.loss, sample, job.inputs)
         build_scheduler(job.scheduler, build_optimizer(job.optimizer, list(job.model.named_parameters())))
         return captured
 
@@ -127,8 +131,18 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     edges = tuple(_edge(captured.graph, edge, draft.micro_batches) for edge in stages.edges)
     checked = _with(draft, edges, ())
     check_plan(checked)
-    with one_thread():
-        measured = profile(captured, stages, sample, draft.backward)  # type: ignore[arg-type]
+    try:
+        with one_thread():
+            measured = profile(captured, stages, sample, draft.backward)  # type: ignore[arg-type]
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own code
+        raise UserCodeError(
+            "measuring the stages on the first micro-batch",
+            got=f"{type(error).__name__}: {error}",
+            expected="a model and a loss that can be computed again and again",
+            remedy="Correct the model or the loss; ROUNDELAY_DEBUG=1 shows the traceback.",
+        ) from error
     made = _with(draft, edges, _stages(captured.graph, draft, stages, measured))
     prove(made)
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from roundelay.api.planning import capture
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.api.training import Length, Session, Trained
+from roundelay.api.training import Length, Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Draw
 from roundelay.ir.plan import Plan
@@ -21,6 +22,7 @@ from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.launch import Wrap
+from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
 from roundelay.runtime.tamper import WAYS, tampered
 
@@ -60,6 +62,7 @@ def verify(
     epochs: int | None = None,
     seed: int = 0,
     tamper: str | None = None,
+    resume: str | Path | None = None,
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
 
@@ -70,6 +73,7 @@ def verify(
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
+        resume: checkpoint to continue from.
 
     Raises:
         UsageError: something given cannot be used; a way to tamper that cannot act on this model.
@@ -77,7 +81,8 @@ def verify(
     """
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
-    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs)), tamper)
+    start = None if resume is None else load_checkpoint(Path(resume), captured)
+    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs), start), tamper)
 
 
 def length_of(steps: int | None, epochs: int | None) -> Length:
@@ -138,6 +143,7 @@ def _reference(
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
     named = [(n, torch.nn.Parameter(p.clone(), trainable[n])) for n, p in parameters.items()]
     stages = [ReferenceStage(captured.stage(s), s.parameters, s.buffers) for s in session.partition.stages]
+    start = _optimizer_state(session, named) if session.start is not None else None
     stream = read(job.batches, session.seed, plan.micro_batches, session.extent, captured.values)
 
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -153,7 +159,19 @@ def _reference(
         job.scheduler,
         lambda g: Draw(session.seed, g),
         audit=audit,
+        start=start,
     )
+
+
+def _optimizer_state(session: Session, named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, Any]:
+    """The checkpoint's optimizer state as the state dict of one optimizer over the whole model."""
+    optimizer = build_optimizer(session.job.optimizer, named)
+    scheduler = build_scheduler(session.job.scheduler, optimizer)
+    for _ in range(session.initial.updates if scheduler is not None else 0):
+        optimizer.step()
+        scheduler.step()  # type: ignore[union-attr]
+    restore_state(optimizer, dict(named), session.initial.optimizer)
+    return optimizer.state_dict()
 
 
 def _compare(

@@ -14,7 +14,7 @@ import typer
 from roundelay import debug
 from roundelay.api import simulate
 from roundelay.api.planning import explain
-from roundelay.api.training import Session
+from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.job_file import load_job
@@ -50,7 +50,7 @@ def train(
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
     plan_file: o.PlanFile = None,
-    resume: Annotated[Path | None, typer.Option("--from", help="Continue from this checkpoint or run folder.")] = None,
+    resume: o.Resume = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/<time>]")] = None,
     baseline: Annotated[
         bool, typer.Option(help="Measure plain PyTorch for a few seconds first, to stand beside the run.")
@@ -166,6 +166,7 @@ def verify_command(
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
     plan_file: o.PlanFile = None,
+    resume: o.Resume = None,
     tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(WAYS) + ".")] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -182,7 +183,8 @@ def verify_command(
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, plan_file, as_json)
     with doing("Training distributed, then in one process ...", as_json):
-        session = Session(job, captured, plan, seed, length_of(steps, epochs))
+        start = None if resume is None else load_checkpoint(resume, captured)
+        session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
         result = verify_session(session, tamper)
     if as_json:
         show_json(verification_json(plan, result))
@@ -215,11 +217,13 @@ def main() -> None:
 
 def guarded(command: Callable[..., Any], as_json: bool) -> int:
     """Run a command; returns its exit code."""
+    traced = False
     try:
+        traced = debug.level() >= 1
         result = command(standalone_mode=False)
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        show_error(error, as_json)
+        show_error(error, as_json, traced)
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
@@ -230,9 +234,9 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))
     except Exception as error:
-        if debug.level() >= 1:
+        if traced:
             raise
-        show_error(_bug(error), as_json)
+        show_error(_bug(error), as_json, traced)
         return 70
 
 

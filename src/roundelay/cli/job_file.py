@@ -30,7 +30,7 @@ def load_job(path: Path, seed: int) -> Job:
         job = make(seed)
     except RoundelayError:
         raise
-    except Exception as error:  # the person's own code
+    except (Exception, SystemExit) as error:  # the person's own code
         raise _unusable(path, _told(path, error)) from error
     if not isinstance(job, Job):
         raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
@@ -50,7 +50,7 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except RoundelayError:
         raise
-    except Exception as error:  # the person's own code
+    except (Exception, SystemExit) as error:  # the person's own code
         raise _unusable(path, _told(path, error)) from error
     return module
 

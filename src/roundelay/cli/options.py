@@ -36,6 +36,7 @@ Steps = Annotated[int | None, typer.Option(help="Updates to make. [default: the 
 Epochs = Annotated[int | None, typer.Option(help="Epochs to make, instead of --steps.")]
 Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Run this plan as it stands.")]
+Resume = Annotated[Path | None, typer.Option("--from", help="Continue from this checkpoint or run folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 

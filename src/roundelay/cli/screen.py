@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from roundelay import debug
 from roundelay.errors import RoundelayError
+from roundelay.observe.files import strict_json
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
 
+_LINES, _LETTERS = 5, 400
+"""Most lines and letters of one part of an error's screen."""
+
 
 def show_json(value: Any) -> None:
-    """One object on stdout, and nothing else."""
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    """One object on stdout, and nothing else; a float that is not finite becomes ``null``."""
+    sys.stdout.write(strict_json(value) + "\n")
 
 
-def show_error(error: RoundelayError, as_json: bool) -> None:
-    """One screen: subject, got, expected, remedy; the traceback only with ROUNDELAY_DEBUG."""
+def show_error(error: RoundelayError, as_json: bool, traced: bool) -> None:
+    """One screen: subject, got, expected, remedy; and the whole traceback behind it if ``traced``."""
     if as_json:
         told = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
         show_json({"error": {"kind": type(error).__name__, **told}})
-    body = Text()
+    body = Table.grid(padding=(0, 2))
+    body.add_column(justify="right", style="bold", no_wrap=True)
+    body.add_column(overflow="fold")
     for word, text in (("got", error.got), ("expected", error.expected), ("do", error.remedy)):
-        body.append(f"{word:>9}  ", style="bold")
-        body.append(text + "\n")
-    body.rstrip()
-    stderr.print(Panel(body, title=Text(error.subject), title_align="left", border_style="red"))
-    if debug.level() >= 1:
+        body.add_row(word, Text(_short(text)))
+    stderr.print(Panel(Group(Text(_short(error.subject), style="bold"), body), border_style="red"))
+    if traced:
         stderr.print("".join(traceback.format_exception(error)), markup=False)
+
+
+def _short(text: str) -> str:
+    """At most a few lines: messages of other people's code have any length, and one screen must hold them."""
+    lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
+    cut = "\n".join(lines[:_LINES])
+    return cut if len(cut) <= _LETTERS and len(lines) <= _LINES else cut[:_LETTERS].rstrip() + " ..."
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def train_job(
         trained = _trained(session, folder, quiet)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
+            folder.plan.unlink(missing_ok=True)
             folder.discard()  # nothing was trained: leave nothing half-made
         raise
     summary = _summary(plan, trained, plain, folder)
@@ -82,8 +83,10 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
 def _trained(session: Session, folder: RunFolder, quiet: bool) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
-        live = None if quiet else stack.enter_context(progress())
-        bar = live.add_task("...", total=session.extent.batches) if live is not None else None
+        live = None if quiet else progress()
+        bar = None if live is None else live.add_task("...", total=session.extent.batches)
+        if live is not None:
+            stack.callback(live.stop)
 
         def notify(event: Event) -> None:
             _note(event, metrics, live, bar)
@@ -101,6 +104,7 @@ def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: Task
             busy=event.busy,
         )
         if live is not None and bar is not None:
+            live.start()  # only now: its thread must not be alive while workers are forked
             busy = " ".join(f"{share:.0%}" for share in event.busy)
             text = f"loss {event.loss:.4f}  {event.samples_per_second:.0f} samples/s  busy {busy}"
             live.update(bar, advance=1, description=text)
@@ -173,7 +177,7 @@ def _showcase(job: Job, captured: Captured) -> None:
     captured.model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            text = job.showcase(captured.model)
+            text = str(job.showcase(captured.model))
     except Exception as error:  # the person's own code
         raise UserCodeError(
             "Job(showcase=...)",

@@ -165,6 +165,7 @@ def _fork(task: Task, worker: int, store: str, wrap: Wrap, others: list[int]) ->
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends its children
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what the parent does when it is told to end
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
         for descriptor in (reading, *others):
             os.close(descriptor)

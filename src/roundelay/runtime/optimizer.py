@@ -55,11 +55,19 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
     """The job's scheduler.
 
     Raises:
-        JobError: it is no scheduler, or one that needs a metric.
+        JobError: the function raises, or what it makes is no scheduler, or one that needs a metric.
     """
     if make is None:
         return None
-    scheduler: Any = make(optimizer)
+    try:
+        scheduler: Any = make(optimizer)
+    except Exception as error:  # the person's own code
+        raise JobError(
+            "Job(scheduler=...)",
+            got=f"{type(error).__name__}: {error}",
+            expected="a function of the optimizer that returns a torch learning-rate scheduler",
+            remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
+        ) from error
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise JobError(
             "Job(scheduler=...)",

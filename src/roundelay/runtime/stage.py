@@ -77,7 +77,9 @@ class Stage:
         self.forward_weights: dict[str, torch.Tensor] | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._count = 0.0
-        self._last: dict[str, LastStep] = {}
+        resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
+        self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
+        self._at_epoch_end: dict[str, torch.Tensor] | None = None
         self._predicted: tuple[tuple[int, int], dict[str, torch.Tensor]] | None = None
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
 
@@ -100,6 +102,8 @@ class Stage:
         outputs, tape = self.function.forward(weights, self.buffers, inputs, draw, mode=mode, measure=measure)
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
+        if header.ends_epoch and header.ends_batch:  # later forwards replace buffers, they do not write them
+            self._at_epoch_end = dict(self.buffers)
         return outputs
 
     def backward(
@@ -160,9 +164,14 @@ class Stage:
         return max(self._tape_bytes.values(), default=0)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-        """Copies of weights, optimizer state and buffers, by name."""
+        """Copies of weights, optimizer state and buffers, by name.
+
+        At an epoch's end the buffers are those behind its last forward, whatever forwards have been run since.
+        """
         weights = {n: p.detach().clone() for n, p in self.parameters.items()}
-        return weights, state_of(self.optimizer, self.parameters), {n: b.clone() for n, b in self.buffers.items()}
+        buffers = self.buffers if self._at_epoch_end is None else self._at_epoch_end
+        self._at_epoch_end = None
+        return weights, state_of(self.optimizer, self.parameters), {n: b.clone() for n, b in buffers.items()}
 
     def _hand_over_gradients(self) -> dict[str, torch.Tensor]:
         """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""

@@ -8,9 +8,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
-from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, JobError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -81,7 +84,7 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
         _fail(error, worker, endpoint, report)
     except MemoryError as error:
         _fail(_out_of_memory(worker, error), worker, endpoint, report)
-    except Exception as error:  # nothing may end a worker in silence
+    except (Exception, SystemExit) as error:  # nothing may end a worker in silence
         _fail(_unexpected(f"worker {worker}", error), worker, endpoint, report)
 
 
@@ -146,9 +149,12 @@ class _Worker:
         start = time.perf_counter()
         try:
             header = self.handlers[opcode](self.context, run)
+        except JobError as error:  # data or loss that cannot be used: tell where
+            what = f"stage {self.worker}, {opcode} of micro-batch {run.g}: {error.subject}"
+            raise JobError(what, got=error.got, expected=error.expected, remedy=error.remedy) from error
         except (RoundelayError, MemoryError):
             raise
-        except Exception as error:  # the person's model, loss or optimizer
+        except (Exception, SystemExit) as error:  # the person's model, loss or optimizer
             raise _unexpected(f"stage {self.worker}, {opcode} of micro-batch {run.g}", error) from error
         end = time.perf_counter()
         batch = (header or run.header or _UNKNOWN).batch
@@ -230,8 +236,9 @@ def _edges(partition: Partition, channels: Mapping[int, Channel]) -> dict[int, t
     }
 
 
-def _unexpected(subject: str, error: Exception) -> UserCodeError:
-    frames = traceback.extract_tb(error.__traceback__)
+def _unexpected(subject: str, error: BaseException) -> UserCodeError:
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return UserCodeError(
         subject,

@@ -1,0 +1,59 @@
+"""Look at a job before anything is done with it, so that a wrong part is told by its own name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roundelay.errors import JobError
+from roundelay.job import Job
+
+_FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
+_FUNCTIONS |= {"inputs": False, "scheduler": False, "evaluate": False, "showcase": False}
+"""Field to whether it must be given."""
+
+
+def check_job(job: Job) -> None:
+    """Refuse a job with a part of the wrong kind.
+
+    Raises:
+        JobError: naming the field.
+    """
+    if not isinstance(job.model, torch.nn.Module):
+        raise _wrong("model", job.model, "a torch.nn.Module")
+    for name, needed in _FUNCTIONS.items():
+        value = getattr(job, name)
+        if not callable(value) and (needed or value is not None):
+            raise _wrong(name, value, "a function" if needed else "a function, or None")
+    steps: Any = job.steps
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise _wrong("steps", steps, "a whole number of updates, at least 1, or None")
+
+
+def check_inputs(job: Job, batch: Any) -> None:
+    """Refuse a job whose ``inputs`` fails on its first batch.
+
+    Raises:
+        JobError: it raises.
+    """
+    if job.inputs is None:
+        return
+    try:
+        job.inputs(batch)
+    except Exception as error:  # the person's own code
+        raise JobError(
+            "Job(inputs=...) on the first batch",
+            got=f"{type(error).__name__}: {error}",
+            expected="a function batch -> (args, kwargs)",
+            remedy='For example: inputs=lambda batch: ((batch["x"],), {}).',
+        ) from error
+
+
+def _wrong(name: str, value: Any, expected: str) -> JobError:
+    return JobError(
+        f"Job({name}=...)",
+        got=f"{value!r:.80} of type {type(value).__name__}",
+        expected=expected,
+        remedy="Correct the job; examples/char_gpt.py is a complete one.",
+    )
