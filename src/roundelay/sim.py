@@ -89,8 +89,10 @@ def simulate(plan: Plan, programs: Sequence[Program], micro_batches: Sequence[Mi
         micro_batches: the data, as headers.
 
     Raises:
-        PlanError: the programs come to a standstill.
+        PlanError: the programs come to a standstill, or leave messages unread; there is no micro-batch.
     """
+    if not micro_batches:
+        raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
     clock = _Clock(plan, programs, micro_batches)
     clock.run()
     return clock.report()
@@ -124,6 +126,14 @@ class _Clock:
             for command in self.machines[worker].handle(event):
                 self.obey(worker, command)
         stuck = [machine for machine in self.machines if not machine.halted]
+        left = [c for machine in self.machines for c, unread in machine.unread.items() if unread]
+        if not stuck and left:
+            raise PlanError(
+                "the programs of the plan",
+                got=f"messages left unread on channel {left[0]}",
+                expected="every message that is sent to be taken",
+                remedy="Report this as a bug of Roundelay, with the plan.",
+            )
         if stuck:
             raise PlanError(
                 "the programs of the plan",

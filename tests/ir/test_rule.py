@@ -32,7 +32,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "gpipe": ("gpipe", False, "forward"),  # stash is its default; W[t] either way
         "1f1b": ("1f1b", False, "forward"),
         "pipedream": ("async-1f1b", False, "forward"),
-        "pipeoptim": ("async-1f1b", True, "live"),
+        "pipeoptim": ("async-1f1b", True, "forward"),  # stash is its default too
     }
 
 

@@ -140,7 +140,7 @@ class Machine:
         if isinstance(event, Arrived):
             self._arrive(event)
         elif isinstance(event, Granted):
-            self.credits[event.channel] += 1
+            self._grant(event.channel)
         elif isinstance(event, Finished):
             commands += self._finish(event)
         if self._running is None and not self.halted:
@@ -164,11 +164,19 @@ class Machine:
         return f"{instruction.opcode} of micro-batch {g} waits for {', '.join(lacks) or 'nothing'}"
 
     def _arrive(self, event: Arrived) -> None:
+        if event.channel not in self.unread:
+            raise self._broken(f"a message on channel {event.channel}, which it does not take from")
         unread = self.unread[event.channel]
-        if len(unread) >= self._slots[event.channel]:
+        in_use = self._running is not None and event.channel in self._running.instruction.takes
+        if len(unread) + in_use >= self._slots[event.channel]:
             raise self._broken(f"a message on channel {event.channel} with all {self._slots[event.channel]} slots full")
         unread.append(event.header.g)
         self._headers.setdefault(event.header.g, event.header)
+
+    def _grant(self, channel: int) -> None:
+        if self.credits.get(channel, self._slots.get(channel)) == self._slots.get(channel):
+            raise self._broken(f"a free slot of channel {channel}, none of which it has filled")
+        self.credits[channel] += 1
 
     def _finish(self, event: Finished) -> list[Command]:
         run = self._running
@@ -206,8 +214,8 @@ class Machine:
             ready = all(self.unread[c] for c in instruction.takes) and all(self.credits[c] for c in instruction.gives)
             if not ready:
                 return []
-            self._at += 1
             self._running = self._claim(instruction, g)
+            self._at += 1
             return [self._running]
 
     def _next_block(self) -> bool:

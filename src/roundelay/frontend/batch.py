@@ -46,7 +46,9 @@ def replace(batch: Batch, make: Callable[[str, torch.Tensor], Any], path: str = 
     """A batch of the same layout with every tensor leaf replaced by ``make(path, leaf)``."""
     if isinstance(batch, torch.Tensor):
         return make(path, batch)
-    if isinstance(batch, MutableMapping) and type(batch) is not dict:  # keeps what the kind can do, such as batch.labels
+    if (
+        isinstance(batch, MutableMapping) and type(batch) is not dict
+    ):  # keeps what the kind can do, such as batch.labels
         made = copy.copy(batch)
         made.update({key: replace(value, make, f"{path}.{key}" if path else str(key)) for key, value in batch.items()})
         return made

@@ -14,7 +14,7 @@ from roundelay.errors import UsageError
 
 Kind = Literal["F", "B", "U"]
 
-_PATTERN = re.compile(r"(\d+)([FBU])(\d+)")
+_PATTERN = re.compile(r"(0|[1-9][0-9]{0,17})([FBU])(0|[1-9][0-9]{0,17})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ def grid(columns: Mapping[int, Sequence[str]], num_columns: int) -> str:
         num_columns: number of time slots.
     """
     width = max((len(cell) for cells in columns.values() for cell in cells), default=1)
+    digits = len(str(max(columns, default=0)))
     rows = []
     for stage in sorted(columns):
         cells = [*columns[stage], *[""] * (num_columns - len(columns[stage]))]
-        rows.append(f"stage {stage} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
+        rows.append(f"stage {stage:>{digits}} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
     return "\n".join(rows)

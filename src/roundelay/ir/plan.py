@@ -6,7 +6,7 @@ simulator reckons with it, or it is refused. Comments explain and are not read.
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -100,7 +100,7 @@ class Plan:
 
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""
-        lines = [f"# {line}".rstrip() for line in comments]
+        lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
         lines += _fields(self, skip=("stages", "edges"))
         for title, parts in (("stages", self.stages), ("edges", self.edges)):
             for part in parts:
@@ -116,7 +116,7 @@ class Plan:
         """
         try:
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _unreadable(str(error)) from error
         if table.get("format") != FORMAT:
             raise PlanError(
@@ -142,10 +142,17 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + "".join(_escaped(char) for char in value) + '"'
     if isinstance(value, tuple):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
     return repr(value)
+
+
+def _escaped(char: str) -> str:
+    """As TOML writes it in a basic string: control characters by their number."""
+    if char in '"\\':
+        return "\\" + char
+    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
 
 
 def _read(kind: type[_Part], table: Any, where: str) -> _Part:
@@ -165,7 +172,7 @@ def _read(kind: type[_Part], table: Any, where: str) -> _Part:
 
 
 def _value(kind: str, value: Any, where: str) -> Any:
-    if kind == "float" and type(value) in (int, float) and math.isfinite(value) and value >= 0:
+    if kind == "float" and type(value) in (int, float) and 0 <= value <= sys.float_info.max:
         return float(value)
     if kind == "int" and type(value) is int and value >= 0:
         return value

@@ -28,7 +28,9 @@ each channel it gives to has a free slot; slots are registers, and a consumer wi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from roundelay.errors import PlanError
@@ -134,11 +136,12 @@ class Program:
         Raises:
             PlanError: naming the line that no program has.
         """
-        heads: dict[str, list[str]] = {}
+        heads: dict[str, tuple[str, ...]] = {}
         channels: list[Channel] = []
         blocks: dict[str, list[Instruction]] = {"warm-up": [], "steady": [], "drain": []}
         block: list[Instruction] | None = None
-        for number, line in enumerate(text.splitlines(), 1):
+        lines = text.splitlines()
+        for number, line in enumerate(lines, 1):
             words = line.split()
             try:
                 if line in blocks:
@@ -148,16 +151,48 @@ class Program:
                 elif words[0] == "channel":
                     channels.append(_channel(words))
                 else:
-                    heads[words[0]] = words[1:]
+                    heads[words[0]] = _head(words[0], line)
             except (IndexError, KeyError, ValueError) as error:
                 raise _bad_line(number, line) from error
-        try:
-            worker, _, num_workers = heads["worker"]
-            numbers = (int(worker), int(num_workers))
-            lag, tapes, window = int(heads["lag"][0]), int(heads["tapes"][0]), heads["window"][0]
-        except (IndexError, KeyError, ValueError) as error:
-            raise _bad_line(1, text[:60]) from error
-        return Program(*numbers, window, lag, tapes, tuple(channels), *(tuple(part) for part in blocks.values()))
+        lacking = [name for name in _HEADS if name not in heads]
+        if lacking:
+            raise _bad_line(len(lines), f"the end, and no line {lacking[0]!r}")
+        worker, num_workers = map(int, heads["worker"])
+        program = Program(
+            worker,
+            num_workers,
+            heads["window"][0],
+            int(heads["lag"][0]),
+            int(heads["tapes"][0]),
+            tuple(channels),
+            *(tuple(part) for part in blocks.values()),
+        )
+        for number, (line, printed) in enumerate(zip_longest(lines, str(program).splitlines(), fillvalue=""), 1):
+            if line != printed:
+                raise _bad_line(number, line)
+        return program
+
+
+_HEADS = {
+    "worker": re.compile(r"worker (\d+) of (\d+)"),
+    "window": re.compile(r"window (batch|run)"),
+    "lag": re.compile(r"lag (\d+)"),
+    "tapes": re.compile(r"tapes (\d+)"),
+}
+_WORDS = {
+    "takes": re.compile(r"\d+(,\d+)*"),
+    "gives": re.compile(r"\d+(,\d+)*"),
+    "weights": re.compile("forward|live"),
+    "distance": re.compile(r"crossed|\d+"),
+    "mode": re.compile("stash|recompute|mixed"),
+}
+
+
+def _head(name: str, line: str) -> tuple[str, ...]:
+    found = _HEADS[name].fullmatch(line)
+    if found is None:
+        raise ValueError(line)
+    return found.groups()
 
 
 def _channel(words: list[str]) -> Channel:
@@ -171,7 +206,7 @@ def _instruction(words: list[str]) -> Instruction:
     if words[0] not in ("read", "forward", "backward", "update") or not words[1].startswith("g") or len(words) % 2:
         raise ValueError(words)
     named = dict(zip(words[2::2], words[3::2], strict=True))
-    if not set(named) <= {"takes", "gives", "weights", "distance", "mode"}:
+    if not all(_WORDS[word].fullmatch(value) for word, value in named.items()):
         raise ValueError(words)
     return Instruction(
         opcode=words[0],  # type: ignore[arg-type]

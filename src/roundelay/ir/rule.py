@@ -10,7 +10,9 @@ rule           schedule      forward      backward          source
 =============  ============  ===========  ================  ==============================================
 
 U = U(k, g) is the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch,
-s the distance that the prediction bridges (:data:`DISTANCES`).
+s the distance that the prediction bridges (:data:`DISTANCES`). ``stash`` is every rule's default: it repeats no forward
+and is the only mode whose backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer
+weight versions.
 
 A job file may register a rule of its own: ``roundelay.register_rule(UpdateRule(name="async", ...))``.
 """
@@ -76,7 +78,7 @@ _BUILT_IN = (
         schedule="async-1f1b",
         predicts=True,
         stashes=False,
-        modes=("recompute", "stash", "mixed"),
+        modes=MODES,
         source="PipeOptim (2023), Algorithm 1",
     ),
 )

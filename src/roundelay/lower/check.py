@@ -21,12 +21,15 @@ from roundelay.ir.action import Action
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.program import Program
-from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
+from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
 TRANSPORTS = ("memory", "gloo")
+
+EVERY_END = 24
+"""Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
 
 _LETTERS = {"forward": "F", "backward": "B", "update": "U"}
 
@@ -38,6 +41,7 @@ class Fired:
     opcode: str
     g: int
     version: int
+    distance: int
 
 
 def check_plan(plan: Plan) -> None:
@@ -104,8 +108,10 @@ def check_fit(plan: Plan, fingerprint: str, partition: Partition) -> None:
 def lengths(plan: Plan) -> list[list[int]]:
     """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
     m, d = plan.micro_batches, plan.num_stages
-    runs = [[m] * n for n in range(1, 2 * d + 2)]
-    runs += [[m] * n + [last] for n in range(d + 1) for last in range(1, m)]
+    few = d * m > EVERY_END
+    runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
+    lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
+    runs += [[m] * n + [last] for n in ((0, 1, d) if few else range(d + 1)) for last in lasts]
     runs.append([1, m, 1, max(1, m - 1), m] * 2)
     return runs
 
@@ -141,6 +147,17 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             if f.opcode in states and f.version != states[f.opcode]:
                 place = f"stage {k}, {f.opcode} of micro-batch {f.g}"
                 raise _violation(plan, place, f"version {f.version}", f"version {states[f.opcode]}")
+            far = _distance(plan, rule, k, batch_of[f.g] - f.version)
+            if f.opcode == "forward" and f.distance != far:
+                raise _violation(plan, f"stage {k}, forward of micro-batch {f.g}", f"distance {f.distance}", f"{far}")
+
+
+def _distance(plan: Plan, rule: UpdateRule, stage: int, crossed: int) -> int:
+    """s: how far the forward of ``stage`` must predict when ``crossed`` updates lie before its backward."""
+    if not rule.predicts:
+        return 0
+    behind = plan.num_stages - 1 - stage
+    return {"crossed": crossed, "lag": behind, "lag+1": behind + 1}[DISTANCES[plan.predictor]]
 
 
 def check_registers(

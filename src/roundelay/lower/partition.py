@@ -42,6 +42,8 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
     Raises:
         PlanError: a name is unknown, out of order, or not a legal cut.
     """
+    if not stages:
+        raise _bad_cut(graph, 0, "", "missing")
     spans = _spans(graph, stages)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)

@@ -25,5 +25,6 @@ def prove(plan: Plan) -> None:
 def fired(simulation: Simulation) -> list[list[Fired]]:
     """What each worker's machine fired, in order."""
     return [
-        [Fired(i.opcode, i.g, i.version) for i in simulation.intervals_of(k)] for k in range(len(simulation.workers))
+        [Fired(i.opcode, i.g, i.version, i.distance) for i in simulation.intervals_of(k)]
+        for k in range(len(simulation.workers))
     ]
