@@ -75,8 +75,8 @@ def _accumulate(entry: Entry, done: Eager, batch: Batch, count: int) -> float:
         else:
             seed, share = loss, num_rows(part) / num_rows(batch)
         (seed * share).backward()
-        done.micro_losses.append(float(seed))
-        total += float(seed) * share
+        done.micro_losses.append(seed.item())
+        total += seed.item() * share
     if terms:
         _divide(done.model, terms)
     return total / (terms or 1.0)

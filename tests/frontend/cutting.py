@@ -104,22 +104,30 @@ class Done:
 def forwards(
     captured: Captured, cut: Partition, batch: Batch, params: Tensors, buffers: Tensors, **options: Any
 ) -> list[Forward]:
-    """Forward of every stage; ``buffers`` is left as the forward leaves it."""
+    """Forward of every stage, each with buffers of its own; ``buffers`` then holds what they have become.
+
+    Options are ``draw``, ``mode`` and ``measure``.
+    """
     values: dict[str, Any] = dict(captured.values(batch))
-    done = []
+    given = {"draw": DRAW, "mode": "stash", "measure": False} | options
+    entering, done = dict(buffers), []
     for spec in cut.stages:
         function = captured.stage(spec)
         inputs = {n: values[n] for n in function.inputs}
-        own = {n: params[n] for n in spec.parameters}
-        draw, mode = options.get("draw", DRAW), options.get("mode", "stash")
-        measure = options.get("measure", False)
-        outputs, tape = function.forward(own, buffers, inputs, draw, mode=mode, measure=measure)
+        params_of, own = {n: params[n] for n in spec.parameters}, {n: entering[n].clone() for n in spec.buffers}
+        before = {n: b.clone() for n, b in own.items()}
+        outputs, tape = function.forward(
+            params_of, own, inputs, given["draw"], mode=given["mode"], measure=given["measure"]
+        )
         values |= outputs
-        done.append(Forward(spec, function, own, inputs, outputs, tape))
+        buffers |= {n: b for n, b in own.items() if not torch.equal(b, before[n])}
+        done.append(Forward(spec, function, params_of, inputs, outputs, tape))
     return done
 
 
-def backwards(made: Sequence[Forward], params: Tensors) -> tuple[Tensors, list[dict[str, Tensor | None]], list[Tensors]]:
+def backwards(
+    made: Sequence[Forward], params: Tensors
+) -> tuple[Tensors, list[dict[str, Tensor | None]], list[Tensors]]:
     """Backward of every stage, the last one first."""
     grads: dict[str, Tensor] = {LOSS: torch.ones_like(made[-1].outputs[LOSS])}
     of_params: Tensors = {}
@@ -206,12 +214,6 @@ def differing(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[s
         name for name in left.keys() | right.keys()
         if name not in left or name not in right or not torch.equal(left[name], right[name])
     )  # fmt: skip
-
-
-def leaves_like(params: Tensors, captured: Captured) -> Tensors:
-    """Leaves of autograd with these values."""
-    trainable = captured.graph.parameters
-    return {n: p.clone().requires_grad_(trainable[n].trainable) for n, p in params.items()}
 
 
 def modules_with_hooks(model: nn.Module) -> list[str]:

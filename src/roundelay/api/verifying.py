@@ -118,6 +118,13 @@ def _victim(session: Session, way: str) -> int:
     """
     if way not in WAYS:
         raise UsageError("--tamper", got=repr(way), expected="one of " + ", ".join(WAYS), remedy="Choose one of these.")
+    if way != "rng" and session.extent.batches == 1:
+        raise UsageError(
+            f"--tamper {way}",
+            got="a run of one update, in which it changes nothing",
+            expected="at least two updates",
+            remedy="Give --steps 2 or more.",
+        )
     graph = session.captured.graph
     for spec in reversed(session.partition.stages):
         draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])

@@ -1,5 +1,8 @@
 """The command line: ``roundelay train | plan | simulate | verify``."""
 
-from roundelay.cli.app import main
+try:
+    from roundelay.cli.app import main
+except KeyboardInterrupt:  # Ctrl-C while torch is still being loaded, which takes seconds: no traceback for that
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

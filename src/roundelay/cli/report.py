@@ -22,6 +22,7 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
                 "busy_share": report.busy_s / simulation.makespan_s if simulation.makespan_s else 0.0,
                 "in_flight_peak": report.tapes_peak,
                 "activation_bytes_peak": report.tape_bytes_peak,
+                "parameter_bytes": plan.stages[k].parameter_bytes,
                 "updates_crossed": list(report.versions_read),
                 "versions_held_peak": report.versions_held_peak,
                 "messages_in_flight_bytes_peak": report.unread_bytes_peak,

@@ -42,24 +42,31 @@ def _collect(part: Any, path: str, found: dict[str, torch.Tensor]) -> None:
             _collect(value, f"{path}.{i}" if path else str(i), found)
 
 
-def replace(batch: Batch, make: Callable[[str, torch.Tensor], Any], path: str = "") -> Batch:
-    """A batch of the same layout with every tensor leaf replaced by ``make(path, leaf)``."""
+def replace(
+    batch: Batch,
+    make: Callable[[str, torch.Tensor], Any],
+    other: Callable[[str, Any], Any] | None = None,
+    path: str = "",
+) -> Batch:
+    """A batch of the same layout with every tensor leaf replaced by ``make(path, leaf)``.
+
+    Other leaves stay, or are replaced by ``other(path, leaf)``.
+    """
     if isinstance(batch, torch.Tensor):
         return make(path, batch)
-    if (
-        isinstance(batch, MutableMapping) and type(batch) is not dict
-    ):  # keeps what the kind can do, such as batch.labels
-        made = copy.copy(batch)
-        made.update({key: replace(value, make, f"{path}.{key}" if path else str(key)) for key, value in batch.items()})
-        return made
     if isinstance(batch, Mapping):
-        return {key: replace(value, make, f"{path}.{key}" if path else str(key)) for key, value in batch.items()}
+        named = {k: replace(value, make, other, f"{path}.{k}" if path else str(k)) for k, value in batch.items()}
+        if not isinstance(batch, MutableMapping) or type(batch) is dict:
+            return named
+        made = copy.copy(batch)  # keeps what the kind can do, such as batch.labels
+        made.update(named)
+        return made
     if isinstance(batch, (tuple, list)):
-        parts = [replace(value, make, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
+        parts = [replace(value, make, other, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*parts)
         return type(batch)(parts)
-    return batch
+    return batch if other is None else other(path, batch)
 
 
 def num_rows(batch: Batch) -> int:

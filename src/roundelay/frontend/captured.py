@@ -58,6 +58,14 @@ class Captured:
         self._check_sizes(tensors)
         named = {INPUT + str(i): tensor for i, tensor in enumerate(tensors)}
         fields = leaves(micro_batch)
+        missing = [name.removeprefix(BATCH) for name in self.graph.batch if name.removeprefix(BATCH) not in fields]
+        if missing:
+            raise JobError(
+                "the batch",
+                got=f"no tensor {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, fields))}",
+                expected="every tensor that the loss read on the first batch",
+                remedy="Let batches(epoch) yield the same fields in every batch.",
+            )
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
 
     def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -147,11 +155,11 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         exported = export(model, call, tensors)
         cleaned = clean(exported, tensors)
         nodes = list(exported.module.graph.output_node().args[0])  # type: ignore[arg-type]
-        made = run_nodes(exported, tensors, lambda node, value: None)
+        with torch.enable_grad():
+            made, _ = run_nodes(exported, tensors)
         outputs = [made[node.name] for node in nodes]
         reads = record(loss, exported.output_shape, outputs, sample)
-        kept = {n for n in exported.module.graph.nodes if n.name in {x for span in cleaned.uncuttable for x in span}}
-        prune(exported, [nodes[i] for i in reads.outputs], frozenset(n for n in kept if n.op != "call_function"))
+        prune(exported, [nodes[i] for i in reads.outputs], cleaned.writers)
         draws = key_draws(exported)
         graph = describe(exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
     if not graph.ops:
@@ -195,11 +203,10 @@ def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.Grap
     places: dict[tuple[str, str], str] = {(r.kind, r.name): name for name, r in reversed(exported.roles.items())}
     env: dict[str, torch.fx.Node] = {}
     sources = [("parameter", n) for n in spec.parameters] + [("buffer", n) for n in spec.buffers]
-    for source in sources:
-        env[places[source]] = piece.placeholder(_identifier(source[1]))
-    for name in spec.inputs:
-        place = name if name in nodes else places[_source(name)]
-        env[place] = piece.placeholder(_identifier(name))
+    read = [places[source] for source in sources]
+    read += [name if name in nodes else places[_source(name)] for name in spec.inputs]
+    for i, place in enumerate(read):  # numbered: a parameter may bear the name of an operation
+        env[place] = piece.placeholder(f"v{i}_{_identifier(place)}")
     env[DRAW] = piece.placeholder(DRAW)
     first_place = {id(exported.roles[p].tensor): p for p in env if p in exported.roles}
 
@@ -238,4 +245,4 @@ def _source(name: str) -> tuple[str, str]:
 
 
 def _identifier(name: str) -> str:
-    return "v_" + "".join(c if c.isalnum() else "_" for c in name)
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -55,10 +55,14 @@ class Draw:
 
 
 def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw, position: int) -> torch.Tensor:
-    """``aten.dropout`` with the mask drawn under the key; same shape as ``x``."""
+    """``aten.dropout`` of a contiguous ``x`` with the mask drawn under the key; same shape as ``x``.
+
+    The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous.
+    """
     if not train or p == 0.0 or x.numel() == 0:
         return x
-    noise = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(position))
+    noise = torch.empty_like(x, memory_format=torch.contiguous_format)
+    noise.bernoulli_(1.0 - p, generator=draw.generator(position))
     return x * (noise.div_(1.0 - p) if p < 1.0 else noise)
 
 
@@ -73,7 +77,8 @@ def keyed_attention(
 ) -> torch.Tensor:
     """``aten.scaled_dot_product_attention`` with dropout, written out; (..., L, E) and (..., S, E) to (..., L, Ev).
 
-    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``.
+    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``. A row that may attend to nothing
+    is zero, as torch has it.
     """
     draw, position = options["draw"], options["position"]
     scale = options.get("scale")
@@ -89,16 +94,21 @@ def keyed_attention(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = keyed_dropout(torch.softmax(scores, -1), dropout_p, True, draw=draw, position=position)
-    return torch.matmul(weights, value)
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    return torch.matmul(keyed_dropout(weights, dropout_p, True, draw=draw, position=position), value)
 
 
 def keyed_call(operator: Callable[..., Any], *args: Any, draw: Draw, position: int, **kwargs: Any) -> Any:
-    """Any other random operator, under the process-wide generator seeded by the key and put back afterwards."""
+    """Any other random operator, under the process-wide generator seeded by the key and put back afterwards.
+
+    One that draws in the order of memory gets contiguous tensors, as it would behind a cut; unless it writes into them.
+    """
+    if isinstance(operator, torch._ops.OpOverload) and not operator._schema.is_mutable:
+        args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
     with DEFAULT_GENERATOR_LOCK:
         before = torch.random.get_rng_state()
         try:
-            torch.manual_seed(draw.key(position))
+            torch.default_generator.manual_seed(draw.key(position))
             return operator(*args, **kwargs)
         finally:
             torch.random.set_rng_state(before)

@@ -105,12 +105,28 @@ class Opaque:
         self._what = what
 
     def __getattr__(self, name: str) -> Any:
-        raise JobError(
-            f"attribute {name!r} of {self._what}",
-            got="a use of it in the loss",
-            expected="only tensors that the loss was seen to read on the first batch",
-            remedy="Let the loss read the same tensors for every batch.",
-        )
+        raise _unseen(f"attribute {name!r} of {self._what}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Opaque)]
+        raise _unseen(found[0]._what)
+
+    def _used(self, *_: Any) -> Any:
+        raise _unseen(self._what)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _used
+    __neg__ = __abs__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = _used
+    __len__ = __getitem__ = __contains__ = __hash__ = _used
+
+
+def _unseen(what: str) -> JobError:
+    return JobError(
+        what,
+        got="a use of it in the loss",
+        expected="only tensors that the loss was seen to read on the first batch",
+        remedy="Let the loss read the same tensors for every batch; numbers of the batch must come as tensors.",
+    )
 
 
 class _Seen:

@@ -49,11 +49,21 @@ class _Watch(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class LossReads:
-    """What the loss reads: indices of output leaves, paths of batch leaves, and whether it returns (sum, count)."""
+    """What the loss reads.
+
+    Args:
+        outputs: indices of output leaves; of leaves that are one tensor the first.
+        batch: paths of batch leaves.
+        counts: it returns (sum, count).
+        writes: it writes into what it reads, so it gets copies.
+        first: for every output leaf the first leaf that is the same tensor.
+    """
 
     outputs: tuple[int, ...]
     batch: tuple[str, ...]
     counts: bool
+    writes: bool
+    first: tuple[int, ...]
 
 
 def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tensor], batch: Batch) -> LossReads:
@@ -66,28 +76,44 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
         batch: the sample micro-batch.
 
     Raises:
-        JobError: the loss raises, or does not return a scalar (or a pair of scalars).
+        JobError: the loss raises, does not return a scalar (or a pair of scalars), or one that no gradient enters.
     """
-    named = leaves(batch)
-    watched = {id(leaf): f"o{i}" for i, leaf in enumerate(outputs)}
-    fields = {
-        path: leaf.view_as(leaf) for path, leaf in named.items()
-    }  # own objects, even where the model returns an input
-    watched |= {id(leaf): f"b{path}" for path, leaf in fields.items()}
+    first = tuple(next(i for i, same in enumerate(outputs) if same is leaf) for leaf in outputs)
+    fields = {path: leaf.clone() for path, leaf in leaves(batch).items()}  # own, even where the model returns an input
+    watched = {id(outputs[i]): f"o{i}" for i in first} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
     result = shape.unflatten(dict(enumerate(outputs)))
-    with _Watch(watched) as watch:
+    before = [leaf._version for leaf in (*outputs, *fields.values())]
+    with torch.enable_grad(), _Watch(watched) as watch:
         try:
-            value = loss(result, replace(batch, lambda path, _: fields[path]))
+            value = loss(result, replace(batch, lambda path, _: fields[path], _no_tensor))
         except JobError:
             raise
         except Exception as error:  # the person's own code
             raise _failed(error, batch) from error
         watch.note(value)
-    checked(value)
+    scalar, count = checked(value)
+    if not scalar.requires_grad:
+        raise _without_gradient()
     return LossReads(
         outputs=tuple(i for i in range(len(outputs)) if f"o{i}" in watch.seen),
-        batch=tuple(path for path in named if f"b{path}" in watch.seen),
-        counts=isinstance(value, (tuple, list)),
+        batch=tuple(path for path in fields if f"b{path}" in watch.seen),
+        counts=count is not None,
+        writes=before != [leaf._version for leaf in (*outputs, *fields.values())],
+        first=first,
+    )
+
+
+def _no_tensor(path: str, leaf: Any) -> Any:
+    """What stands for a leaf that is no tensor: it does not travel, so the loss may not read it."""
+    return leaf if leaf is None else Opaque(f"batch field {path!r}, a {type(leaf).__name__}")
+
+
+def _without_gradient() -> JobError:
+    return JobError(
+        "the loss",
+        got="a value that no gradient enters",
+        expected="a value that depends on a trained parameter through differentiable operations",
+        remedy="Look for detach(), item(), argmax or no_grad in the loss or the model, and for frozen parameters.",
     )
 
 
@@ -140,9 +166,11 @@ class LossCall:
 
     def __call__(self, *values: Any) -> list[torch.Tensor]:
         """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count]."""
-        outputs: dict[int, Any] = {i: Opaque(f"output {i}") for i in range(self.shape.num_tensors)}
-        outputs |= dict(zip(self.reads.outputs, values, strict=False))
+        if self.reads.writes:
+            values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+        read = dict(zip(self.reads.outputs, values, strict=False))
+        outputs = {i: read[one] if one in read else Opaque(f"output {i}") for i, one in enumerate(self.reads.first)}
         fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
-        batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")))
+        batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")), _no_tensor)
         loss, count = checked(self.loss(self.shape.unflatten(outputs), batch))
         return [loss] if count is None else [loss, count]

@@ -4,7 +4,9 @@ Three things stand in the way of cutting, and are taken out here:
 
 - *In-place operations.* At a cut a tensor becomes a leaf, and autograd forbids writing into leaves. An in-place
   operation becomes its out-of-place twin when nothing else sees the storage it writes; otherwise it stays, and no cut
-  may fall between the storage's birth and the last write (:attr:`Cleaned.uncuttable`).
+  may fall between the storage's birth and the last write (:attr:`Cleaned.uncuttable`). A write is known by its
+  operator's signature, or by the version counter of a tensor that it moved: so also within ``torch.no_grad()``, which
+  export makes one operation of.
 - *Assertions on metadata*, which hold by construction and cost a call each.
 - *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.draws`.
 """
@@ -41,25 +43,38 @@ class Cleaned:
 
     Args:
         mutated: names of buffers that a forward changes.
-        uncuttable: (first, last) pairs of node names: no cut at or after the first and before the last.
+        uncuttable: groups of node names: no cut at or after the first and before the last that pruning leaves.
+        writers: names of the operations that write into something, buffers included.
     """
 
     mutated: frozenset[str]
-    uncuttable: tuple[tuple[str, str], ...]
+    uncuttable: tuple[tuple[str, ...], ...]
+    writers: frozenset[str]
+
+
+Writes = dict[Node, tuple[Node, ...]]
 
 
 def run_nodes(
-    exported: Exported, tensors: Sequence[torch.Tensor], watch: Callable[[Node, Any], None], *, fresh: bool = True
-) -> dict[str, Any]:
-    """Run the graph node by node on real tensors; returns every node's value, placeholders included.
+    exported: Exported,
+    tensors: Sequence[torch.Tensor],
+    watch: Callable[[Node], None] | None = None,
+    *,
+    copy_weights: bool = False,
+) -> tuple[dict[str, Any], Writes]:
+    """Run the graph node by node on real tensors, and on copies of buffers and constants.
 
     Args:
         exported: the model.
         tensors: the call's tensors.
-        watch: called after each operation with the node and its value.
-        fresh: run on copies of the buffers, so that the model is left as it was.
+        watch: called after each operation.
+        copy_weights: run on copies of the parameters, too.
+
+    Returns:
+        Every node's value, placeholders included; and the values into which each operation that writes has written.
     """
     env: dict[Node, Any] = {}
+    writes: Writes = {}
     for node in exported.module.graph.nodes:
         if node.op == "placeholder":
             role = exported.roles.get(node.name)
@@ -68,22 +83,40 @@ def run_nodes(
             elif role.kind == "input":
                 env[node] = tensors[int(role.name)]
             else:
-                copy = fresh and role.kind != "parameter" and role.tensor is not None
+                copy = role.tensor is not None and (copy_weights or role.kind != "parameter")
                 env[node] = role.tensor.clone() if copy and role.tensor is not None else role.tensor
         elif node.op == "get_attr":
             env[node] = getattr(exported.module, str(node.target))
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            before = {n: _version(env[n]) for n in node.all_input_nodes}
             env[node] = node.target(*args, **kwargs)
-            watch(node, env[node])
-    return {node.name: value for node, value in env.items()}
+            declared = _declared_writes(node)
+            written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
+            writes |= {node: written} if written else {}
+            if watch is not None:
+                watch(node)
+    return {node.name: value for node, value in env.items()}, writes
+
+
+def _declared_writes(node: Node) -> list[Any]:
+    """The arguments into which its operator writes, as its signature says."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    given = zip(target._schema.arguments, node.args, strict=False)
+    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
 
 
 def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
     """Rewrite the graph in place; see the module's docstring.
 
     Raises:
-        CaptureError: the forward writes into a parameter.
+        CaptureError: the forward writes into a parameter, or into a tensor that is neither parameter nor buffer.
     """
     graph = exported.module.graph
     for node in list(graph.nodes):
@@ -91,14 +124,15 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
             graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
-        values = run_nodes(exported, [tensor.clone() for tensor in tensors], lambda node, value: None)
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], copy_weights=True)
+    touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
     mutated = frozenset(
         role.name
         for name, role in exported.roles.items()
-        if role.kind == "buffer" and (not _same(before[name], values[name]) or _written(graph, name))
+        if role.kind == "buffer" and (not _same(before[name], values[name]) or _storage(values[name]) in touched)
     )
-    uncuttable = _writes_out_of_place(exported, values)
-    return Cleaned(mutated, (*uncuttable, *_buffer_spans(exported, values, mutated)))
+    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
+    return Cleaned(mutated, spans, frozenset(node.name for node in writes))
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -109,88 +143,75 @@ def _same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
     return a is not None and torch.equal(a, b)
 
 
-def _written(graph: torch.fx.Graph, placeholder: str) -> bool:
-    """Whether an operation whose signature says so writes into this placeholder."""
-    node = next(n for n in graph.nodes if n.name == placeholder)
-    return any(_target_of_write(user) is node for user in node.users)
-
-
-def _target_of_write(node: Node) -> Node | None:
-    """The argument that an in-place operation writes into, or None."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return None
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
-            return value
-    return None
-
-
 def _storage(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
         return None
     return value.untyped_storage().data_ptr()
 
 
-def _writes_out_of_place(exported: Exported, values: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Replace in-place operations by their twins where that is sound; return the spans where it is not."""
-    graph = exported.module.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    families: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        for value in values.get(node.name, ()) if _is_tuple(values.get(node.name)) else [values.get(node.name)]:
-            storage = _storage(value)
-            if storage is not None:
-                families.setdefault(storage, []).append(node)
-    spans: dict[int, tuple[Node, Node]] = {}
-    for node in [n for n in graph.nodes if _target_of_write(n) is not None]:
-        written = _target_of_write(node)
-        storage = _storage(values.get(node.name))
-        if written is None or storage is None:
+def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Writes) -> list[tuple[str, ...]]:
+    """Replace in-place operations by their twins where that is sound; return the spans where it is not.
+
+    Twins are taken out of ``writes``.
+    """
+    order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
+    families = _families(exported, values)
+    spans: dict[int, list[Node]] = {}
+    for node, written in [(node, target) for node, targets in list(writes.items()) for target in targets]:
+        storage = _storage(values[written.name])
+        if storage is None:
             continue
         family = [member for member in families[storage] if member is not node]
         kinds = {exported.roles[m.name].kind for m in family if m.name in exported.roles}
-        if "parameter" in kinds:
-            raise _writes_parameter(node)
+        if kinds & {"parameter", "constant"}:
+            raise _writes_state(exported, node, family)
         if "buffer" in kinds:
             continue
         seen_later = [m for m in family if m is not written and any(order[user] > order[node] for user in m.users)]
         twin = _twin(node)
-        if twin is not None and not seen_later:
+        if twin is not None and node.args[0] is written and not seen_later:
             node.target = twin
+            del writes[node]
             for user in [user for user in written.users if order[user] > order[node]]:
                 user.replace_input_with(written, node)
             continue
-        first = min(family, key=lambda member: order[member])
-        spans[storage] = (spans.get(storage, (first, node))[0], node)
-    return tuple((first.name, last.name) for first, last in _unalias_inputs(exported, spans))
+        spans[storage] = [*(m for m in family if order[m] < order[node]), node]
+    return [tuple(node.name for node in span) for span in _unalias_inputs(exported, spans)]
 
 
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
+def _families(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
+    """For every storage the nodes whose value lies in it, in order."""
+    families: dict[int, list[Node]] = {}
+    for node in exported.module.graph.nodes:
+        value = values.get(node.name)
+        storages = {_storage(part) for part in (value if isinstance(value, (tuple, list)) else [value])}
+        for storage in storages - {None}:
+            families.setdefault(storage, []).append(node)  # type: ignore[arg-type]
+    return families
 
 
-def _unalias_inputs(exported: Exported, spans: dict[int, tuple[Node, Node]]) -> list[tuple[Node, Node]]:
+def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[list[Node]]:
     """Writes into the call's own tensors go to a copy, so that a second forward finds them unchanged."""
     graph = exported.module.graph
     result = []
-    for first, last in spans.values():
+    for first, *rest in spans.values():
         if first.op != "placeholder":
-            result.append((first, last))
+            result.append([first, *rest])
             continue
         with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
             copy = graph.call_function(aten.clone.default, (first,))
         copy.meta = dict(first.meta)
         for user in [user for user in first.users if user is not copy]:
             user.replace_input_with(first, copy)
-        result.append((copy, last))
+        result.append([copy, *rest])
     return result
 
 
 def _twin(node: Node) -> Any:
     """The out-of-place operator of an in-place one, or None."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
     name = target._schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     overload = getattr(packet, target._overloadname or "default", None)
@@ -201,46 +222,47 @@ def _twin(node: Node) -> Any:
     return overload
 
 
-def _writes_parameter(node: Node) -> CaptureError:
+def _writes_state(exported: Exported, node: Node, family: Sequence[Node]) -> CaptureError:
+    role = next(r for r in (exported.roles.get(member.name) for member in family) if r is not None)
+    what = f"parameter {role.name!r}" if role.kind == "parameter" else f"tensor {role.name!r}, which is no buffer"
     return CaptureError(
         f"operation {node.name!r} ({node.target}) of the model's forward",
-        got="a write into a parameter",
-        expected="parameters that only the optimizer changes",
-        remedy="Compute a new tensor instead, or make the tensor a buffer.",
+        got=f"a write into {what}",
+        expected="parameters that only the optimizer changes, and buffers for all else that a forward changes",
+        remedy="Compute a new tensor instead, or make the tensor a buffer with register_buffer.",
     )
 
 
-def _buffer_spans(exported: Exported, values: dict[str, Any], mutated: frozenset[str]) -> list[tuple[str, str]]:
+def _buffer_spans(
+    exported: Exported, values: dict[str, Any], writes: Writes, mutated: frozenset[str]
+) -> list[tuple[str, ...]]:
     """A buffer that changes must be read and written in one place, through whatever name its storage goes by."""
-    nodes = list(exported.module.graph.nodes)
-    order = {node: i for i, node in enumerate(nodes)}
-    writes: dict[int | None, list[Node]] = {}
-    for node in nodes:
-        if _target_of_write(node) is not None:
-            writes.setdefault(_storage(values.get(node.name)), []).append(node)
+    order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
+    writers: dict[int | None, list[Node]] = {}
+    for node, targets in writes.items():
+        for target in targets:
+            writers.setdefault(_storage(values[target.name]), []).append(node)
     spans = []
-    for node in nodes:
+    for node in order:
         role = exported.roles.get(node.name)
         if role is not None and role.kind == "buffer" and role.name in mutated:
-            users = sorted([*node.users, *writes.get(_storage(values[node.name]), [])], key=lambda user: order[user])
-            spans.append((users[0].name, users[-1].name))
+            users = sorted({*node.users, *writers.get(_storage(values[node.name]), [])}, key=lambda user: order[user])
+            spans.append(tuple(user.name for user in users))
     return spans
 
 
-def prune(exported: Exported, outputs: Sequence[Node], keep: frozenset[Node]) -> None:
+def prune(exported: Exported, outputs: Sequence[Node], writers: frozenset[str]) -> None:
     """Make ``outputs`` the graph's results and drop every operation that nothing needs and that writes nothing."""
     graph = exported.module.graph
     graph.output_node().args = (tuple(outputs),)
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and node not in keep:
-            if node.op == "call_function" and _has_effect(exported, node):
-                continue
+        dead = node.op in ("call_function", "get_attr") and not node.users and node.name not in writers
+        if dead and not _has_effect(exported, node):
             graph.erase_node(node)
 
 
 def _has_effect(exported: Exported, node: Node) -> bool:
-    if _target_of_write(node) is not None:
-        return True
+    """Whether it changes buffers of which neither signature nor version counters tell."""
     reads = [exported.roles[n.name] for n in node.all_input_nodes if n.name in exported.roles]
     return "batch_norm" in str(node.target) and any(role.kind == "buffer" for role in reads)
 

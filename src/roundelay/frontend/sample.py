@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ def describe(
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         total = [0]
 
-        def count(node: Node, _: Any) -> None:
+        def count(node: Node) -> None:
             flops[node.name] = counter.get_total_flops() - total[0]
             total[0] = counter.get_total_flops()
 
         run_nodes(exported, tensors, count)
     with torch.enable_grad():
-        made = run_nodes(exported, tensors, lambda node, value: None)
+        made, _ = run_nodes(exported, tensors)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
     values = {node.name: _value(node.name, made[node.name]) for node in nodes}
     values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
@@ -130,26 +130,33 @@ def _legal_cuts(
     for name, value in values.items():
         if value.kind == "other" and name in position:
             closed[position[name] : last_use.get(name, -1)] = [True] * (last_use.get(name, -1) - position[name])
-    for first, last in cleaned.uncuttable:
-        if first in position and last in position:
-            closed[position[first] : position[last]] = [True] * (position[last] - position[first])
+    for names in cleaned.uncuttable:
+        places = [position[name] for name in names if name in position]  # the others were pruned
+        if places:
+            closed[min(places) : max(places)] = [True] * (max(places) - min(places))
     return tuple(i for i in range(len(ops) - 1) if not closed[i])
 
 
 def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: LossReads) -> str:
     """Identity of operations, parameters and what the loss reads; sizes of the sample do not enter."""
     digest = hashlib.sha256()
-    for node in exported.module.graph.nodes:
-        digest.update(
-            f"{node.op} {node.name} {node.target if node.op != 'call_function' else _name(node.target)} ".encode()
-        )
-        digest.update(
-            f"{torch.fx.node.map_arg(node.args, lambda n: n.name)} {sorted(map(str, node.kwargs))}\n".encode()
-        )
+    for line in _lines(exported.module):
+        digest.update(line.encode())
     for parameter in parameters.values():
         digest.update(f"{parameter.name} {parameter.shape} {parameter.trainable}\n".encode())
     digest.update(f"{reads}".encode())
     return digest.hexdigest()[:24]
+
+
+def _lines(module: torch.fx.GraphModule) -> Iterator[str]:
+    """Every operation of a graph, and of the graphs that its operations run."""
+    for node in module.graph.nodes:
+        target = node.target if node.op != "call_function" else _name(node.target)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: n.name)
+        yield f"{node.op} {node.name} {target} {args} {kwargs}\n"
+        inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inner, torch.fx.GraphModule):
+            yield from _lines(inner)
 
 
 def _name(target: Any) -> str:

@@ -95,7 +95,7 @@ class Segment:
         """Run forward, keeping what backward needs.
 
         Args:
-            params: weights by name; read, never written.
+            params: weights by name, each in a storage of its own; read, never written.
             buffers: by name; an entry that the forward changes is replaced by a new tensor.
             inputs: values by name.
             draw: key of the random numbers.
@@ -120,6 +120,9 @@ class Segment:
             weights=weights,
             storages=storages,
         )
+        if mixed:  # backward reads others: the forward's weights, if predicted, need not wait for it
+            for leaf in tape.parameters.values():
+                leaf.data = leaf.new_empty(()).expand(leaf.shape)
         if measure:
             for held in (*tape.roots.values(), *tape.inputs.values()):
                 hooks.count(held)
@@ -138,17 +141,15 @@ class Segment:
         tape.weights.live = [params[n] for n in self.spec.parameters]
         arrived = {n: grad for n, grad in grad_outputs.items() if grad is not None}
         entering = [(root, arrived[n]) for n, root in tape.roots.items() if n in arrived]
-        leaves = {**tape.inputs, **tape.parameters}
+        leaves = [*tape.inputs.values(), *tape.parameters.values()]
         if not entering or not leaves:
             return {}, {}
         grads = torch.autograd.grad(
-            [root for root, _ in entering], list(leaves.values()), [grad for _, grad in entering], allow_unused=True
+            [root for root, _ in entering], leaves, [grad for _, grad in entering], allow_unused=True
         )
-        named = {n: grad.contiguous() for n, grad in _present(leaves, grads)}
-        return (
-            {n: grad for n, grad in named.items() if n in tape.inputs},
-            {n: grad for n, grad in named.items() if n in tape.parameters},
-        )
+        named = [(n, grad) for n, grad in zip([*tape.inputs, *tape.parameters], grads, strict=True)]
+        of_inputs, of_parameters = named[: len(tape.inputs)], named[len(tape.inputs) :]
+        return _present(of_inputs), _present(of_parameters)
 
     def _leaf(self, name: str, value: Any) -> Any:
         return value.detach().requires_grad_() if name in self.differentiable else value
@@ -161,8 +162,8 @@ class Segment:
         return made
 
 
-def _present(names: Iterable[str], grads: Iterable[torch.Tensor | None]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, grad) for name, grad in zip(names, grads, strict=True) if grad is not None]
+def _present(named: Iterable[tuple[str, torch.Tensor | None]]) -> Tensors:
+    return {name: grad.contiguous() for name, grad in named if grad is not None}
 
 
 def _addresses(tensors: Any) -> dict[int, int]:
@@ -184,6 +185,7 @@ class _Hooks:
         self, parameters: list[torch.Tensor], weights: Weights | None, storages: dict[int, int] | None
     ) -> None:
         self.owned = _addresses(parameters)
+        self._strides = [parameter.stride() for parameter in parameters] if weights is not None else []
         self._weights = weights
         self._storages = storages
 
@@ -203,7 +205,7 @@ class _Hooks:
         self.count(tensor)
         index = self.owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
         if index is None:
-            return tensor
+            return tensor.detach()  # an output that its own graph held would live in a cycle until a backward
         return index, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def _unpack(self, saved: torch.Tensor | Reference) -> torch.Tensor:
@@ -211,4 +213,7 @@ class _Hooks:
             return saved
         index, size, stride, offset = saved
         assert self._weights is not None and self._weights.live is not None
-        return self._weights.live[index].data.as_strided(size, stride, offset)
+        live = self._weights.live[index].data
+        if live.stride() != self._strides[index]:  # what was saved is a view of the forward's layout
+            live = live.new_empty_strided(live.shape, self._strides[index]).copy_(live)
+        return live.as_strided(size, stride, offset)

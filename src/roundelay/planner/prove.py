@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.check import Fired, check_registers, check_run, lengths, programs_of
 from roundelay.sim import Simulation, simulate
 
 
+@lru_cache(maxsize=256)
 def prove(plan: Plan) -> None:
     """Refuse a plan whose programs could stand still, overflow a register, or read a version other than the rule's.
 

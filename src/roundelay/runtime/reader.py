@@ -1,14 +1,15 @@
 """The data, read by one worker: epochs and batches of the person's loader as a stream of micro-batches.
 
-The reader looks one batch ahead, so that every micro-batch knows whether its batch ends the epoch and whether it is the
-run's last. The loader draws from random states of its own, seeded by (seed, epoch): what it yields depends on nothing
-else that happens in the process, and a run continued at an epoch's start sees the same data.
+The reader looks one batch ahead within the epoch, so that every micro-batch knows whether its batch ends the epoch and
+whether it is the run's last. The loader draws from random states of its own, seeded by (seed, epoch): what it yields
+depends on nothing else that happens in the process, and a run continued at an epoch's start sees the same data.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 
 def read(
     batches: Batches, seed: int, micro_batches: int, extent: Extent, values: Callable[[Any], dict[str, torch.Tensor]]
-) -> Iterator[tuple[MicroBatch, dict[str, torch.Tensor]]]:
+) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
     """Micro-batches with their header and the values that enter the graph.
 
     Args:
@@ -118,42 +119,52 @@ def read(
 def _batches(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any, int, bool, bool]]:
     """(batch, epoch, it ends the epoch, it ends the run)."""
     made = 0
-    ahead: tuple[Any, int] | None = None
-    for batch, epoch in _epochs(batches, seed, extent):
-        if ahead is not None:
-            yield *ahead, epoch != ahead[1], False
-        ahead, made = (batch, epoch), made + 1
-        if made == extent.batches:
-            break
-    if ahead is not None:
-        ends = extent.batches is None or made < extent.batches
-        yield *ahead, ends, True
+    for epoch, source in _epochs(batches, seed, extent):
+        ahead = next(source, source)
+        while ahead is not source:
+            batch, ahead, made = ahead, next(source, source), made + 1
+            ends = ahead is source
+            final = made == extent.batches or (ends and epoch + 1 == extent.epochs)
+            yield batch, epoch, ends, final
+            if final:
+                return
+    if not made:
+        raise JobError(
+            f"batches({extent.start_epoch})",
+            got=f"no batch behind the {extent.skip} that were used before the checkpoint",
+            expected="the data that the checkpoint was made with, or more --epochs",
+            remedy="Continue with the same data, or train further epochs.",
+        )
 
 
-def _epochs(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any, int]]:
-    epoch, skip = extent.start_epoch, extent.skip
+def _epochs(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[int, Iterator[Any]]]:
+    """Every epoch and its batches, those behind which the run starts left out."""
     generators = _Generators()
+    epoch, skip = extent.start_epoch, extent.skip
     while extent.epochs is None or epoch < extent.epochs:
-        generators.seed(seed, epoch)
-        with _user_code(f"batches({epoch})"), generators.active():
-            iterator = iter(batches(epoch))
-        number = 0
-        while True:
-            with _user_code(f"batch {number} of batches({epoch})"), generators.active():
-                batch = next(iterator, iterator)
-            if batch is iterator:
-                break
-            if number >= skip:
-                yield batch, epoch
-            number += 1
-        if number == 0:
+        yield epoch, itertools.islice(_epoch(batches, seed, epoch, generators), skip, None)
+        epoch, skip = epoch + 1, 0
+
+
+def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> Iterator[Any]:
+    """The batches of one epoch."""
+    generators.seed(seed, epoch)
+    with _user_code(f"batches({epoch})"), generators.active():
+        iterator = iter(batches(epoch))
+    for number in itertools.count():
+        with _user_code(f"batch {number} of batches({epoch})"), generators.active():
+            batch = next(iterator, iterator)
+        if batch is not iterator:
+            yield batch
+        elif number:
+            return
+        else:
             raise JobError(
                 f"batches({epoch})",
                 got="no batch",
                 expected="at least one batch in every epoch",
                 remedy="Check the data set's size, and drop_last of the loader.",
             )
-        epoch, skip = epoch + 1, 0
 
 
 @contextmanager
@@ -178,7 +189,7 @@ def first_batch(batches: Batches, seed: int) -> Any:
         UserCodeError: the loader raises.
         JobError: there is none.
     """
-    return next(_epochs(batches, seed, Extent(epochs=1)))[0]
+    return next(read_batches(batches, seed, Extent(epochs=1)))
 
 
 def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
@@ -188,7 +199,5 @@ def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
         UserCodeError: the loader raises.
         JobError: an epoch has no batch.
     """
-    for number, (batch, _) in enumerate(_epochs(batches, seed, extent)):
-        if number == extent.batches:
-            return
-        yield batch
+    every = (batch for _, source in _epochs(batches, seed, extent) for batch in source)
+    return itertools.islice(every, extent.batches)

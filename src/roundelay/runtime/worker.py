@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,14 +112,21 @@ class _Worker:
         self.handlers = {**HANDLERS, **task.handlers.get(worker, {})}
         spec = task.partition.stages[worker]
         stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial)
-        data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        self.data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
         audit = self._digest if task.audit else None
-        self.context = Context(worker, stage, task.seed, data, _edges(task.partition, self.channels), report, audit)
+        self.context = Context(
+            worker, stage, task.seed, self.data, _edges(task.partition, self.channels), report, audit
+        )
         self.tally = _Tally(time.perf_counter())
         self.events: list[list[object]] = []
 
     def run(self) -> None:
-        """To the end of the program."""
+        """To the end of the program; the loader's own processes, if it has any, end with it."""
+        with closing(self.data):
+            self.execute()
+
+    def execute(self) -> None:
+        """The program, and what it leaves to tell."""
         commands = self.machine.handle(Start())
         while not self.machine.halted:
             if commands:

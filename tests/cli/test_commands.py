@@ -1,0 +1,173 @@
+"""The four commands do what they say: what they leave, what they print, what they return."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from roundelay.ir.plan import Plan
+from roundelay.observe.metrics import read_metrics
+from roundelay.runtime.tamper import WAYS
+from tests.cli.harness import MLP, Said, finish, here, job_file, start
+
+Capture = pytest.CaptureFixture[str]
+FAST = ("--workers", 2, "--no-baseline")
+SUMMARY = {"rule", "workers", "transport", "steps", "loss_first", "loss_last", "samples_per_second"}
+
+
+def whole(folder: Path, updates: int) -> dict[str, object]:
+    """Assert that a run folder is complete, and return its summary."""
+    plan = Plan.parse((folder / "plan.toml").read_text())
+    assert [line["update"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(updates))
+    spans = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {span["pid"] for span in spans} == set(range(plan.num_stages))
+    assert load_file(folder / "checkpoint" / "model.safetensors").keys() >= {"0.weight", "8.bias"}
+    summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY
+    return summary
+
+
+def test_train_leaves_a_whole_run_folder_and_latest_points_at_it(capsys: Capture, workplace: Path) -> None:
+    said = here(capsys, "train", MLP, *FAST, "--steps", 4)
+    assert said.code == 0, said.err
+    (run,) = [entry for entry in Path("runs").iterdir() if not entry.is_symlink()]
+    assert (Path("runs") / "latest").resolve() == run.resolve()
+    summary = whole(run, 4)
+    assert (summary["rule"], summary["workers"], summary["transport"], summary["steps"]) == ("pipeoptim", 2, "memory", 4)
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl")]
+    assert [summary["loss_first"], summary["loss_last"]] == [losses[0], losses[-1]]
+    assert float(str(summary["samples_per_second"])) > 0
+    assert "4 updates" in said.out
+
+
+def test_json_prints_exactly_one_object_and_out_chooses_the_folder(capsys: Capture, workplace: Path) -> None:
+    said = here(capsys, "train", MLP, *FAST, "--epochs", 1, "--out", "elsewhere/mine", "--json")
+    assert said.code == 0, said.err
+    assert said.err == ""
+    assert said.json == whole(Path("elsewhere/mine"), 6)
+    assert not Path("runs").exists()
+
+
+def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace: Path) -> None:
+    said = here(capsys, "plan", MLP, "--workers", 3, "--rule", "1f1b", "--transport", "gloo", "-o", "plan.toml")
+    assert (said.code, said.out) == (0, ""), said.err
+    text = Path("plan.toml").read_text()
+    run = here(capsys, "train", MLP, "--plan", "plan.toml", "--no-baseline", "--steps", 2, "--out", "r", "--json")
+    assert [run.json[key] for key in ("rule", "workers", "transport")] == ["1f1b", 3, "gloo"]
+    assert Plan.parse(Path("r/plan.toml").read_text()) == Plan.parse(text)
+    shown = here(capsys, "plan", MLP, "--json").json
+    assert (shown["workers"], shown["rule"]) == (2, "pipeoptim")
+    assert Plan.parse(shown["plan"]).num_stages == 2
+    assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
+
+
+def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace: Path) -> None:
+    here(capsys, "plan", MLP, "-o", "plan.toml")
+    said = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--trace", "trace.json")
+    assert said.code == 0, said.err
+    assert "makespan" in said.out
+    assert "stage 1 | " in said.out
+    assert "B0'" in said.out
+    assert said.out.count("program") >= 2 or said.out.count("worker 1") >= 2
+    spans = [e for e in json.loads(Path("trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update"}
+    assert all(span["args"]["batch"] == span["args"]["micro-batch"] for span in spans)  # M = 1
+    told = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--json", "--batches", 3).json
+    assert told["grid"].startswith("stage 0 | F0")
+    assert len(told["programs"]) == len(told["per_worker"]) == told["workers"] == 2
+    assert told["makespan_s"] > 0
+    assert [worker["in_flight_peak"] for worker in told["per_worker"]] == [2, 1]
+    alone = here(capsys, "simulate", "plan.toml", "--json").json
+    assert alone["grid"] is None
+    assert alone["programs"] is None
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: str) -> None:
+    said = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport)
+    assert said.code == 0, said.err
+    # 8 parameters and 2 of the normalization, 3 buffers, 3 state tensors of each of the 10
+    assert "bit-equal: 43 tensors, 5 steps" in said.out
+    assert "bytes received" in said.out
+    told = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport, "--json").json
+    assert told["equal"]
+    assert (told["tensors"], told["steps"], told["losses"]) == (43, 5, 5)
+    pids = {worker["pid"] for worker in told["workers"]} | {told["reference"]["pid"]}
+    assert len(pids) == (3 if transport == "gloo" else 1)
+    assert len({worker["thread"] for worker in told["workers"]}) == 2
+    assert all(worker["bytes_received"] > 0 for worker in told["workers"])
+    assert told["reference"] == {"pid": os.getpid(), "bytes_received": 0}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
+    stage = 0 if way == "rng" else 1  # the last stage at which it matters; the dropout sits in the first
+    said = here(capsys, "verify", MLP, "--workers", 2, "--steps", 4, "--tamper", way)
+    assert said.code == 1
+    assert "DIFFERENT" in said.out
+    assert "bit-equal" not in said.out
+    assert f"stage {stage}:" in said.out or (way == "rng" and "stage 1:" in said.out)
+
+
+def test_a_tampering_that_could_not_show_is_refused(capsys: Capture) -> None:
+    said = here(capsys, "verify", MLP, "--steps", 1, "--tamper", "drop-update")
+    assert said.code == 2
+    assert "--steps 2" in said.told
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "simulate", "verify"])
+def test_help_of_each_command_has_an_example(capsys: Capture, command: str) -> None:
+    said = here(capsys, command, "--help")
+    assert said.code == 0
+    assert f"Example: roundelay {command}" in said.told
+
+
+def test_metrics_that_are_no_numbers_are_null_in_json(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "evaluate=lambda model: {'accuracy': float('nan')}")
+    said = here(capsys, "train", job, *FAST, "--steps", 2, "--json")
+    assert said.code == 0, said.err
+    assert said.json["evaluation"] == {"accuracy": None}
+
+
+def test_a_rule_of_the_job_file_plans_trains_and_verifies(capsys: Capture, workplace: Path) -> None:
+    rule = """
+import roundelay
+roundelay.register_rule(roundelay.UpdateRule(
+    name="async", schedule="async-1f1b", predicts=False, stashes=False, modes=("recompute", "mixed"), source="here"))
+"""
+    job = job_file(workplace, "", rule)
+    for mode in ("recompute", "mixed"):
+        said = here(capsys, "verify", job, "--workers", 3, "--rule", "async", "--backward", mode, "--steps", 6)
+        assert said.code == 0, said.told
+    assert here(capsys, "train", job, *FAST, "--rule", "async", "--steps", 2, "--json").json["rule"] == "async"
+    assert here(capsys, "plan", job, "--rule", "async", "--backward", "stash").code == 2
+
+
+def test_a_loader_with_processes_of_its_own_leaves_none_behind(capsys: Capture, workplace: Path) -> None:
+    data = """
+from torch.utils.data import DataLoader, Dataset
+
+class Noise(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        x = torch.randn(6)
+        return {"x": x, "y": (x[0] > 0).long()}
+"""
+    job = job_file(workplace, "batches=lambda epoch: DataLoader(Noise(), 8, shuffle=True, num_workers=1)", data)
+    for transport in ("memory", "gloo"):
+        said = here(capsys, "verify", job, "--transport", transport, "--steps", 3)
+        assert "bit-equal" in said.out, said.told
+
+
+def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Path) -> None:
+    said: Said = finish(start(workplace, "train", MLP, "--workers", 2, "--steps", 3, "--json"))
+    assert (said.code, said.err) == (0, "")
+    assert said.json["steps"] == 3
+    assert all(rate > 0 for rate in said.json["plain_samples_per_second"].values())
+    assert len(said.json["plain_samples_per_second"]) >= 1
