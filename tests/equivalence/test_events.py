@@ -157,7 +157,7 @@ def test_a_slow_stage_stops_the_one_before_it_at_its_slots(slots: int) -> None:
     place, ledger = bench("mlp"), Ledger()
     plan = with_slots(place.plan(VARIANTS["gpipe"], 3, 4), slots)
     into_last = [c.id for c in programs_of(plan)[2].channels if c.kind == "forward"]
-    filled = []
+    filled: list[bool] = []
 
     def wait(context: Context, run: Run) -> None:
         if run.g == 0:

@@ -107,7 +107,7 @@ class Gatherer:
         elif report.kind == "events":
             self.events[report.worker] += data["events"]
         elif report.kind == "digest":
-            self.digests[data["of"], report.worker, data["number"]] = data["digest"]
+            self.digests |= {(kind, report.worker, number): value for kind, number, value in data["digests"]}
         elif report.kind == "finished":
             self.summaries[report.worker] = data
         elif report.kind == "state":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
+from roundelay.frontend.batch import num_rows
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -32,11 +33,12 @@ def check_job(job: Job) -> None:
 
 
 def check_inputs(job: Job, batch: Any) -> None:
-    """Refuse a job whose ``inputs`` fails on its first batch.
+    """Refuse a job whose first batch is none, or whose ``inputs`` fails on it.
 
     Raises:
-        JobError: it raises.
+        JobError: the batch cannot be used, or the function raises.
     """
+    num_rows(batch)
     if job.inputs is None:
         return
     try:

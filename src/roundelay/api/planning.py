@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roundelay.api.job_check import check_inputs, check_job
+from roundelay.api.quiet import without_dumps
 from roundelay.api.threads import one_thread
 from roundelay.errors import PlanError, RoundelayError, UserCodeError
 from roundelay.frontend import Captured
@@ -47,7 +48,8 @@ def capture(job: Job, *, seed: int = 0) -> Captured:
     with one_thread():
         sample = first_batch(job.batches, seed)
         check_inputs(job, sample)
-        captured = capture_model(job.model, job.loss, sample, job.inputs)
+        with without_dumps():
+            captured = capture_model(job.model, job.loss, sample, job.inputs)
         build_scheduler(job.scheduler, build_optimizer(job.optimizer, list(job.model.named_parameters())))
         return captured
 

@@ -23,7 +23,7 @@ the same bits wherever it is cut and whatever carries the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +53,14 @@ class Tape:
         roots: outputs still joined to their graph, by name; only those that a gradient can enter.
         inputs: leaves of the inputs that want a gradient, by name.
         parameters: leaves of the trained parameters, by name.
-        weights: where ``mixed`` finds the backward's weights.
+        weights: where ``mixed`` finds the backward's weights; None for ``stash``.
         storages: bytes of each storage that is held for backward, by its address; parameters are not counted.
     """
 
     roots: Tensors
     inputs: Tensors
     parameters: Tensors
-    weights: Weights
+    weights: Weights | None
     storages: dict[int, int]
 
 
@@ -84,9 +84,9 @@ class Segment:
 
     def forward(
         self,
-        params: Tensors,
+        params: Mapping[str, torch.Tensor],
         buffers: Tensors,
-        inputs: dict[str, Any],
+        inputs: Mapping[str, Any],
         draw: Draw,
         *,
         mixed: bool = False,
@@ -105,9 +105,9 @@ class Segment:
         # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
         leaves = {n: params[n].data.requires_grad_(n in self.trainable) for n in self.spec.parameters}
         values = {n: self._leaf(n, inputs[n]) for n in self.spec.inputs}
-        weights = Weights()
+        weights = Weights() if mixed else None
         storages: dict[int, int] = {}
-        hooks = _Hooks(list(leaves.values()), weights if mixed else None, storages if measure else None)
+        hooks = _Hooks(list(leaves.values()), weights, storages if measure else None)
         with torch.enable_grad(), hooks.active():
             made = self._run(leaves, buffers, values, draw)
             made = [_boundary(value, hooks.owned) for value in made]
@@ -129,7 +129,7 @@ class Segment:
         return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}, tape
 
     def backward(
-        self, tape: Tape, grad_outputs: dict[str, torch.Tensor | None], params: Tensors
+        self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
         """Gradients of inputs and parameters, by name; a name is missing where no gradient arrives.
 
@@ -138,7 +138,8 @@ class Segment:
             grad_outputs: gradients of the outputs by name; None or missing means none.
             params: the weights that ``mixed`` reads; the others ignore them.
         """
-        tape.weights.live = [params[n] for n in self.spec.parameters]
+        if tape.weights is not None:
+            tape.weights.live = [params[n] for n in self.spec.parameters]
         arrived = {n: grad for n, grad in grad_outputs.items() if grad is not None}
         entering = [(root, arrived[n]) for n, root in tape.roots.items() if n in arrived]
         leaves = [*tape.inputs.values(), *tape.parameters.values()]

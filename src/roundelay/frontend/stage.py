@@ -104,7 +104,7 @@ class StageFunction:
         of_params: Tensors = {}
         for segment, part in zip(reversed(self.segments), reversed(tapes), strict=True):
             entering = {n: grads.pop(n, None) for n in segment.spec.outputs}
-            of_inputs, own = segment.backward(part, entering, dict(params))
+            of_inputs, own = segment.backward(part, entering, params)
             grads.update(of_inputs)
             of_params.update(own)
         return {n: grads[n] for n in self.inputs if n in grads}, of_params
@@ -122,7 +122,7 @@ class StageFunction:
         """Run every segment forward with a tape, adding its outputs to ``values``."""
         tapes = []
         for segment in self.segments:
-            made, tape = segment.forward(dict(params), buffers, values, draw, mixed=mixed, measure=measure)
+            made, tape = segment.forward(params, buffers, values, draw, mixed=mixed, measure=measure)
             values.update(made)
             tapes.append(tape)
         return tapes

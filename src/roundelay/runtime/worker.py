@@ -119,6 +119,7 @@ class _Worker:
         )
         self.tally = _Tally(time.perf_counter())
         self.events: list[list[object]] = []
+        self.digests: list[list[object]] = []
 
     def run(self) -> None:
         """To the end of the program; the loader's own processes, if it has any, end with it."""
@@ -204,8 +205,7 @@ class _Worker:
         )
 
     def _digest(self, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        data = {"of": kind, "number": number, "digest": digest(tensors)}
-        self.report(Report("digest", self.worker, data))
+        self.digests.append([kind, number, digest(tensors)])
 
     def _progress(self, run: Run, now: float) -> None:
         """Tell the busy share, at most ten times a second."""
@@ -216,6 +216,8 @@ class _Worker:
             self.report(Report("progress", self.worker, data))
 
     def _tell_events(self) -> None:
+        if self.digests:
+            self.report(Report("digest", self.worker, {"digests": self.digests}))
         for start in range(0, len(self.events), 4096):
             self.report(Report("events", self.worker, {"events": self.events[start : start + 4096]}))
 

@@ -1,0 +1,158 @@
+"""An error in the person's own code on a worker, wherever it strikes, ends the run at once and is told by its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from roundelay.observe.metrics import read_metrics
+from tests.cli.harness import here, job_file, one_screen
+
+Capture = pytest.CaptureFixture[str]
+
+BEFORE = """
+import os, sys, threading
+
+HOME = os.getpid()
+
+def on_worker():
+    return os.getpid() != HOME or threading.current_thread().name.startswith("worker")
+
+class Break(torch.autograd.Function):
+    '''The identity; what it does in a run depends on the values.'''
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no way back")
+
+class Step(torch.optim.SGD):
+    number = 0
+
+    def step(self, closure=None):
+        self.number += 1
+        if on_worker() and self.number > 3:
+            raise RuntimeError("no step")
+        return super().step()
+
+def at(number, change):
+    def batches(epoch):
+        for i, batch in enumerate(mlp.batches(epoch)):
+            yield change(batch) if i == number else batch
+    return batches
+
+def fail(text):
+    raise RuntimeError(text)
+
+def loss(outputs, batch):
+    if on_worker() and batch["y"].sum() < 0:
+        raise RuntimeError("a loss on fire")
+    return mlp.loss(outputs, batch)
+
+def leave(outputs, batch):
+    if on_worker():
+        sys.exit(0)
+    return mlp.loss(outputs, batch)
+
+def first(outputs, batch):
+    return fail("at once") if on_worker() else mlp.loss(outputs, batch)
+
+def way(outputs, batch):
+    return mlp.loss(Break.apply(outputs) if on_worker() else outputs, batch)
+"""
+
+#: what breaks, whether updates come before it, and what the screen must tell
+CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "the model's forward": (
+        "batches=at(3, lambda b: {'x': b['x'][:, :4], 'y': b['y']})",
+        True,
+        ("stage 0, forward of micro-batch 3", "cannot be multiplied"),
+    ),
+    "the loss": (
+        "loss=loss, batches=at(3, lambda b: b | {'y': b['y'] - 9})",
+        True,
+        ("stage 1, forward of micro-batch 3", "a loss on fire", "job.py:"),
+    ),
+    "the first loss": ("loss=first", False, ("stage 1, forward of micro-batch 0", "at once")),
+    "an exit in the loss": ("loss=leave", False, ("stage 1, forward of micro-batch 0", "SystemExit")),
+    "the backward": ("loss=way", True, ("stage 1, backward of micro-batch 0", "no way back")),
+    "the loader": ("batches=at(3, lambda b: fail('no disk'))", True, ("batch 3 of batches(0)", "no disk")),
+    "a batch that is none": ("batches=at(3, lambda b: 7)", True, ("stage 0, read of micro-batch 3", "without any")),
+    "a batch without rows": (
+        "batches=at(3, lambda b: {k: v[:0] for k, v in b.items()})",
+        True,
+        ("stage 0, read of micro-batch 3", "{'x': 0, 'y': 0}"),
+    ),
+    "a batch without labels": (
+        "batches=at(3, lambda b: {'x': b['x']})",
+        True,
+        ("stage 0, read of micro-batch 3", "'y'"),
+    ),
+    "a loss that is not finite": (
+        "batches=at(3, lambda b: {'x': b['x'] * float('inf'), 'y': b['y']})",
+        True,
+        ("the loss of stage 1, micro-batch 3 (update 3)", "nan", "learning rate"),
+    ),
+    "the optimizer's step": ("optimizer=lambda n: Step(n, lr=0.1)", True, ("update of micro-batch 3", "no step")),
+    "evaluate": ("evaluate=lambda m: fail('no score')", True, ("Job(evaluate=...) after update 4", "no score")),
+    "a score that is none": ("evaluate=lambda m: {'score': 'high'}", True, ("Job(evaluate=...)", "'high'")),
+}
+
+
+def whole_or_nothing(updates: bool) -> None:
+    """Assert that no run folder is left, or one in which everything can be read."""
+    runs = [entry for entry in Path("runs").iterdir() if not entry.is_symlink()] if Path("runs").exists() else []
+    assert bool(runs) == updates
+    for run in runs:
+        assert (run / "plan.toml").read_text()
+        assert read_metrics(run / "metrics.jsonl")
+        assert not {entry.name for entry in run.iterdir()} - {"plan.toml", "metrics.jsonl", "checkpoint"}
+        if (run / "checkpoint").exists():
+            assert json.loads((run / "checkpoint" / "checkpoint.json").read_text())["kind"] == "roundelay checkpoint"
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_exception_on_a_worker_is_told_with_its_place(
+    capsys: Capture, workplace: Path, case: str, transport: str
+) -> None:
+    changes, updates, words = CASES[case]
+    job = job_file(workplace, changes, BEFORE)
+    said = here(
+        capsys, "train", job, "--workers", 2, "--steps", 5, "--no-baseline", "--transport", transport, "--rule", "1f1b",
+        "--micro-batches", 1,
+    )  # fmt: skip
+    one_screen(said, *words)
+    assert said.code == (2 if "batch" in case else 1)
+    whole_or_nothing(updates)
+
+
+def test_a_showcase_that_raises_leaves_a_whole_run(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "showcase=lambda m: fail('no show')", BEFORE)
+    said = here(capsys, "train", job, "--workers", 2, "--steps", 2, "--no-baseline")
+    one_screen(said, "Job(showcase=...)", "no show", "the run itself is complete")
+    assert {"summary.json", "trace.json", "checkpoint"} <= set(os.listdir("runs/latest/"))
+
+
+def test_a_showcase_shows_the_trained_model(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "showcase=lambda m: f'training: {m.training}'")
+    said = here(capsys, "train", job, "--workers", 2, "--steps", 2, "--no-baseline")
+    assert "training: False" in said.out
+
+
+def test_a_loss_that_fails_while_the_stages_are_measured_is_told(capsys: Capture, workplace: Path) -> None:
+    before = BEFORE + """
+calls = []
+
+def second(outputs, batch):
+    calls.append(1)
+    return mlp.loss(outputs, batch) if len(calls) < 2 else fail("only once")
+"""
+    said = here(capsys, "plan", job_file(workplace, "loss=second", before))
+    one_screen(said, "measuring the stages", "only once")
