@@ -37,7 +37,12 @@ def test_train_leaves_a_whole_run_folder_and_latest_points_at_it(capsys: Capture
     (run,) = [entry for entry in Path("runs").iterdir() if not entry.is_symlink()]
     assert (Path("runs") / "latest").resolve() == run.resolve()
     summary = whole(run, 4)
-    assert (summary["rule"], summary["workers"], summary["transport"], summary["steps"]) == ("pipeoptim", 2, "memory", 4)
+    assert (summary["rule"], summary["workers"], summary["transport"], summary["steps"]) == (
+        "pipeoptim",
+        2,
+        "memory",
+        4,
+    )
     losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl")]
     assert [summary["loss_first"], summary["loss_last"]] == [losses[0], losses[-1]]
     assert float(str(summary["samples_per_second"])) > 0

@@ -147,12 +147,15 @@ def test_a_showcase_shows_the_trained_model(capsys: Capture, workplace: Path) ->
 
 
 def test_a_loss_that_fails_while_the_stages_are_measured_is_told(capsys: Capture, workplace: Path) -> None:
-    before = BEFORE + """
+    before = (
+        BEFORE
+        + """
 calls = []
 
 def second(outputs, batch):
     calls.append(1)
     return mlp.loss(outputs, batch) if len(calls) < 2 else fail("only once")
 """
+    )
     said = here(capsys, "plan", job_file(workplace, "loss=second", before))
     one_screen(said, "measuring the stages", "only once")

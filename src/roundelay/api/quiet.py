@@ -36,6 +36,6 @@ class _Held:
 def without_dumps() -> Iterator[None]:
     """Hold back what this thread writes to stderr: shown when the block ends well, dropped with an error."""
     held = _Held(sys.stderr)
-    with redirect_stderr(held):  # type: ignore[type-var]
+    with redirect_stderr(held):
         yield
     sys.stderr.write("".join(held.parts))

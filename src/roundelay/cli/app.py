@@ -28,6 +28,9 @@ from roundelay.observe.trace import Span, write_trace
 from roundelay.runtime.tamper import WAYS
 from roundelay.viz import LEGEND, staircase
 
+_INTERRUPTED = 130
+"""Exit code of what Ctrl-C has ended: 128 and the signal's number."""
+
 app = typer.Typer(
     help="Train ordinary PyTorch models through a pipeline, planned, explained, and proved bit for bit.",
     no_args_is_help=True,
@@ -221,6 +224,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
     try:
         traced = debug.level() >= 1
         result = command(standalone_mode=False)
+        if result == _INTERRUPTED:  # typer turns Ctrl-C into this
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
         show_error(error, as_json, traced)
@@ -229,7 +234,7 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
         return ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
         stderr.print("Interrupted. Every worker has been ended; the last checkpoint is whole.")
-        return 130
+        return _INTERRUPTED
     except typer.TyperException as error:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))

@@ -1,0 +1,180 @@
+"""A run that is told to end, or loses a worker, ends quickly and leaves no process; two runs do not meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import SCREEN_LINES, Said, finish, job_file, start
+
+#: Seconds that a command may take to come to life on a busy machine, and to end.
+START_S, END_S = 60.0, 10.0
+SLOW = """
+import time
+
+def slow(epoch):
+    for batch in mlp.batches(epoch):
+        time.sleep(0.05)
+        yield batch
+"""
+OPTIONS = ("--workers", 2, "--steps", 9999, "--no-baseline", "--out", "run")
+
+Running = subprocess.Popen[str]
+
+
+def until(ready: Callable[[], bool], process: Running) -> None:
+    """Wait until something holds of a running command."""
+    deadline = time.monotonic() + START_S
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def trains(folder: Path) -> Callable[[], bool]:
+    """Whether a run has made an update."""
+    metrics = folder / "run" / "metrics.jsonl"
+    return lambda: metrics.exists() and metrics.stat().st_size > 0
+
+
+@contextlib.contextmanager
+def running(folder: Path, *args: object) -> Iterator[Running]:
+    """A command in a process group of its own; none of the group is left when the block ends."""
+    process = start(folder, *args)
+    try:
+        yield process
+        deadline = time.monotonic() + END_S
+        while group(process) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not group(process), "processes are left"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+
+
+def group(process: Running) -> list[int]:
+    """Members of a command's process group that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == process.pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def ended(process: Running) -> Said:
+    """Wait for the end, which must come soon."""
+    began = time.monotonic()
+    said = finish(process, START_S)
+    assert time.monotonic() - began < END_S
+    assert "Traceback" not in said.err, said.err
+    assert len(said.err.splitlines()) <= SCREEN_LINES
+    return said
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_ctrl_c_in_training_ends_everything(workplace: Path, transport: str) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    folders = [workplace / "to the whole group", workplace / "to the parent alone"]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(running(folder, "train", job, *OPTIONS, "--transport", transport)) for folder in folders
+        ]
+        for folder, process in zip(folders, runs, strict=True):
+            until(trains(folder), process)
+        os.killpg(runs[0].pid, signal.SIGINT)
+        os.kill(runs[1].pid, signal.SIGINT)
+        for folder, process in zip(folders, runs, strict=True):
+            said = ended(process)
+            assert said.code == 130, said.err
+            assert "Interrupted" in said.err
+            assert {entry.name for entry in (folder / "run").iterdir()} == {"plan.toml", "metrics.jsonl"}
+
+
+def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
+    before = "import pathlib, time\n\ndef wait():\n    pathlib.Path('here').touch()\n    time.sleep(60)\n"
+    job = job_file(workplace, "**{'model': wait()}", before)
+    with running(workplace, "train", job, *OPTIONS) as process:
+        until((workplace / "here").exists, process)
+        os.kill(process.pid, signal.SIGINT)
+        assert ended(process).code == 130
+    with running(workplace, "train", job, *OPTIONS) as process:
+        time.sleep(0.5)  # torch is being loaded
+        os.kill(process.pid, signal.SIGINT)
+        said = ended(process)
+    assert said.code in (130, -signal.SIGINT)
+    assert not (workplace / "run").exists()
+
+
+def test_a_killed_worker_is_told_by_name_and_signal(workplace: Path) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    with running(workplace, "train", job, *OPTIONS, "--transport", "gloo") as process:
+        until(trains(workplace), process)
+        victim = max(set(group(process)) - {process.pid})
+        os.kill(victim, signal.SIGKILL)
+        said = ended(process)
+    assert said.code == 1
+    assert re.search(rf"worker [01] \(process {victim}\)", said.told), said.err
+    assert "SIGKILL" in said.told
+
+
+def test_workers_end_when_their_launcher_is_killed(workplace: Path) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    with running(workplace, "train", job, *OPTIONS, "--transport", "gloo") as process:
+        until(trains(workplace), process)
+        assert len(group(process)) == 3
+        os.kill(process.pid, signal.SIGKILL)
+        finish(process)
+
+
+def test_two_runs_at_once_work_and_nobody_outside_can_reach_them(workplace: Path) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    folders = [workplace / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                running(folder, "train", job, *OPTIONS[:2], "--steps", 60, *OPTIONS[4:], "--transport", "gloo")
+            )
+            for folder in folders
+        ]
+        for folder, process in zip(folders, runs, strict=True):
+            until(trains(folder), process)
+        for process in runs:
+            members = group(process)
+            assert len(members) == 3
+            assert all(address in LOOPBACK for address in listeners(members)), listeners(members)
+        assert [finish(process).code for process in runs] == [0, 0]
+
+
+#: 127.0.0.1, ::1, and the former written as the latter, as /proc prints them on a little-endian machine.
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def listeners(pids: list[int]) -> list[str]:
+    """Local addresses at which any of the processes listens."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets |= set(re.findall(r"socket:\[(\d+)\]", str(link.readlink())))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.append(fields[1].split(":")[0])
+    return found
