@@ -22,8 +22,8 @@ venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
 train: $(DONE) ## Train the example, a small character-level GPT
 	@$(BIN)/roundelay train examples/char_gpt.py
 
-test: $(DONE) ## Run the tests
-	@$(BIN)/pytest
+test: $(DONE) ## Run the tests, on two processes
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(DONE) ## Check style, formatting, types and import contracts
 	@$(BIN)/ruff check .

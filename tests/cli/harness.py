@@ -100,9 +100,8 @@ def job_file(folder: Path, changes: str, before: str = "") -> Path:
         before: lines in front of the job.
     """
     path = folder / "job.py"
-    path.write_text(
-        f"import torch\nfrom torch import nn\nimport mlp\n\n{before}\n\ndef job(seed):\n    return mlp.make({changes})\n"
-    )
+    head = "import torch\nfrom torch import nn\nimport mlp\n"
+    path.write_text(f"{head}\n{before}\n\ndef job(seed):\n    return mlp.make({changes})\n")
     return path
 
 

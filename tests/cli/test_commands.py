@@ -170,8 +170,15 @@ class Noise(Dataset):
 
 
 def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Path) -> None:
-    said: Said = finish(start(workplace, "train", MLP, "--workers", 2, "--steps", 3, "--json"))
+    said: Said = finish(start(workplace, "train", MLP, *FAST, "--steps", 3, "--json"))
     assert (said.code, said.err) == (0, "")
     assert said.json["steps"] == 3
-    assert all(rate > 0 for rate in said.json["plain_samples_per_second"].values())
-    assert len(said.json["plain_samples_per_second"]) >= 1
+
+
+def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundelay.api.baseline.BUDGET_S", 0.2)
+    told = here(capsys, "train", MLP, "--workers", 2, "--steps", 3, "--json").json
+    assert told["plain_samples_per_second"]["1"] > 0
+    shown = here(capsys, "train", MLP, "--workers", 2, "--steps", 3)
+    assert "plain PyTorch, 1 thread(s)" in shown.out
+    assert "this run:" in shown.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,32 @@ def second(outputs, batch):
     )
     said = here(capsys, "plan", job_file(workplace, "loss=second", before))
     one_screen(said, "measuring the stages", "only once")
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_worker_that_is_killed_is_told_before_those_that_miss_it(capsys: Capture, workplace: Path, name: str) -> None:
+    before = (
+        BEFORE
+        + f"""
+import signal
+
+class Die(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        os.kill(os.getpid(), signal.{name})
+        return grad
+
+def loss(outputs, batch):
+    return mlp.loss(Die.apply(outputs) if os.getpid() != HOME else outputs, batch)
+"""
+    )
+    job = job_file(workplace, "loss=loss", before)
+    for _ in range(3):  # who is heard first is chance
+        said = here(capsys, "train", job, "--workers", 3, "--no-baseline", "--transport", "gloo", "--out", "run")
+        one_screen(said, "worker 2 (process", f"was killed by {name}", "smaller micro-batches")
+        assert said.code == 1
+        shutil.rmtree("run", ignore_errors=True)

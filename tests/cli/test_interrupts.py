@@ -82,25 +82,31 @@ def ended(process: Running) -> Said:
     return said
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
-def test_ctrl_c_in_training_ends_everything(workplace: Path, transport: str) -> None:
+@contextlib.contextmanager
+def two_in_training(workplace: Path, *args: object) -> Iterator[list[tuple[Path, Running]]]:
+    """Two runs at once, each in a folder of its own, that have begun to train."""
     job = job_file(workplace, "batches=slow", SLOW)
-    folders = [workplace / "to the whole group", workplace / "to the parent alone"]
+    folders = [workplace / "a", workplace / "b"]
     for folder in folders:
         folder.mkdir()
     with contextlib.ExitStack() as stack:
-        runs = [
-            stack.enter_context(running(folder, "train", job, *OPTIONS, "--transport", transport)) for folder in folders
-        ]
-        for folder, process in zip(folders, runs, strict=True):
+        runs = [(folder, stack.enter_context(running(folder, "train", job, *OPTIONS, *args))) for folder in folders]
+        for folder, process in runs:
             until(trains(folder), process)
-        os.killpg(runs[0].pid, signal.SIGINT)
-        os.kill(runs[1].pid, signal.SIGINT)
-        for folder, process in zip(folders, runs, strict=True):
+        yield runs
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_ctrl_c_in_training_ends_everything(workplace: Path, transport: str) -> None:
+    with two_in_training(workplace, "--transport", transport) as runs:
+        os.killpg(runs[0][1].pid, signal.SIGINT)  # as a terminal does
+        os.kill(runs[1][1].pid, signal.SIGINT)  # as `kill -INT` does
+        for folder, process in runs:
             said = ended(process)
             assert said.code == 130, said.err
             assert "Interrupted" in said.err
-            assert {entry.name for entry in (folder / "run").iterdir()} == {"plan.toml", "metrics.jsonl"}
+            left = {entry.name for entry in (folder / "run").iterdir()}
+            assert left - {"checkpoint"} == {"plan.toml", "metrics.jsonl"}  # after an epoch there is a checkpoint
 
 
 def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
@@ -118,46 +124,28 @@ def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
     assert not (workplace / "run").exists()
 
 
-def test_a_killed_worker_is_told_by_name_and_signal(workplace: Path) -> None:
-    job = job_file(workplace, "batches=slow", SLOW)
-    with running(workplace, "train", job, *OPTIONS, "--transport", "gloo") as process:
-        until(trains(workplace), process)
-        victim = max(set(group(process)) - {process.pid})
+def test_a_killed_worker_is_told_by_name_and_signal_and_a_killed_launcher_takes_its_workers_along(
+    workplace: Path,
+) -> None:
+    with two_in_training(workplace, "--transport", "gloo") as ((_, robbed), (_, orphaning)):
+        victim = max(set(group(robbed)) - {robbed.pid})
         os.kill(victim, signal.SIGKILL)
-        said = ended(process)
+        said = ended(robbed)
+        assert len(group(orphaning)) == 3
+        os.kill(orphaning.pid, signal.SIGKILL)
+        finish(orphaning)
     assert said.code == 1
     assert re.search(rf"worker [01] \(process {victim}\)", said.told), said.err
     assert "SIGKILL" in said.told
 
 
-def test_workers_end_when_their_launcher_is_killed(workplace: Path) -> None:
-    job = job_file(workplace, "batches=slow", SLOW)
-    with running(workplace, "train", job, *OPTIONS, "--transport", "gloo") as process:
-        until(trains(workplace), process)
-        assert len(group(process)) == 3
-        os.kill(process.pid, signal.SIGKILL)
-        finish(process)
-
-
 def test_two_runs_at_once_work_and_nobody_outside_can_reach_them(workplace: Path) -> None:
-    job = job_file(workplace, "batches=slow", SLOW)
-    folders = [workplace / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                running(folder, "train", job, *OPTIONS[:2], "--steps", 60, *OPTIONS[4:], "--transport", "gloo")
-            )
-            for folder in folders
-        ]
-        for folder, process in zip(folders, runs, strict=True):
-            until(trains(folder), process)
-        for process in runs:
+    with two_in_training(workplace, "--transport", "gloo", "--steps", 30) as runs:
+        for _, process in runs:
             members = group(process)
             assert len(members) == 3
             assert all(address in LOOPBACK for address in listeners(members)), listeners(members)
-        assert [finish(process).code for process in runs] == [0, 0]
+        assert [finish(process).code for _, process in runs] == [0, 0]
 
 
 #: 127.0.0.1, ::1, and the former written as the latter, as /proc prints them on a little-endian machine.

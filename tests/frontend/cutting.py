@@ -31,8 +31,9 @@ def captured_of(name: str) -> Captured:
 
 
 def sample(name: str, seed: int = 1) -> Batch:
-    """Four rows of a model's data."""
-    return rows(ZOO[name].batches(seed, 1)[0], 0, ROWS)
+    """Four rows of a model's data, in memory of their own."""
+    batch = rows(ZOO[name].batches(seed, 1)[0], 0, ROWS)
+    return {n: t.clone() for n, t in batch.items()} if isinstance(batch, dict) else tuple(t.clone() for t in batch)
 
 
 def weights_of(captured: Captured, noise: float = 0.0, seed: int = 3) -> Tensors:

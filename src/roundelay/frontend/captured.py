@@ -81,6 +81,15 @@ class Captured:
                     remedy="The model fixes these sizes while it is captured (a recurrent layer fixes its length): "
                     "pad every batch to the same size.",
                 )
+        try:
+            self._exported.guard(tensors)
+        except AssertionError as error:
+            raise JobError(
+                "the tensors of the model's call",
+                got=f"sizes {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}: {error}",
+                expected="sizes for which the model takes the same way as for the first batch",
+                remedy="The model branches on sizes while it is captured: make the batches alike in what it asks for.",
+            ) from error
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Every parameter of the graph by its first name; the person's own objects."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.face import CallShape, Face, OutputShape
@@ -45,13 +46,16 @@ class Exported:
         module: owns ``module.graph`` and the sub-graphs of higher-order operations.
         roles: placeholder name to its role.
         output_shape: layout of the model's result.
-        sizes: for each tensor of the call, the sizes that export has fixed; None where any size will do.
+        sizes: for each tensor of the call, the sizes that export has fixed; None where others will do.
+        guard: takes the call's tensors and raises AssertionError where their sizes would have led the model another
+            way than the exported one: besides fixed sizes, bounds (``x.size()[0] >= 4``) and relations.
     """
 
     module: torch.fx.GraphModule
     roles: dict[str, Role]
     output_shape: OutputShape
     sizes: tuple[tuple[int | None, ...], ...]
+    guard: Callable[[Sequence[torch.Tensor]], None]
 
 
 def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
@@ -78,7 +82,8 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
                 continue
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
-        return Exported(program.graph_module, _roles(program, model), face.output_shape, _sizes(program))
+        roles = _roles(program, model)
+        return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
@@ -150,7 +155,18 @@ def _users_line(error: Exception) -> str:
 def _sizes(program: torch.export.ExportedProgram) -> tuple[tuple[int | None, ...], ...]:
     inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
-    return tuple(tuple(s if isinstance(s, int) else None for s in node.meta["val"].shape) for node in placeholders)
+    return tuple(tuple(int(s) if is_concrete_int(s) else None for s in node.meta["val"].shape) for node in placeholders)
+
+
+def _guard(program: torch.export.ExportedProgram) -> Callable[[Sequence[torch.Tensor]], None]:
+    """What export has assumed of the sizes, as the exported module itself would check it."""
+    module = program.module()
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in module.graph.nodes:
+        if node.op == "call_module" and str(node.target) == "_guards_fn":
+            check, places = module.get_submodule(str(node.target)), [placeholders.index(arg) for arg in node.args]
+            return lambda tensors: check(*(tensors[i] for i in places))
+    return lambda tensors: None
 
 
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:

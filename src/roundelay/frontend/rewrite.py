@@ -167,7 +167,8 @@ def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Wri
             raise _writes_state(exported, node, family)
         if "buffer" in kinds:
             continue
-        seen_later = [m for m in family if m is not written and any(order[user] > order[node] for user in m.users)]
+        others = [m for m in family if m is not written and order[m] < order[node]]
+        seen_later = any(order[user] > order[node] for member in others for user in member.users)
         twin = _twin(node)
         if twin is not None and node.args[0] is written and not seen_later:
             node.target = twin

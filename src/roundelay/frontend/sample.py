@@ -128,8 +128,8 @@ def _legal_cuts(
             last_use[name] = max(last_use.get(name, -1), i)
     closed = [False] * len(ops)
     for name, value in values.items():
-        if value.kind == "other" and name in position:
-            closed[position[name] : last_use.get(name, -1)] = [True] * (last_use.get(name, -1) - position[name])
+        if value.kind == "other" and name in last_use and name in position:
+            closed[position[name] : last_use[name]] = [True] * (last_use[name] - position[name])
     for names in cleaned.uncuttable:
         places = [position[name] for name in names if name in position]  # the others were pruned
         if places:

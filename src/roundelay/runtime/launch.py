@@ -110,8 +110,16 @@ class _Tally:
             self.failures.append(report)
 
     def raise_failure(self) -> None:
-        """Raise the first cause, if there is one: what a worker met itself before what it met in another."""
-        ordered = sorted(self.failures, key=lambda failure: failure.data["kind"] == "WorkerLostError")
+        """Raise the first cause, if there is one: what a worker met itself before what it met in another.
+
+        Of a worker that is gone, its own death (with its signal) comes before what the others saw of it.
+        """
+
+        def order(failure: Report) -> tuple[bool, bool]:
+            lost = failure.data["kind"] == "WorkerLostError"
+            return lost, lost and not failure.data["subject"].startswith(f"worker {failure.worker} ")
+
+        ordered = sorted(self.failures, key=order)
         if ordered:
             data = ordered[0].data
             kind = getattr(errors, data["kind"])

@@ -1,0 +1,115 @@
+"""The library as a notebook uses it, in a fresh interpreter; and what needs no torch loads none."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import roundelay
+from roundelay.errors import CaptureError, JobError, UserCodeError
+from tests.api.jobs import make, mlp
+from tests.cli.harness import environment
+
+NOTEBOOK = """
+import torch, roundelay
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(4)]
+job = roundelay.Job(
+    model=model,
+    loss=lambda outputs, batch: torch.nn.functional.cross_entropy(outputs, batch[-1]),
+    batches=lambda epoch: data,
+    optimizer=lambda named: torch.optim.Adam(named, lr=0.05),
+)
+before = model[0].weight.clone()
+captured = roundelay.capture(job)
+plan = roundelay.plan(job, workers=2, rule="pipeoptim", captured=captured)
+print(roundelay.simulate(plan).makespan_s > 0)
+result = roundelay.train(job, plan=plan, steps=12, save_to="here")
+print(len(result.updates), result.updates[-1].loss < result.updates[0].loss)
+print(not torch.equal(before, model[0].weight), torch.equal(model[0].weight, result.snapshot.parameters["0.weight"]))
+plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+print(torch.equal(roundelay.load(plain, "here")[0].weight, model[0].weight))
+print(roundelay.verify(job, plan=plan, steps=3).equal)
+"""
+
+WITHOUT_TORCH = """
+import sys, roundelay
+from roundelay import Plan, register_rule, UpdateRule, RoundelayError
+import roundelay.ir.plan, roundelay.ir.program, roundelay.ir.rule, roundelay.schedules, roundelay.sim, roundelay.viz
+import roundelay.planner.stages, roundelay.planner.prove, roundelay.lower.check, roundelay.actor.machine
+assert "torch" not in sys.modules
+"""
+
+
+def fresh(code: str, folder: Path) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_notebook_captures_plans_simulates_trains_loads_and_verifies(tmp_path: Path) -> None:
+    assert fresh(NOTEBOOK, tmp_path).split() == ["True", "12", "True", "True", "True", "True", "True"]
+
+
+def test_plans_programs_and_the_simulator_load_no_torch(tmp_path: Path) -> None:
+    fresh(WITHOUT_TORCH, tmp_path)
+
+
+def test_an_unknown_name_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(AttributeError, match="capture, load, plan"):
+        _ = roundelay.pla
+
+
+def test_evaluate_sees_the_newest_weights_in_eval_mode_after_every_epoch() -> None:
+    seen: list[tuple[bool, torch.Tensor]] = []
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        seen.append((model.training, model.get_parameter("0.weight").clone()))
+        return {"rows": torch.rand(1).item()}
+
+    model = mlp()
+    state = torch.random.get_rng_state()
+    result = roundelay.train(make(model, evaluate=evaluate), epochs=2)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [evaluated.updates for evaluated in result.evaluations] == [5, 10]
+    assert [training for training, _ in seen] == [False, False]
+    assert torch.equal(seen[-1][1], model.get_parameter("0.weight"))
+    assert not torch.equal(seen[0][1], seen[1][1])
+    assert model.training
+
+
+def test_a_wrong_choice_or_job_is_refused_by_name() -> None:
+    job = make()
+    with pytest.raises(TypeError, match="colour"):
+        roundelay.plan(job, colour="red")
+    with pytest.raises(CaptureError, match="stages"):
+        roundelay.plan(job, workers=99)
+    with pytest.raises(JobError, match="Job\\(loss="):
+        roundelay.capture(make(loss=3))
+    with pytest.raises(UserCodeError, match="division by zero"):
+        roundelay.train(make(evaluate=lambda model: {"score": 1 / 0}), steps=1)
+
+
+def test_a_failed_run_leaves_the_model_usable_and_a_second_one_works() -> None:
+    job = make(mlp())
+
+    def broken(epoch: int) -> list[object]:
+        return [*itertools.islice(job.batches(epoch), 3), 7]
+
+    with pytest.raises(JobError, match="micro-batch"):
+        roundelay.train(make(job.model, batches=broken), epochs=1)
+    assert roundelay.verify(job, steps=4).equal

@@ -1,0 +1,203 @@
+"""Every field of a plan acts: another value changes what is simulated or run, or is refused.
+
+A field without an entry in ``ACTS`` fails, so that none can be added that nobody obeys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import roundelay
+from roundelay.actor.machine import Run
+from roundelay.api.training import Length, Session, Trained
+from roundelay.cli.report import show_simulation, simulation_json
+from roundelay.errors import DeadlineError, PlanError
+from roundelay.frontend import Captured
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import EdgePlan, Plan, StagePlan
+from roundelay.job import Job
+from roundelay.lower.check import programs_of
+from roundelay.runtime.handlers import Context, do_forward
+from tests.api.jobs import make, mlp
+
+
+@functools.cache
+def given() -> tuple[Job, Captured, Plan]:
+    """A job, captured, and a plan of three stages with times that depend on no measurement."""
+    job = make(mlp())
+    captured = roundelay.capture(job)
+    made = roundelay.plan(job, workers=3, captured=captured, micro_batches=2, backward="stash")
+    stages = tuple(
+        dataclasses.replace(stage, forward_s=0.002, backward_s=0.004, update_s=0.001) for stage in made.stages
+    )
+    edges = tuple(dataclasses.replace(edge, forward_bytes=500, backward_bytes=400) for edge in made.edges)
+    return job, captured, dataclasses.replace(made, stages=stages, edges=edges, latency_s=1e-4, bytes_per_s=1e6)
+
+
+def edited(changes: dict[str, Any]) -> Plan:
+    """The plan with fields changed, written and read; ``stages.`` and ``edges.`` name those of the first part."""
+    plan = given()[2]
+    for path, value in changes.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            first, *rest = getattr(plan, group)
+            name, value = group, (dataclasses.replace(first, **{name: value}), *rest)
+        plan = dataclasses.replace(plan, **{name: value})
+    return Plan.parse(plan.text())
+
+
+def session(plan: Plan, steps: int = 4) -> Session:
+    """A session of the job on a plan, from the first weights on."""
+    job, captured, _ = given()
+    with torch.no_grad():
+        for name, value in mlp().state_dict().items():
+            job.model.state_dict()[name].copy_(value)
+    return Session(job, captured, plan, 0, Length(steps=steps))
+
+
+def run(plan: Plan, **options: Any) -> Trained:
+    """Train."""
+    return session(plan).run(notify=lambda event: None, **options)
+
+
+@functools.cache
+def plain() -> Trained:
+    """The run of the plan as it is."""
+    return run(edited({}))
+
+
+def trains_otherwise(changes: dict[str, Any]) -> bool:
+    """Whether the run computes other weights, which it does in the same way every time."""
+    one, two = (run(edited(changes)).snapshot.parameters for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    return any(not torch.equal(one[name], value) for name, value in plain().snapshot.parameters.items())
+
+
+def slower(changes: dict[str, Any]) -> bool:
+    """Whether the simulated run takes longer."""
+    return roundelay.simulate(edited(changes)).makespan_s > roundelay.simulate(edited({})).makespan_s
+
+
+def refused(changes: dict[str, Any], act: Callable[[Plan], object] = session) -> bool:
+    """Whether the plan is refused."""
+    with pytest.raises(PlanError):
+        act(edited(changes))
+    return True
+
+
+def shows_weights(capsys: pytest.CaptureFixture[str]) -> bool:
+    """The bytes of the weights are simulated with, and told."""
+    plan = edited({"stages.parameter_bytes": 5 * 2**20})
+    simulation = roundelay.simulate(plan)
+    assert simulation_json(plan, simulation)["per_worker"][0]["parameter_bytes"] == 5 * 2**20
+    show_simulation(plan, simulation, 8)
+    return "5.0 MiB" in capsys.readouterr().out
+
+
+def keeps_deadline(capsys: pytest.CaptureFixture[str]) -> bool:
+    """A silence longer than the deadline is an error, a shorter one is none."""
+
+    def sleep(context: Context, run: Run) -> MicroBatch | None:
+        time.sleep(1.0 if run.g == 1 else 0.0)
+        return do_forward(context, run)
+
+    run(edited({"deadline_s": 60.0}), handlers={1: {"forward": sleep}})
+    with pytest.raises(DeadlineError, match="deadline_s"):
+        run(edited({"deadline_s": 0.2}), handlers={1: {"forward": sleep}})
+    return refused({"deadline_s": 0.0})
+
+
+def peaks(changes: dict[str, Any]) -> tuple[int, dict[int, int], int]:
+    """Bytes of the first stage's tapes, and messages and their bytes on the way to the second one."""
+    workers = roundelay.simulate(edited(changes)).workers
+    return workers[0].tape_bytes_peak, workers[1].unread_peak, workers[1].unread_bytes_peak
+
+
+def cuts_elsewhere(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Another end gives the first stage other operations; an unknown one, and one behind the next, are refused."""
+    graph, ends = given()[1].graph, [stage.segments[-1] for stage in given()[2].stages]
+    other = next(graph.ops[cut].name for cut in graph.cuts if graph.ops[cut].name != ends[0])
+    refused({"stages.segments": ("nowhere",)})
+    refused({"stages.segments": (ends[-1],)})
+    moved = session(edited({"stages.segments": (other,)})).partition.stages[0].segments[-1]
+    return graph.ops[moved.stop - 1].name == other
+
+
+def leaves_the_process(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Over gloo every worker is a process; the weights are the same."""
+    there, here = run(edited({"transport": "gloo"})), plain()
+    assert {worker["pid"] for worker in here.workers.values()} == {os.getpid()}
+    assert all(torch.equal(there.snapshot.parameters[n], w) for n, w in here.snapshot.parameters.items())
+    return len({worker["pid"] for worker in there.workers.values()} - {os.getpid()}) == 3
+
+
+def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
+    """More slots let a fast sender run further ahead."""
+    fast = {"stages.forward_s": 1e-6, "stages.backward_s": 1e-6}
+    into = next(c.id for c in programs_of(edited({}))[1].channels if (c.source, c.target) == (0, 1))
+    ahead = [peaks(fast | {"edges.slots": slots})[1][into] for slots in (1, 2)]
+    assert ahead == [1, 2]
+    return refused({"edges.slots": 0})
+
+
+ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
+    "format": lambda _: refused({"format": 2}),
+    "model": lambda _: refused({"model": "0" * 24}),
+    "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
+    "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
+    "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),
+    "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
+    "transport": leaves_the_process,
+    "deadline_s": keeps_deadline,
+    "latency_s": lambda _: slower({"latency_s": 0.01}),
+    "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
+    "stages.segments": cuts_elsewhere,
+    "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
+    "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
+    "stages.update_s": lambda _: slower({"stages.update_s": 0.02}),
+    "stages.parameter_bytes": shows_weights,
+    "stages.tape_bytes": lambda _: peaks({"stages.tape_bytes": 7})[0] == 3 * 7,  # D - k forwards in flight
+    "edges.source": lambda _: refused({"edges.source": 1}) and refused({"edges.source": 2}, roundelay.simulate),
+    "edges.target": lambda _: refused({"edges.target": 2}) and refused({"edges.target": 3}, roundelay.simulate),
+    "edges.slots": limits_messages,
+    "edges.forward_bytes": lambda _: (
+        slower({"edges.forward_bytes": 9000}) and peaks({"edges.forward_bytes": 9000})[2] > 9000
+    ),
+    "edges.backward_bytes": lambda _: slower({"edges.backward_bytes": 9000}),
+    "edges.gradient": lambda _: refused({"edges.gradient": False}),
+}
+
+
+def test_no_field_of_a_plan_is_left_out() -> None:
+    names = {f.name for f in dataclasses.fields(Plan)} - {"stages", "edges"}
+    names |= {f"stages.{f.name}" for f in dataclasses.fields(StagePlan)}
+    names |= {f"edges.{f.name}" for f in dataclasses.fields(EdgePlan)}
+    assert names == set(ACTS)
+
+
+@pytest.mark.parametrize("field", ACTS)
+def test_a_field_acts(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ACTS[field](capsys)
+
+
+def test_the_number_of_stages_acts() -> None:
+    plan = edited({})
+    assert refused({}, lambda p: session(dataclasses.replace(p, stages=plan.stages[:2], edges=plan.edges[:1])))
+    with pytest.raises(PlanError):
+        Plan.parse(dataclasses.replace(plan, stages=(), edges=()).text())
+
+
+def test_the_simulated_events_are_those_of_the_run() -> None:
+    for changes in ({}, {"predictor": "released-code"}, {"rule": "gpipe", "predictor": "none"}):
+        plan = edited(changes)
+        simulation, trained = roundelay.simulate(plan, batches=4), run(plan)
+        for worker, events in trained.events.items():
+            assert [event[-1] for event in events] == list(simulation.events[worker])
