@@ -153,6 +153,7 @@ roundelay.register_rule(roundelay.UpdateRule(
 
 def test_a_loader_with_processes_of_its_own_leaves_none_behind(capsys: Capture, workplace: Path) -> None:
     data = """
+import os, pathlib
 from torch.utils.data import DataLoader, Dataset
 
 class Noise(Dataset):
@@ -160,6 +161,7 @@ class Noise(Dataset):
         return 48
 
     def __getitem__(self, index):
+        pathlib.Path(f"pid.{os.getpid()}").touch()
         x = torch.randn(6)
         return {"x": x, "y": (x[0] > 0).long()}
 """
@@ -167,6 +169,9 @@ class Noise(Dataset):
     for transport in ("memory", "gloo"):
         said = here(capsys, "verify", job, "--transport", transport, "--steps", 3)
         assert "bit-equal" in said.out, said.told
+        loaders = [path.suffix[1:] for path in workplace.glob("pid.*")]
+        assert loaders
+        assert not [pid for pid in loaders if Path("/proc", pid).exists()], "the loader's processes still run"
 
 
 def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Path) -> None:

@@ -19,7 +19,7 @@ from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
-from roundelay.cli.screen import doing, show_error, show_json, stderr, stdout
+from roundelay.cli.screen import announce, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import train_job
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
@@ -185,10 +185,10 @@ def verify_command(
     _exclusive(steps, epochs)
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, plan_file, as_json)
-    with doing("Training distributed, then in one process ...", as_json):
-        start = None if resume is None else load_checkpoint(resume, captured)
-        session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
-        result = verify_session(session, tamper)
+    announce("Training distributed, then in one process ...", as_json)
+    start = None if resume is None else load_checkpoint(resume, captured)
+    session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
+    result = verify_session(session, tamper)
     if as_json:
         show_json(verification_json(plan, result))
     else:

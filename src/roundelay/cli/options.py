@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from roundelay.api import capture, plan
+from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
@@ -65,9 +66,12 @@ def planned(job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet
     with doing("Capturing the model ...", quiet):
         captured = capture(job, seed=seed)
     if plan_file is not None:
-        return captured, _obey(read_plan(plan_file), choices)
-    with doing("Planning and measuring the stages ...", quiet):
-        return captured, plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+        chosen = _obey(read_plan(plan_file), choices)
+    else:
+        with doing("Planning and measuring the stages ...", quiet):
+            chosen = plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+    show_choices(chosen)
+    return captured, chosen
 
 
 def read_plan(path: Path) -> Plan:

@@ -9,6 +9,10 @@ from roundelay.cli.screen import amount, stdout, table
 from roundelay.ir.plan import Plan
 from roundelay.sim import Simulation
 
+_COLUMNS = """
+in flight: forwards waiting for their backward; tapes: bytes they hold; messages: on the way or unread;
+crossed: updates between a forward's weights and its batch; versions: of the weights, alive at one time"""
+
 
 def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
     """A simulation as one JSON object."""
@@ -52,8 +56,9 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
         f"{plan.rule}, {plan.num_stages} workers, {batches} batches of {plan.micro_batches}: "
         f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
     )
-    columns = ["", "busy", "in flight", "activations", "messages", "weights", "updates crossed", "versions held"]
+    columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
     stdout.print(table(title, columns, rows))
+    stdout.print(_COLUMNS)
 
 
 def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:

@@ -61,6 +61,12 @@ def doing(what: str, quiet: bool) -> Iterator[None]:
         yield
 
 
+def announce(what: str, quiet: bool) -> None:
+    """A line before something that forks: a spinner's thread must not be alive then."""
+    if not quiet:
+        stderr.print(what)
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     """A plain table."""
     made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)

@@ -14,7 +14,8 @@ from roundelay.api.baseline import Baseline, measure
 from roundelay.api.gathering import Evaluated, Event, Saved, Updated
 from roundelay.api.planning import explain
 from roundelay.api.training import Length, Session, Trained, load_checkpoint
-from roundelay.cli.screen import amount, doing, progress, stderr, stdout, table
+from roundelay.cli.developer import show_run
+from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.errors import UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -63,6 +64,7 @@ def train_job(
             folder.plan.unlink(missing_ok=True)
             folder.discard()  # nothing was trained: leave nothing half-made
         raise
+    show_run(trained)
     summary = _summary(plan, trained, plain, folder)
     write_trace(folder.trace, spans_of(trained))
     folder.write_summary(summary)
@@ -75,8 +77,8 @@ def train_job(
 
 def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
-    with doing("Measuring plain PyTorch for a few seconds ...", quiet):
-        found = [measure(job, seed, threads) for threads in counts]
+    announce("Measuring plain PyTorch for a few seconds ...", quiet)
+    found = [measure(job, seed, threads) for threads in counts]
     return [one for one in found if one is not None]
 
 

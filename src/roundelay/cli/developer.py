@@ -1,0 +1,37 @@
+"""What ``ROUNDELAY_DEBUG`` shows on stderr, each level one step deeper: plan, timings, programs, events."""
+
+from __future__ import annotations
+
+import statistics
+
+from roundelay import debug
+from roundelay.api.training import Trained
+from roundelay.cli.screen import stderr
+from roundelay.ir.plan import Plan
+from roundelay.lower.check import programs_of
+
+
+def show_choices(plan: Plan) -> None:
+    """The plan from level 1 on, its programs from level 3 on."""
+    if debug.level() >= 1:
+        stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
+    if debug.level() >= 3:
+        for program in programs_of(plan):
+            stderr.print(str(program), markup=False, soft_wrap=True)
+
+
+def show_run(trained: Trained) -> None:
+    """Median seconds of every instruction beside the plan's from level 2 on, every event from level 4 on."""
+    if debug.level() >= 2:
+        for worker, events in sorted(trained.events.items()):
+            stage = trained.plan.stages[worker]
+            planned = {"forward": stage.forward_s, "backward": stage.backward_s, "update": stage.update_s}
+            for opcode, seconds in planned.items():
+                took = [event[6] - event[5] for event in events if event[0] == opcode]
+                if took:
+                    median = statistics.median(took)
+                    stderr.print(f"worker {worker} {opcode}: {median * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms")
+    if debug.level() >= 4:
+        for worker, events in sorted(trained.events.items()):
+            for event in events:
+                stderr.print(f"worker {worker} {event[8]}", markup=False, soft_wrap=True)
