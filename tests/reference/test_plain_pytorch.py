@@ -48,9 +48,7 @@ def counted(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes
-    ]
+    return [(torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,8 @@ class Session:
 
     def _evaluate(self, snapshot: Snapshot) -> Evaluated:
         model = self.captured.model
-        model.eval()
         try:
-            with DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
                 assert self.job.evaluate is not None
                 metrics = {name: float(value) for name, value in self.job.evaluate(model).items()}
         except Exception as error:  # the person's own code
@@ -195,8 +195,6 @@ class Session:
                 expected="a dict of names to numbers",
                 remedy="Correct the function; it gets the original module in eval mode.",
             ) from error
-        finally:
-            model.train()
         return Evaluated(snapshot.header.batch + 1, snapshot.header.epoch, metrics)
 
     def _checkpoint(self, snapshot: Snapshot, gatherer: Gatherer) -> Checkpoint:
@@ -227,6 +225,18 @@ class Session:
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         persistent = set(model.state_dict())
         return {n: first[id(t)] for n, t in every if first[id(t)] != n and n in persistent}
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode; every part gets its own mode back."""
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:

@@ -13,7 +13,7 @@ from rich.progress import Progress, TaskID
 from roundelay.api.baseline import Baseline, measure
 from roundelay.api.gathering import Evaluated, Event, Saved, Updated
 from roundelay.api.planning import explain
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.training import Length, Session, Trained, evaluating, load_checkpoint
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.errors import UserCodeError
@@ -176,9 +176,8 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
 def _showcase(job: Job, captured: Captured) -> None:
     if job.showcase is None:
         return
-    captured.model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(captured.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             text = str(job.showcase(captured.model))
     except Exception as error:  # the person's own code
         raise UserCodeError(
@@ -187,6 +186,4 @@ def _showcase(job: Job, captured: Captured) -> None:
             expected="a function from the trained model to text",
             remedy="Correct the function; the run itself is complete.",
         ) from error
-    finally:
-        captured.model.train()
     stdout.print("\n" + text, markup=False)

@@ -156,7 +156,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         CaptureError: the model cannot be exported.
         JobError: batch, call or loss cannot be used.
     """
-    model.train()
+    if not model.training:  # in training mode already, it may hold parts that the person has put in eval mode
+        model.train()
     sample = batch if num_rows(batch) > 1 else replace(batch, lambda _, leaf: _twice(leaf))
     how = inputs or default_inputs
     tensors, call = CallShape.flatten(*_called(how, sample))
@@ -214,8 +215,8 @@ def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.Grap
     sources = [("parameter", n) for n in spec.parameters] + [("buffer", n) for n in spec.buffers]
     read = [places[source] for source in sources]
     read += [name if name in nodes else places[_source(name)] for name in spec.inputs]
-    for i, place in enumerate(read):  # numbered: a parameter may bear the name of an operation
-        env[place] = piece.placeholder(f"v{i}_{_identifier(place)}")
+    for place in read:  # called as in the whole graph: a parameter's own name may be that of an operation
+        env[place] = piece.placeholder(place)
     env[DRAW] = piece.placeholder(DRAW)
     first_place = {id(exported.roles[p].tensor): p for p in env if p in exported.roles}
 
@@ -225,7 +226,7 @@ def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.Grap
         role = exported.roles.get(node.name)
         if role is not None and role.kind in ("parameter", "buffer"):  # another name of a tied tensor
             return env[first_place[id(role.tensor)]]
-        name = str(node.target) if role is None else _identifier(node.name)
+        name = str(node.target) if role is None else node.name
         setattr(owner, name, getattr(exported.module, name) if role is None else role.tensor)
         env[node.name] = piece.get_attr(name)
         return env[node.name]
@@ -251,7 +252,3 @@ def _source(name: str) -> tuple[str, str]:
     if name.startswith(WEIGHT):
         return "parameter", name.removeprefix(WEIGHT)
     return "input", name.removeprefix(INPUT)
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
