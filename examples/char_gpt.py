@@ -182,7 +182,7 @@ def evaluate(model: nn.Module) -> dict[str, float]:
     starts = torch.linspace(0, len(text) - CONTEXT - 1, HELD_OUT_WINDOWS).long()
     parts = [windows(text, some) for some in starts.split(64)]
     loss = sum(float(cross_entropy(model(part["x"]), part)) * len(part["x"]) for part in parts) / len(starts)
-    return {"held_out_loss": loss, "held_out_bits_per_char": loss / math.log(2.0)}
+    return {"held_out_loss": loss, "held_out_bits_per_char": loss / math.log(2.0), "unigram_entropy": unigram_entropy()}
 
 
 @torch.no_grad()

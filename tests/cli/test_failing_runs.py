@@ -70,10 +70,15 @@ def way(outputs, batch):
 
 #: what breaks, whether updates come before it, and what the screen must tell
 CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
-    "the model's forward": (
+    "a batch of another width": (
         "batches=at(3, lambda b: {'x': b['x'][:, :4], 'y': b['y']})",
         True,
-        ("stage 0, forward of micro-batch 3", "cannot be multiplied"),
+        ("stage 0, read of micro-batch 3", "sizes (8, 4)"),
+    ),
+    "the model's forward": (
+        "batches=at(3, lambda b: {'x': b['x'].long(), 'y': b['y']})",
+        True,
+        ("stage 0, forward of micro-batch 3", "dtype"),
     ),
     "the loss": (
         "loss=loss, batches=at(3, lambda b: b | {'y': b['y'] - 9})",

@@ -41,7 +41,7 @@ PROGRAMS = st.builds(
     steady=BLOCKS,
     drain=BLOCKS,
 )
-TEXT = str(emit(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)]))[0])
+TEXT = str(emit(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)], backward="recompute"))[0])
 LINES = TEXT.splitlines()
 
 

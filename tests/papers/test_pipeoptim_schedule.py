@@ -41,7 +41,7 @@ def paper_version(interval: Interval) -> int:
 
 def drains(rule: str) -> list[Instruction]:
     """Each worker's backward instruction."""
-    changes: dict[str, Any] = {"predictor": "paper"} if rule == "pipeoptim" else {}
+    changes: dict[str, Any] = {"predictor": "paper", "backward": "recompute"} if rule == "pipeoptim" else {}
     return [program.drain[0] for program in emit(plan_of(rule, D, 1, **changes))]
 
 

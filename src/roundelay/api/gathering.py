@@ -96,6 +96,7 @@ class Gatherer:
         self._parts: list[tuple[MicroBatch, float, float]] = []
         self._states: dict[int, list[Report]] = defaultdict(list)
         self._busy = [0.0] * num_stages
+        self._recent = 0  # the first update of the last few seconds
 
     def take(self, report: Report) -> None:
         """Take one report."""
@@ -130,7 +131,9 @@ class Gatherer:
     def _rate(self, rows: int) -> float:
         """Samples per second over the last few seconds."""
         now = self.times[-1]
-        first = next(i for i in range(len(self.times)) if now - self.times[i] <= 5.0 or i == len(self.times) - 1)
+        while now - self.times[self._recent] > 5.0 and self._recent < len(self.times) - 1:
+            self._recent += 1
+        first = self._recent
         seen = sum(u.rows for u in self.updates[first + 1 :]) + (rows if first < len(self.times) - 1 else 0)
         return seen / (now - self.times[first]) if now > self.times[first] else 0.0
 

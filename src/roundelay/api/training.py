@@ -112,6 +112,13 @@ class Session:
         self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
     ) -> None:
         self.job, self.captured, self.plan, self.seed, self.start = job, captured, plan, seed, start
+        if start is not None and start.seed != seed:
+            raise UsageError(
+                "--seed beside --from",
+                got=str(seed),
+                expected=f"{start.seed}, with which the checkpoint was made, so that data and random numbers go on",
+                remedy=f"Give --seed {start.seed}.",
+            )
         self.partition = fitted(captured, plan)
         self.extent = extent(job, length, start)
         self.initial = _initial(captured, start)

@@ -107,7 +107,15 @@ def verify_session(session: Session, tamper: str | None = None, wrap: Wrap | Non
     notes: list[tuple[tuple[str, int, int], str]] = []
     with one_thread():
         reference = _reference(session, before, buffers, notes)
-    return _compare(trained, reference, notes)
+    result = _compare(session, trained, reference, notes)
+    if tamper is not None and result.equal:
+        raise UsageError(
+            f"--tamper {tamper} at stage {next(iter(handlers))}",
+            got=f"a run of {result.steps} updates in which it changed no bit",
+            expected="a run on which it makes a difference",
+            remedy="Give more --steps, or another way to tamper.",
+        )
+    return result
 
 
 def _victim(session: Session, way: str) -> int:
@@ -182,6 +190,7 @@ def _optimizer_state(session: Session, named: list[tuple[str, torch.nn.Parameter
 
 
 def _compare(
+    session: Session,
     trained: Trained,
     reference: ReferenceResult,
     notes: list[tuple[tuple[str, int, int], str]],
@@ -199,7 +208,7 @@ def _compare(
     return Verification(
         equal=not difference,
         tensors=sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
-        steps=reference.updates,
+        steps=reference.updates - session.initial.updates,
         difference=difference,
         stage=stage,
         reference_pid=os.getpid(),

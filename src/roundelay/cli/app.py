@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
-from roundelay.cli.screen import announce, show_error, show_json, stderr, stdout
+from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import train_job
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
@@ -220,6 +221,11 @@ def main() -> None:
 
 def guarded(command: Callable[..., Any], as_json: bool) -> int:
     """Run a command; returns its exit code."""
+    with only_json() if as_json else nullcontext():
+        return _guarded(command, as_json)
+
+
+def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
         traced = debug.level() >= 1
@@ -233,7 +239,7 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
     except typer.Exit as ending:
         return ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        stderr.print("Interrupted. Every worker has been ended; the last checkpoint is whole.")
+        stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
         return _INTERRUPTED
     except typer.TyperException as error:
         error.show()  # type: ignore[attr-defined]

@@ -33,8 +33,10 @@ Backward = Annotated[
 Transport = Annotated[
     str | None, typer.Option(help="memory (threads of one process) or gloo (processes). [default: memory]")
 ]
-Steps = Annotated[int | None, typer.Option(help="Updates to make. [default: the job's own number, or one epoch]")]
-Epochs = Annotated[int | None, typer.Option(help="Epochs to make, instead of --steps.")]
+Steps = Annotated[
+    int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")
+]
+Epochs = Annotated[int | None, typer.Option(help="Train up to this many epochs in all, instead of --steps.")]
 Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Run this plan as it stands.")]
 Resume = Annotated[Path | None, typer.Option("--from", help="Continue from this checkpoint or run folder.")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -20,13 +21,26 @@ from roundelay.observe.files import strict_json
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
 
+_JSON_STREAM: ContextVar[TextIO] = ContextVar("json_stream")
+
 _LINES, _LETTERS = 5, 400
 """Most lines and letters of one part of an error's screen."""
 
 
 def show_json(value: Any) -> None:
     """One object on stdout, and nothing else; a float that is not finite becomes ``null``."""
-    sys.stdout.write(strict_json(value) + "\n")
+    _JSON_STREAM.get(sys.stdout).write(strict_json(value) + "\n")
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Whatever the person's code prints goes to stderr; stdout is for :func:`show_json`."""
+    token = _JSON_STREAM.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _JSON_STREAM.reset(token)
 
 
 def show_error(error: RoundelayError, as_json: bool, traced: bool) -> None:

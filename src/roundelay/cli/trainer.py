@@ -54,7 +54,8 @@ def train_job(
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
-    folder = RunFolder.create(Path("runs") if out is None else out.parent, None if out is None else out.name)
+    inside = out is None or out.parent == Path("runs")
+    folder = RunFolder.create(Path("runs") if out is None else out.parent, out.name if out else None, point=inside)
     try:
         folder.write_plan(plan.text(explain(captured, plan)))
         plain = _plain(job, seed, quiet) if baseline else []
@@ -163,9 +164,10 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         *([name, f"{value:.4f}"] for name, value in summary["evaluation"].items()),
         ["samples/s", f"{summary['samples_per_second']:.1f}"],
     ]
-    for threads, rate in summary["plain_samples_per_second"].items():
-        ratio = summary["samples_per_second"] / rate
-        rows.append([f"plain PyTorch, {threads} thread(s)", f"{rate:.1f}  (this run: {ratio:.2f} x)"])
+    plain = summary["plain_samples_per_second"]
+    for threads, rate in plain.items():
+        ratio = f"  (this run: {summary['samples_per_second'] / rate:.2f} x)" if rate == max(plain.values()) else ""
+        rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
     for k in range(plan.num_stages):
         held, busy = amount(summary["activation_bytes"][k]), summary["busy"][k]
         rows.append([f"worker {k}", f"busy {busy:.0%}, activations {held}"])

@@ -11,6 +11,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
+from roundelay.frontend.draws import keyed_call
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
@@ -133,7 +134,17 @@ class Captured:
         outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
         part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
-        return Segment(part, lambda *values: self._loss(*values[:-1]), frozenset(), wanted, frozenset())
+        call = self._keyed_loss if self._loss.reads.draws else self._plain_loss
+        return Segment(part, call, frozenset(), wanted, frozenset())
+
+    def _plain_loss(self, *values: Any) -> list[torch.Tensor]:
+        return self._loss(*values[:-1])
+
+    def _keyed_loss(self, *values: Any) -> list[torch.Tensor]:
+        """A loss that draws random numbers is the random operation behind the last one of the graph."""
+        position = sum(op.draws >= 0 for op in self.graph.ops)
+        made: list[torch.Tensor] = keyed_call(self._loss, *values[:-1], draw=values[-1], position=position)
+        return made
 
     def _wants_gradient(self, name: str) -> bool:
         if name.startswith(WEIGHT):

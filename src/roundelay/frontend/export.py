@@ -131,10 +131,17 @@ def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
 
 def _not_exportable(model: torch.nn.Module, where: str, error: Exception) -> CaptureError:
     kind = type(model.get_submodule(where)).__name__
-    module = f"module {where!r} ({kind})" if where else f"the model ({kind})"
+    module = f"module {where!r} ({kind}) of the model" if where else f"the model ({kind})"
+    if isinstance(error, TypeError) and "forward()" in str(error):
+        return CaptureError(
+            f"the call of {module}",
+            got=str(error).strip().splitlines()[0],
+            expected="the arguments that its forward takes",
+            remedy='Say how it is called: Job(inputs=lambda batch: ((batch["x"],), {})).',
+        )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CaptureError(
-        f"{module} of the model{_users_line(error)}",
+        f"{module}{_users_line(error)}",
         got=f"{type(error).__name__}: {first_line[:300]}",
         expected="a forward that torch.export can follow: no Python branch on tensor values, no call that leaves torch",
         remedy="Replace the branch by torch.where or torch.cond, move data-dependent code into the loss or the data "

@@ -56,6 +56,7 @@ class LossReads:
         batch: paths of batch leaves.
         counts: it returns (sum, count).
         writes: it writes into what it reads, so it gets copies.
+        draws: it draws random numbers, so it runs under the micro-batch's key.
         first: for every output leaf the first leaf that is the same tensor.
     """
 
@@ -63,6 +64,7 @@ class LossReads:
     batch: tuple[str, ...]
     counts: bool
     writes: bool
+    draws: bool
     first: tuple[int, ...]
 
 
@@ -83,6 +85,7 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
     watched = {id(outputs[i]): f"o{i}" for i in first} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
     result = shape.unflatten(dict(enumerate(outputs)))
     before = [leaf._version for leaf in (*outputs, *fields.values())]
+    state = torch.random.get_rng_state()
     with torch.enable_grad(), _Watch(watched) as watch:
         try:
             value = loss(result, replace(batch, lambda path, _: fields[path], _no_tensor))
@@ -99,6 +102,7 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
         batch=tuple(path for path in fields if f"b{path}" in watch.seen),
         counts=count is not None,
         writes=before != [leaf._version for leaf in (*outputs, *fields.values())],
+        draws=not torch.equal(state, torch.random.get_rng_state()),
         first=first,
     )
 

@@ -112,6 +112,13 @@ def register_rule(rule: UpdateRule) -> None:
             expected=f"at least one of {', '.join(MODES)}",
             remedy="Correct the rule's modes.",
         )
+    if rule.stashes and rule.modes != ("stash",):
+        raise PlanError(
+            f"rule {rule.name!r}",
+            got=f"stashes with backward modes {rule.modes}",
+            expected="the mode stash alone: the others read the live weights",
+            remedy='Give modes=("stash",), or stashes=False.',
+        )
     _RULES[rule.name] = rule
 
 

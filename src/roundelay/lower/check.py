@@ -28,6 +28,9 @@ from roundelay.schedules import Schedule, actions, schedule_named
 
 TRANSPORTS = ("memory", "gloo")
 
+LONGEST_S = 3.2e7
+"""No wait may last longer."""
+
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
 
@@ -61,6 +64,13 @@ def check_plan(plan: Plan) -> None:
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
     _above_zero("deadline_s", plan.deadline_s)
+    if plan.deadline_s > LONGEST_S:
+        raise PlanError(
+            "deadline_s of the plan",
+            got=str(plan.deadline_s),
+            expected=f"at most {LONGEST_S:g} seconds, a year",
+            remedy="Correct the plan.",
+        )
     _above_zero("bytes_per_s", plan.bytes_per_s)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)

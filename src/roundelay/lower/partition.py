@@ -88,7 +88,7 @@ def _bad_cut(graph: Graph, stage: int, name: str, why: str) -> PlanError:
         f"segments of stage {stage}",
         got=f"an end at {name!r}, which is {why}" if name else "no segment",
         expected=f"names of operations in graph order at legal cuts, the last stage ending at {last!r}",
-        remedy="Write a new plan with `roundelay plan`, or take a cut from the comments of the plan.",
+        remedy="Write a new plan with `roundelay plan`; roundelay.capture(job).graph lists operations and legal cuts.",
     )
 
 

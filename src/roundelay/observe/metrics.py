@@ -43,8 +43,8 @@ class MetricsWriter:
             update: number of the update.
             epoch: number of the epoch it belongs to, from 0.
             loss: mean loss of its batch.
-            samples_per_second: rows trained per second since the update before.
-            busy: share of the time since then in which each worker computed, 0 to 1.
+            samples_per_second: rows trained per second over the last few seconds.
+            busy: share of the time since the start in which each worker computed, 0 to 1.
             more: further fields, of values that JSON knows.
 
         Raises:

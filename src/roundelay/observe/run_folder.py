@@ -38,12 +38,13 @@ class RunFolder:
     previous: str | None
 
     @staticmethod
-    def create(root: Path, name: str | None = None) -> RunFolder:
+    def create(root: Path, name: str | None = None, *, point: bool = True) -> RunFolder:
         """Make ``root/name``, see that it can be written, and point ``root/latest`` at it.
 
         Args:
             root: the folder of all runs; made if absent.
             name: the run's name; without one, the local time and a short suffix. An empty folder is taken as it is.
+            point: whether to make or move the link ``latest``.
 
         Raises:
             UsageError: the name is none for a folder, is taken, or the folder cannot be written.
@@ -59,7 +60,7 @@ class RunFolder:
             if any(path.iterdir()):
                 raise _refused(f"run folder {path}", "a folder with something in it", "no such folder, or an empty one")
             _probe(path)
-            return RunFolder(path, made, _point_latest(path))
+            return RunFolder(path, made, _point_latest(path) if point else None)
         except OSError as error:
             _remove(made)
             remedy = "Correct the permissions, free some space, or put the runs elsewhere."

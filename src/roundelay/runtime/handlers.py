@@ -154,7 +154,7 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
             f"the loss of stage {context.worker}, micro-batch {header.g} (update {header.batch})",
             got=str(loss),
             expected="a finite number",
-            remedy="Lower the learning rate, or look at this batch; the last checkpoint is as it was.",
+            remedy="Lower the learning rate, or look at this batch.",
         )
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count

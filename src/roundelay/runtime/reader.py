@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError, RoundelayError, UserCodeError
-from roundelay.frontend.batch import num_rows, split
+from roundelay.frontend.batch import num_rows, replace, split
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
@@ -122,7 +122,9 @@ def _batches(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any,
     for epoch, source in _epochs(batches, seed, extent):
         ahead = next(source, source)
         while ahead is not source:
-            batch, ahead, made = ahead, next(source, source), made + 1
+            # a copy: a loader may fill its own tensors again when it is asked for the next batch
+            batch, made = replace(ahead, lambda _, leaf: leaf.clone()), made + 1
+            ahead = next(source, source)
             ends = ahead is source
             final = made == extent.batches or (ends and epoch + 1 == extent.epochs)
             yield batch, epoch, ends, final
@@ -150,7 +152,9 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> 
     """The batches of one epoch."""
     generators.seed(seed, epoch)
     with _user_code(f"batches({epoch})"), generators.active():
-        iterator = iter(batches(epoch))
+        source = batches(epoch)
+        _seed_own_generators(source, seed * 1_000_003 + epoch)
+        iterator = iter(source)
     for number in itertools.count():
         with _user_code(f"batch {number} of batches({epoch})"), generators.active():
             batch = next(iterator, iterator)
@@ -165,6 +169,16 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> 
                 expected="at least one batch in every epoch",
                 remedy="Check the data set's size, and drop_last of the loader.",
             )
+
+
+def _seed_own_generators(source: Any, seed: int) -> None:
+    """Seed the generators that a DataLoader and its samplers hold themselves, as the process-wide ones are."""
+    batch_sampler = getattr(source, "batch_sampler", None)
+    holders = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed & (2**63 - 1))
 
 
 @contextmanager
@@ -187,8 +201,17 @@ def first_batch(batches: Batches, seed: int) -> Any:
 
     Raises:
         UserCodeError: the loader raises.
-        JobError: there is none.
+        JobError: there is none, or the loader can be read only once.
     """
+    with _user_code("batches(0)"):
+        once = batches(0)
+        if iter(once) is once and batches(0) is once:
+            raise JobError(
+                "batches(0)",
+                got=f"the same {type(once).__name__} at every call, which can be read only once",
+                expected="an iterable that starts anew: capturing, planning and training each read the first batch",
+                remedy="Make the generator inside of batches, or return a list or a DataLoader.",
+            )
     return next(read_batches(batches, seed, Extent(epochs=1)))
 
 

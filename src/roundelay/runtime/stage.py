@@ -13,7 +13,7 @@ from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import StageSpec
-from roundelay.job import Job
+from roundelay.job import Job, Named
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
@@ -67,7 +67,7 @@ class Stage:
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = build_scheduler(job.scheduler, self.optimizer)
-        self._rates = RateTable(job.optimizer, job.scheduler, list(captured.model.named_parameters()))
+        self._rates = RateTable(job.optimizer, job.scheduler, _without_gradients(captured.model))
         for _ in range(initial.updates if self.scheduler is not None else 0):
             self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
@@ -136,11 +136,12 @@ class Stage:
         exactly as long as somebody needs them.
         """
         before = self._hand_over_gradients()
+        consumed = self._consumed()
         if any(tape.mode == "stash" for tape in self.tapes.values()):
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.clone()
         self.optimizer.step()
-        self._remember(before)
+        self._remember(before, consumed)
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.scheduler is not None:
@@ -186,7 +187,18 @@ class Stage:
             if needs_displacement(self.optimizer, group, self.predictor)
         }
 
-    def _remember(self, before: Mapping[str, torch.Tensor]) -> None:
+    def _consumed(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""
+        if self.predictor == NO_PREDICTOR:
+            return {}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return {
+            names[id(p)]: p.grad.clone()
+            for _, group, p in groups_of(self.optimizer)
+            if p.grad is not None and needs_gradient(self.optimizer, group, self.predictor)
+        }
+
+    def _remember(self, before: Mapping[str, torch.Tensor], consumed: Mapping[str, torch.Tensor]) -> None:
         """Keep what a later prediction needs to know of this step."""
         if self.predictor == NO_PREDICTOR:
             return
@@ -195,11 +207,10 @@ class Stage:
             name = names[id(p)]
             if p.grad is None:
                 continue
-            wants_gradient = needs_gradient(self.optimizer, group, self.predictor)
             self._last[name] = LastStep(
                 rate=float(group["lr"]),
                 displacement=before[name] - p.detach() if name in before else None,
-                gradient=p.grad.clone() if wants_gradient else None,
+                gradient=consumed.get(name),
             )
 
     def _predict(self, version: int, distance: int) -> dict[str, torch.Tensor]:
@@ -213,3 +224,8 @@ class Stage:
                     self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
                 )
         return predicted
+
+
+def _without_gradients(model: torch.nn.Module) -> Named:
+    """The model's parameters as objects of their own, which share the weights but no gradient."""
+    return [(n, torch.nn.Parameter(p.detach(), p.requires_grad)) for n, p in model.named_parameters()]

@@ -6,8 +6,8 @@ Each way replaces handlers of one worker by ones that do something subtly wrong:
 ``stash``        backward differentiates at the weights of the version before
 ``s``            forward reads weights predicted one update too far
 ``order``        the update happens after the next forward instead of before it
-``rng``          forward draws the random numbers of the next micro-batch
-``drop-update``  update 1 is left out
+``rng``          forward draws the random numbers of another seed
+``drop-update``  the run's second update is left out
 ===============  =============================================================================
 """
 
@@ -113,7 +113,7 @@ class _Late:
 
 
 class _OtherNumbers:
-    """Forward with the random numbers of the next micro-batch."""
+    """Forward with the random numbers of another seed."""
 
     def handlers(self) -> dict[str, Handler]:
         return {"forward": self.forward}
@@ -128,13 +128,17 @@ class _OtherNumbers:
 
 
 class _Dropped:
-    """Update 1 is left out."""
+    """The second update of the run is left out."""
+
+    def __init__(self) -> None:
+        self.updates = 0
 
     def handlers(self) -> dict[str, Handler]:
         return {"update": self.update}
 
     def update(self, context: Context, run: Run) -> MicroBatch | None:
-        if run.version != 1:
+        self.updates += 1
+        if self.updates != 2:
             return do_update(context, run)
         before = _copies(context.stage.live())
         do_update(context, run)
