@@ -185,5 +185,5 @@ def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytes
     told = here(capsys, "train", MLP, "--workers", 2, "--steps", 3, "--json").json
     assert told["plain_samples_per_second"]["1"] > 0
     shown = here(capsys, "train", MLP, "--workers", 2, "--steps", 3)
-    assert "plain PyTorch, 1 thread(s)" in shown.out
+    assert "plain PyTorch, 1 thread" in shown.out
     assert "this run:" in shown.out

@@ -203,9 +203,9 @@ def first_batch(batches: Batches, seed: int) -> Any:
         UserCodeError: the loader raises.
         JobError: there is none, or the loader can be read only once.
     """
-    with _user_code("batches(0)"):
+    with _user_code("batches(0)"), _Generators().active():
         once = batches(0)
-        if iter(once) is once and batches(0) is once:
+        if hasattr(once, "__next__") and batches(0) is once:
             raise JobError(
                 "batches(0)",
                 got=f"the same {type(once).__name__} at every call, which can be read only once",
