@@ -124,6 +124,27 @@ def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
     assert not (workplace / "run").exists()
 
 
+def test_an_error_that_an_interrupt_makes_elsewhere_does_not_hide_it(workplace: Path) -> None:
+    before = """
+import pathlib, time
+
+def wait():
+    try:
+        pathlib.Path('here').touch()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise IndexError('pop from empty list')
+"""
+    job = job_file(workplace, "**{'model': wait()}", before)
+    with running(workplace, "train", job, *OPTIONS) as process:
+        until((workplace / "here").exists, process)
+        os.kill(process.pid, signal.SIGINT)
+        said = ended(process)
+    assert said.code == 130
+    assert "Interrupted" in said.err
+    assert "pop from" not in said.err
+
+
 def test_a_killed_worker_is_told_by_name_and_signal_and_a_killed_launcher_takes_its_workers_along(
     workplace: Path,
 ) -> None:

@@ -212,9 +212,32 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+class _Signals:
+    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and are remembered.
+
+    A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
+    interrupt; what the person did is then still the cause to tell.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def listen(self) -> None:
+        """Take both signals from now on."""
+        signal.signal(signal.SIGINT, self._raise)
+        signal.signal(signal.SIGTERM, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+
+_SIGNALS = _Signals()
+
+
 def main() -> None:
     """Entry point: every error becomes one screen and an exit code."""
-    signal.signal(signal.SIGTERM, _terminated)
+    _SIGNALS.listen()
     torch.set_num_threads(1)
     sys.exit(guarded(app, "--json" in sys.argv))
 
@@ -234,21 +257,30 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
+        if _SIGNALS.came:
+            return _interrupted()
         show_error(error, as_json, traced)
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
-        return _INTERRUPTED
+        return _interrupted()
     except typer.TyperException as error:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))
     except Exception as error:
+        if _SIGNALS.came:
+            return _interrupted()
         if traced:
             raise
         show_error(_bug(error), as_json, traced)
         return 70
+
+
+def _interrupted() -> int:
+    stderr.show_cursor()
+    stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
+    return _INTERRUPTED
 
 
 def _bug(error: Exception) -> InternalError:
@@ -258,7 +290,3 @@ def _bug(error: Exception) -> InternalError:
         expected="no error that it does not know",
         remedy="Run again with ROUNDELAY_DEBUG=1 and report the traceback as a bug.",
     )
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
