@@ -18,7 +18,7 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.check import programs_of
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
-from roundelay.runtime.launch import Wrap
+from roundelay.runtime.worker import Wrap
 from roundelay.sim import Simulation, simulate
 from roundelay.transport.contract import Delivery, Endpoint, Message
 from tests.equivalence.cells import STEPS, VARIANTS, Bench, bench, delays

@@ -51,7 +51,30 @@ class Saved:
     path: str
 
 
-Event = Updated | Evaluated | Saved
+@dataclass(frozen=True, slots=True)
+class NotSaved:
+    """A checkpoint could not be written; the one before it is whole, and the training goes on."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A run that failed goes on from its last checkpoint.
+
+    Args:
+        number: which restart it is, from 1.
+        updates: updates that the checkpoint has; those made after it are made again.
+        cause: why the run failed.
+    """
+
+    number: int
+    updates: int
+    cause: str
+
+
+Event = Updated | Evaluated | Saved | NotSaved | Restarted
 Notify = Callable[[Event], None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 
-from roundelay.api.gathering import Evaluated, Gatherer, Notify, Saved, Snapshot, Updated
+from roundelay.api.background import Background
+from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, NotSaved, Saved, Snapshot, Updated
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.errors import CheckpointError, UsageError, UserCodeError
+from roundelay.errors import CheckpointError, RunError, UsageError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
+from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
@@ -23,10 +26,14 @@ from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
 from roundelay.runtime.handlers import Handler
-from roundelay.runtime.launch import Wrap, run
+from roundelay.runtime.launch import run
 from roundelay.runtime.reader import Extent
+from roundelay.runtime.report import Report
 from roundelay.runtime.stage import Initial
-from roundelay.runtime.worker import Task
+from roundelay.runtime.worker import Task, Wrap
+
+ABANDON_S = 3.0
+"""Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +150,29 @@ class Session:
         """
         evaluations: list[Evaluated] = []
         snapshots: list[Snapshot] = []
+        background, told = Background(), queue.SimpleQueue[Event]()
 
         def on_snapshot(snapshot: Snapshot) -> None:
             snapshots[:] = [snapshot]
+            position = self._position(snapshot.header, gatherer)
+            background.submit(lambda: keep(snapshot, position))
+
+        def keep(snapshot: Snapshot, position: Position) -> None:
             self._put(snapshot)
             if save_to is not None:
-                store.save(save_to, self._checkpoint(snapshot, gatherer), self._aliases())
-                notify(Saved(str(save_to)))
+                told.put(self._save(save_to, snapshot, position))
             if self.job.evaluate is not None and not audit:
                 evaluations.append(self._evaluate(snapshot))
-                notify(evaluations[-1])
+                told.put(evaluations[-1])
+
+        def pass_on() -> None:
+            while not told.empty():
+                notify(told.get())
+
+        def listen(report: Report) -> None:
+            gatherer.take(report)
+            background.check()
+            pass_on()
 
         gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot)
         task = Task(
@@ -167,8 +187,13 @@ class Session:
             audit=audit,
             handlers=handlers or {},
         )
-        with one_thread():
-            run(task, gatherer.take, wrap)
+        try:
+            with one_thread():
+                run(task, listen, wrap)
+            background.finish()
+        finally:
+            background.abandon(ABANDON_S)
+            pass_on()
         return Trained(
             plan=self.plan,
             updates=tuple(gatherer.updates),
@@ -204,11 +229,25 @@ class Session:
             ) from error
         return Evaluated(snapshot.header.batch + 1, snapshot.header.epoch, metrics)
 
-    def _checkpoint(self, snapshot: Snapshot, gatherer: Gatherer) -> Checkpoint:
-        header, model = snapshot.header, self.captured.model
+    def _position(self, header: MicroBatch, gatherer: Gatherer) -> Position:
+        """Where a run goes on that has made the update of ``header``."""
         first = gatherer.epoch_starts.get(header.epoch, header.batch)
         skip = self.extent.skip if header.epoch == self.extent.start_epoch else 0
         used = 0 if header.ends_epoch else header.batch + 1 - first + skip
+        return Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used)
+
+    def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
+        """Write a checkpoint. One that cannot be written is told; the last of a run must be written."""
+        try:
+            store.save(path, self._checkpoint(snapshot, position), self._aliases())
+        except RunError as error:
+            if snapshot.header.final:
+                raise
+            return NotSaved(str(path), error.got)
+        return Saved(str(path))
+
+    def _checkpoint(self, snapshot: Snapshot, position: Position) -> Checkpoint:
+        model = self.captured.model
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()} | snapshot.parameters
         persistent = set(model.state_dict())
         buffers = {n: b.clone() for n, b in model.named_buffers() if n in persistent} | {
@@ -218,7 +257,7 @@ class Session:
             parameters=parameters,
             buffers=buffers,
             optimizer=snapshot.optimizer,
-            position=Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used),
+            position=position,
             seed=self.seed,
             fingerprint=self.plan.model,
             rule=self.plan.rule,

@@ -21,10 +21,10 @@ from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
-from roundelay.runtime.launch import Wrap
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
 from roundelay.runtime.tamper import WAYS, tampered
+from roundelay.runtime.worker import Wrap
 
 STEPS = 8
 

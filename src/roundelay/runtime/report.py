@@ -37,11 +37,12 @@ def to_bytes(report: Report) -> bytes:
     """A report as bytes: length and JSON, length and safetensors."""
     text = json.dumps([report.kind, report.worker, report.data]).encode()
     blob = save({name: tensor.contiguous() for name, tensor in report.tensors.items()}) if report.tensors else b""
-    return len(text).to_bytes(8, "little") + text + len(blob).to_bytes(8, "little") + blob
+    return b"".join((len(text).to_bytes(8, "little"), text, len(blob).to_bytes(8, "little"), blob))
 
 
-def from_bytes(read: Callable[[int], bytes]) -> Report:
-    """The next report from ``read(n)``, which returns exactly n bytes or raises EOFError."""
-    kind, worker, data = json.loads(read(int.from_bytes(read(8), "little")))
-    blob = read(int.from_bytes(read(8), "little"))
-    return Report(kind, worker, data, load(blob) if blob else {})
+def from_bytes(data: bytes) -> Report:
+    """The report that :func:`to_bytes` made."""
+    size = int.from_bytes(data[:8], "little")
+    kind, worker, values = json.loads(data[8 : 8 + size])
+    blob = data[16 + size :]
+    return Report(kind, worker, values, load(blob) if blob else {})

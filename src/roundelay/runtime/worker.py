@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,12 @@ from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Initial, Stage
+from roundelay.runtime.tally import failure
 from roundelay.transport import contract
 from roundelay.transport.contract import Endpoint
+
+Wrap = Callable[[Endpoint], Endpoint]
+"""Put around every endpoint of a run, for tests that delay messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +94,8 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
 
 
 def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+    report(failure(worker, error, "".join(traceback.format_exception(error))))  # first: an abort may take a second
     endpoint.abort(f"worker {worker} failed")
-    what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
-    report(
-        Report(
-            "failed",
-            worker,
-            {"kind": type(error).__name__, **what, "trace": "".join(traceback.format_exception(error))},
-        )
-    )
 
 
 class _Worker:

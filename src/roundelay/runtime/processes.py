@@ -1,0 +1,280 @@
+"""Workers as forked processes of this host, over gloo on loopback.
+
+A forked worker starts in a fifth of a second, as everything is imported and captured already. Each has a pipe to the
+launcher; a *pump*, one thread of the launcher, reads them all and watches over the children: a worker that dies is
+told at once by its closed pipe, one that is stopped (SIGSTOP) by the operating system. So nothing needs a heartbeat,
+and no worker waits for what the launcher does with a report, except that a second state waits until the first is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import select
+import signal
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+
+from roundelay.errors import RoundelayError, WorkerLostError
+from roundelay.runtime.report import Report, from_bytes, to_bytes
+from roundelay.runtime.tally import Listener, Tally, failure
+from roundelay.runtime.threads import follow
+from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.transport.contract import Endpoint
+from roundelay.transport.gloo import GlooEndpoint
+
+END_S = 3.0
+"""Seconds that processes get to end by themselves once the run has ended or failed."""
+
+STOPPED_S = 4.0
+"""Seconds after which a stopped worker counts as lost; a person who presses Ctrl-Z stops the launcher's clock too."""
+
+_TICK_S = 0.25
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_MASKED = {signal.SIGINT, signal.SIGTERM}
+
+Connect = Callable[[int], Endpoint]
+"""From a worker's number to its endpoint; called in the worker's own process."""
+
+
+def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
+    """Execute a task by processes; see :func:`roundelay.runtime.launch.run`."""
+    with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
+        store = str(Path(folder) / "store")
+
+        def connect(worker: int) -> Endpoint:
+            return wrap(GlooEndpoint(worker, task.plan.num_stages, store, task.plan.deadline_s))
+
+        _run(task, listen, connect)
+
+
+def _run(task: Task, listen: Listener, connect: Connect) -> None:
+    reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    tally = Tally(task.plan.num_stages, listen)
+    children: list[Child] = []
+    pump = Pump(children, reports)
+    try:
+        for k in range(task.plan.num_stages):
+            _fork(task, k, connect, children)
+        pump.start()
+        follow(reports, tally)
+    finally:
+        _end(children, END_S if len(tally.ended) == len(children) else 0.0)
+        pump.stop()
+        while not reports.empty():
+            tally.late(reports.get())
+    tally.raise_failure()
+
+
+@final
+class Child:
+    """A forked worker: its process number and the reading end of its pipe."""
+
+    def __init__(self, worker: int, pid: int, pipe: int) -> None:
+        self.worker, self.pid, self.pipe = worker, pid, pipe
+        self.stopped = False
+        self._status: int | None = None
+        self._lock = threading.Lock()  # two threads may ask, and a wait status can be had only once
+
+    def status(self) -> int | None:
+        """Its wait status, if it has ended."""
+        with self._lock:
+            while self._status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                if not pid:
+                    break
+                self.stopped = os.WIFSTOPPED(status)
+                if not self.stopped and not os.WIFCONTINUED(status):
+                    self._status = status
+        return self._status
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ends within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.status() is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+@final
+class Pump:
+    """Reads the children's pipes and watches over the children, in a thread of its own."""
+
+    def __init__(self, children: Sequence[Child], reports: queue.SimpleQueue[Report]) -> None:
+        self._children, self._reports = children, reports
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="pump", daemon=True)
+
+    def start(self) -> None:
+        """Begin; all children have been forked, for nothing may be forked beside a thread that holds locks."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; every child has ended."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for child in self._children:
+            os.close(child.pipe)
+
+    def _main(self) -> None:
+        open_pipes = {child.pipe: (child, bytearray()) for child in self._children}
+        ended: set[int] = set()
+        stopped_s = dict.fromkeys(open_pipes, 0.0)
+        last = time.monotonic()
+        while open_pipes and not self._stopping.is_set():
+            ready, _, _ = select.select(list(open_pipes), [], [], _TICK_S)
+            for pipe in ready:
+                child, buffer = open_pipes[pipe]
+                data = os.read(pipe, 1 << 20)
+                buffer += data
+                for report in _take_reports(buffer):
+                    if report.kind in ("finished", "failed"):
+                        ended.add(child.worker)
+                    self._reports.put(report)
+                if not data:
+                    del open_pipes[pipe]
+                    if child.worker not in ended:
+                        self._reports.put(_died(child))
+            now = time.monotonic()
+            self._watch(stopped_s, min(now - last, 2 * _TICK_S))
+            last = now
+
+    def _watch(self, stopped_s: dict[int, float], passed_s: float) -> None:
+        """Tell of children that have been stopped for too long, in time that this process has lived through."""
+        for child in self._children:
+            child.status()
+            before = stopped_s[child.pipe]
+            stopped_s[child.pipe] = before + passed_s if child.stopped else 0.0
+            if before < STOPPED_S <= stopped_s[child.pipe]:
+                self._reports.put(_lost(child, f"it was stopped by a signal and not continued for {STOPPED_S:g} s"))
+
+
+def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
+    """Fork one worker; no signal can fall between the fork and the note of it."""
+    reading, writing = os.pipe()
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
+    try:
+        pid = os.fork()
+        if pid:
+            children.append(Child(worker, pid, reading))
+    finally:
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if pid:
+        os.close(writing)
+        return
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends its children
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what the parent does when it is told to end
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _die_with(parent, libc)
+        torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
+        for descriptor in (reading, *(child.pipe for child in children)):
+            os.close(descriptor)
+        _main(task, worker, connect, writing)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _die_with(parent: int, libc: ctypes.CDLL) -> None:
+    """Have the system end this process when its launcher is killed. Where there is no prctl, a broken pipe does it."""
+    if hasattr(libc, "prctl"):
+        libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
+
+
+def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
+    sender = _Sender(writing)
+    try:
+        work(task, worker, connect(worker), sender.put)
+    except RoundelayError as error:  # it met nobody; once it works, its errors are told by itself
+        sender.put(failure(worker, error))
+    finally:
+        sender.finish()
+
+
+@final
+class _Sender:
+    """Writes reports into a pipe, in a thread of its own: a worker waits for a copy of its state, not for the pipe."""
+
+    def __init__(self, writing: int) -> None:
+        self._writing = writing
+        self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self.put = self._reports.put
+        self._thread = threading.Thread(target=self._main, name="sender", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when everything is written; a launcher that is gone ends this process before."""
+        self._reports.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        torch.set_num_threads(1)
+        while (report := self._reports.get()) is not None:
+            data = to_bytes(report)
+            _write_all(self._writing, struct.pack("<Q", len(data)))
+            _write_all(self._writing, data)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _take_reports(buffer: bytearray) -> Iterator[Report]:
+    while len(buffer) >= 8:
+        (size,) = struct.unpack_from("<Q", buffer)
+        if len(buffer) < 8 + size:
+            return
+        body = bytes(buffer[8 : 8 + size])
+        del buffer[: 8 + size]
+        yield from_bytes(body)
+
+
+def _died(child: Child) -> Report:
+    child.wait(END_S)
+    status = child.status()
+    if status is not None and os.WIFSIGNALED(status):
+        return _lost(child, f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}")
+    return _lost(child, "it ended without a word")
+
+
+def _lost(child: Child, how: str) -> Report:
+    error = WorkerLostError(
+        f"worker {child.worker} (process {child.pid})",
+        got=how,
+        expected="a worker that lives until the run ends",
+        remedy="If the system killed it for memory, use smaller micro-batches or more workers.",
+    )
+    return failure(child.worker, error)
+
+
+def _end(children: Sequence[Child], grace_s: float) -> None:
+    """Wait a little, then kill what still runs, and reap it."""
+    deadline = time.monotonic() + grace_s
+    try:
+        for child in children:
+            child.wait(deadline - time.monotonic())
+    finally:  # a second Ctrl-C ends the patience, not the clean-up
+        for child in children:
+            if child.status() is None:
+                os.kill(child.pid, signal.SIGKILL)
+        for child in children:
+            child.wait(END_S)

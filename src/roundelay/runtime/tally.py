@@ -1,0 +1,84 @@
+"""Who has finished, who has failed, and when to stop waiting. It does no input or output and reads no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from roundelay import errors
+from roundelay.errors import RoundelayError
+from roundelay.runtime.report import Report
+
+Listener = Callable[[Report], None]
+
+GRACE_S = 2.0
+"""Seconds between the first news of a lost worker and the end of the wait for what the others say of it."""
+
+
+@final
+class Tally:
+    """Counts reports until the run is over.
+
+    The run is over when every worker has ended; when one has failed by what it met itself; or, if workers have only
+    been lost, a little after the first was: the others may tell the cause, or may wait for it in vain.
+
+    Args:
+        num_workers: how many there are.
+        listen: told of every report but failures.
+    """
+
+    def __init__(self, num_workers: int, listen: Listener) -> None:
+        self.num_workers, self.listen = num_workers, listen
+        self.ended: set[int] = set()
+        self.failures: list[Report] = []
+        self._first_failure_s: float | None = None
+
+    def over(self, now_s: float) -> bool:
+        """Whether there is nothing to wait for at the time ``now_s``, of any monotonic clock."""
+        if len(self.ended) == self.num_workers or any(f.data["kind"] != "WorkerLostError" for f in self.failures):
+            return True
+        if self.failures and self._first_failure_s is None:
+            self._first_failure_s = now_s
+        return self._first_failure_s is not None and now_s - self._first_failure_s > GRACE_S
+
+    def take(self, report: Report) -> None:
+        """Count a report and pass it on."""
+        self.late(report)
+        if report.kind in ("finished", "failed"):
+            self.ended.add(report.worker)
+        if report.kind != "failed":
+            self.listen(report)
+
+    def late(self, report: Report) -> None:
+        """Keep a failure that came after the end."""
+        if report.kind == "failed":
+            self.failures.append(report)
+
+    def raise_failure(self) -> None:
+        """Raise the first cause, if there is one: what a worker met itself before what it met in another.
+
+        Of a worker that is gone, its own death (with its signal) comes before what the others saw of it.
+        """
+
+        def order(failure: Report) -> tuple[bool, bool]:
+            lost = failure.data["kind"] == "WorkerLostError"
+            return lost, lost and not failure.data["subject"].startswith(f"worker {failure.worker} ")
+
+        ordered = sorted(self.failures, key=order)
+        if ordered:
+            raise restored(ordered[0])
+
+
+def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
+    """An error as a report, which :func:`restored` makes an error again."""
+    what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
+    return Report("failed", worker, {"kind": type(error).__name__, **what, "trace": trace})
+
+
+def restored(report: Report) -> RoundelayError:
+    """The error that a ``failed`` report tells of."""
+    data = report.data
+    kind = getattr(errors, data["kind"])
+    error: RoundelayError = kind(data["subject"], got=data["got"], expected=data["expected"], remedy=data["remedy"])
+    error.add_note(str(data["trace"]))
+    return error

@@ -1,0 +1,60 @@
+"""Workers as threads of this process, over memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import torch
+
+from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.tally import Listener, Tally
+from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.transport.contract import Endpoint
+from roundelay.transport.memory import memory_endpoints
+
+END_S = 5.0
+"""Seconds that threads get to end once the run has ended or failed; one that computes on cannot be ended."""
+
+_TICK_S = 0.5
+
+
+def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
+    """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
+    reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    endpoints = [wrap(endpoint) for endpoint in memory_endpoints(task.plan.num_stages)]
+    threads = [
+        threading.Thread(target=_main, args=(task, k, endpoint, reports.put), name=f"worker {k}", daemon=True)
+        for k, endpoint in enumerate(endpoints)
+    ]
+    tally = Tally(task.plan.num_stages, listen)
+    try:
+        for thread in threads:
+            thread.start()
+        follow(reports, tally)
+    finally:
+        if tally.failures or len(tally.ended) < task.plan.num_stages:
+            for endpoint in endpoints:
+                endpoint.abort("the run was ended")
+        deadline = time.monotonic() + END_S
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        while not reports.empty():
+            tally.late(reports.get())
+    tally.raise_failure()
+
+
+def follow(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
+    """Count reports until the run is over."""
+    while not tally.over(time.monotonic()):
+        try:
+            tally.take(reports.get(timeout=_TICK_S))
+        except queue.Empty:
+            continue
+
+
+def _main(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+    torch.set_num_threads(1)  # the number of intra-op threads is each thread's own where OpenMP keeps it
+    work(task, worker, endpoint, report)
