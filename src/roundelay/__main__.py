@@ -1,4 +1,4 @@
-"""``python -m roundelay`` is ``roundelay``: the form that launchers take, ``torchrun ... -m roundelay train JOB.py``."""
+"""``python -m roundelay`` is ``roundelay``, in the form that launchers take."""
 
 from roundelay.cli import main
 

@@ -1,11 +1,17 @@
 """Every environment variable that Roundelay reads, parsed once.
 
 ``ROUNDELAY_DEBUG``: 0 (default) nothing; 1 the plan and tracebacks; 2 also timings; 3 also programs; 4 also events.
+
+``ROUNDELAY_MALLOC``: ``keep`` leaves the C library's settings for memory alone; otherwise see :func:`better_malloc`.
+
+``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :func:`launched`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from roundelay.errors import UsageError
 
@@ -34,3 +40,95 @@ def level() -> int:
             remedy="Set it to one of these, or unset it.",
         )
     return int(text)
+
+
+MALLOC = {
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+"""What glibc is told: keep freed memory, as every micro-batch asks for the same again. It is read at a program's start.
+
+32 MiB is the largest threshold that glibc takes on 64 bits; a larger one is ignored.
+"""
+
+
+def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """The environment with which to start this program anew; None if it should go on as it is.
+
+    It goes on where the C library is not glibc, where the person has set any of :data:`MALLOC`, or has said
+    ``ROUNDELAY_MALLOC=keep``.
+    """
+    now = os.environ if environment is None else environment
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == "keep":
+        return None
+    return None if set(MALLOC) & set(now) else {**now, **MALLOC}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """This process is one of several that a launcher started together.
+
+    Args:
+        rank: its number, and its worker's.
+        size: how many there are.
+        nodes: on how many hosts.
+        host: where the launcher's store listens.
+        port: at which port.
+        run: name of the run and number of its restart: no two attempts meet.
+        restart: number of the restart.
+        interface: network interface to talk over (``GLOO_SOCKET_IFNAME``); None: loopback.
+    """
+
+    rank: int
+    size: int
+    nodes: int
+    host: str
+    port: int
+    run: str
+    restart: int
+    interface: str | None
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """How a launcher started this process; None if it was started by hand.
+
+    Raises:
+        UsageError: the launcher's variables are incomplete, or its store would have to be opened by us.
+    """
+    now = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in now:
+        return None
+    if now.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise _launcher("a launcher without a store of its own", "one that keeps a store")
+    try:
+        restart = int(now["TORCHELASTIC_RESTART_COUNT"])
+        found = Launched(
+            rank=int(now["RANK"]),
+            size=int(now["WORLD_SIZE"]),
+            nodes=int(now["GROUP_WORLD_SIZE"]),
+            host=now["MASTER_ADDR"],
+            port=int(now["MASTER_PORT"]),
+            run=f"{now['TORCHELASTIC_RUN_ID']}/{restart}",
+            restart=restart,
+            interface=now.get("GLOO_SOCKET_IFNAME"),
+        )
+    except (KeyError, ValueError) as error:
+        raise _launcher(f"its variables without a usable {error}", "those that torchrun sets") from error
+    if found.nodes > 1 and found.interface is None:
+        raise UsageError(
+            "the network between hosts",
+            got="no interface to talk over",
+            expected="one: nothing listens outside loopback unless it is told to",
+            remedy="Set GLOO_SOCKET_IFNAME on every host, for example to eth0.",
+        )
+    return found
+
+
+def _launcher(got: str, expected: str) -> UsageError:
+    return UsageError(
+        "starting under a launcher",
+        got=got,
+        expected=expected,
+        remedy="Use `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT ... -m roundelay train JOB.py`.",
+    )

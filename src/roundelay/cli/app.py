@@ -59,6 +59,9 @@ def train(
     baseline: Annotated[
         bool, typer.Option(help="Measure plain PyTorch for a few seconds first, to stand beside the run.")
     ] = True,
+    restarts: Annotated[
+        int, typer.Option(help="How often a run that fails goes on from its last checkpoint by itself.", min=0)
+    ] = 0,
     as_json: o.Json = False,
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
@@ -83,6 +86,7 @@ def train(
         resume=resume,
         out=out,
         baseline=baseline,
+        restarts=restarts,
         quiet=as_json,
     )
     if as_json:
@@ -220,7 +224,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.interrupted = False
 
     def listen(self) -> None:
         """Take both signals from now on."""
@@ -228,7 +232,7 @@ class _Signals:
         signal.signal(signal.SIGTERM, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
-        self.came = True
+        self.interrupted = True
         raise KeyboardInterrupt
 
 
@@ -257,7 +261,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        if _SIGNALS.came:
+        if _SIGNALS.interrupted:
             return _interrupted()
         show_error(error, as_json, traced)
         return error.exit_code
@@ -269,7 +273,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))
     except Exception as error:
-        if _SIGNALS.came:
+        if _SIGNALS.interrupted:
             return _interrupted()
         if traced:
             raise

@@ -11,8 +11,9 @@ import torch
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
-from roundelay.api.gathering import Evaluated, Event, Saved, Updated
+from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
 from roundelay.api.planning import explain
+from roundelay.api.restarting import run_restarting
 from roundelay.api.training import Length, Session, Trained, evaluating, load_checkpoint
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
@@ -36,6 +37,7 @@ def train_job(
     resume: Path | None,
     out: Path | None,
     baseline: bool,
+    restarts: int,
     quiet: bool,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
@@ -50,6 +52,7 @@ def train_job(
         resume: checkpoint to continue from.
         out: the run's folder, or None for one below ``runs``.
         baseline: measure plain PyTorch first.
+        restarts: how often a run that fails may go on from its last checkpoint.
         quiet: show nothing.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
@@ -59,7 +62,7 @@ def train_job(
     try:
         folder.write_plan(plan.text(explain(captured, plan)))
         plain = _plain(job, seed, quiet) if baseline else []
-        trained = _trained(session, folder, quiet)
+        trained = _trained(session, folder, restarts, quiet)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -83,7 +86,7 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     return [one for one in found if one is not None]
 
 
-def _trained(session: Session, folder: RunFolder, quiet: bool) -> Trained:
+def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
         live = None if quiet else progress()
@@ -94,7 +97,10 @@ def _trained(session: Session, folder: RunFolder, quiet: bool) -> Trained:
         def notify(event: Event) -> None:
             _note(event, metrics, live, bar)
 
-        return session.run(notify=notify, save_to=folder.checkpoint)
+        def run(session: Session, notify: Notify) -> Trained:
+            return session.run(notify=notify, save_to=folder.checkpoint)
+
+        return run_restarting(session, restarts, run, notify, folder.checkpoint)
 
 
 def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: TaskID | None) -> None:
@@ -114,6 +120,14 @@ def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: Task
     elif isinstance(event, Evaluated) and live is not None:
         told = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         live.console.print(f"after update {event.updates}: {told}", markup=False)
+    elif isinstance(event, Restarted):
+        metrics.cut(event.updates)
+        if live is not None and bar is not None:
+            live.stop()  # workers are forked now
+            live.update(bar, completed=event.updates)
+        stderr.print(f"{event.cause}\nRestart {event.number}: going on after update {event.updates}.", markup=False)
+    elif isinstance(event, NotSaved):
+        stderr.print(f"No checkpoint at {event.path}: {event.reason}. The one before it is whole.", markup=False)
     else:
         assert isinstance(event, (Saved, Evaluated))
 

@@ -65,6 +65,19 @@ class MetricsWriter:
         except OSError as error:
             raise unwritten(self._path, error) from error
 
+    def cut(self, updates: int) -> None:
+        """Drop the lines of update number ``updates`` and later ones: they will be made again.
+
+        Raises:
+            RunError: the file cannot be read or written.
+        """
+        try:
+            lines = _whole(self._path.read_bytes()).splitlines(keepends=True)
+            kept = [line for n, line in enumerate(lines, 1) if _parsed(self._path, n, line)["update"] < updates]
+            self._file.truncate(sum(map(len, kept)))  # lines come in the order of their updates
+        except OSError as error:
+            raise unwritten(self._path, error) from error
+
     def close(self) -> None:
         """Close the file; closing it again does nothing."""
         self._file.close()
