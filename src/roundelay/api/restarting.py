@@ -44,7 +44,7 @@ def run_restarting(
         except DivergedError:
             raise
         except RunError as error:
-            again = _again(session, save_to)
+            again = rest_of(session, save_to)
             if again is None:
                 raise
             current = again
@@ -54,8 +54,14 @@ def run_restarting(
     return replace(trained, updates=tuple(updates))
 
 
-def _again(session: Session, save_to: Path) -> Session | None:
-    """The rest of a session; None if its checkpoint leaves nothing to do."""
+def rest_of(session: Session, save_to: Path) -> Session | None:
+    """A session that goes on from the checkpoint which ``session`` has left at ``save_to``, to the same end.
+
+    The session itself if it has left none; None if nothing is left to do.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
     if not present(save_to).exists():
         return session
     start = load_checkpoint(save_to, session.captured)

@@ -27,10 +27,11 @@ from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
+from roundelay.runtime.party import Party, attend
 from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
 from roundelay.runtime.stage import Initial
-from roundelay.runtime.worker import Task, Wrap
+from roundelay.runtime.worker import Task, Wrap, unchanged
 
 ABANDON_S = 3.0
 """Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
@@ -138,6 +139,7 @@ class Session:
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
+        party: Party | None = None,
     ) -> Trained:
         """Train to the end; see :func:`train`.
 
@@ -147,6 +149,7 @@ class Session:
             audit: collect digests of everything that is computed.
             handlers: worker to handlers of its own, to break a run on purpose.
             wrap: put around every endpoint, to delay messages on purpose.
+            party: the processes that a launcher has started, if one has; this one leads them.
         """
         evaluations: list[Evaluated] = []
         snapshots: list[Snapshot] = []
@@ -175,21 +178,10 @@ class Session:
             pass_on()
 
         gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot)
-        task = Task(
-            plan=self.plan,
-            programs=programs_of(self.plan),
-            partition=self.partition,
-            captured=self.captured,
-            job=self.job,
-            seed=self.seed,
-            extent=self.extent,
-            initial=self.initial,
-            audit=audit,
-            handlers=handlers or {},
-        )
+        task = self._task(audit, handlers or {})
         try:
             with one_thread():
-                run(task, listen, wrap)
+                run(task, listen, wrap, party)
             background.finish()
         finally:
             background.abandon(ABANDON_S)
@@ -204,6 +196,29 @@ class Session:
             events=dict(gatherer.events),
             digests=gatherer.digests,
             workers=gatherer.summaries,
+        )
+
+    def attend(self, party: Party) -> bool:
+        """Run one worker of a party that another process leads; whether all went well here.
+
+        Raises:
+            WorkerLostError: the leader is gone.
+        """
+        with one_thread():
+            return attend(self._task(False, {}), party, unchanged)
+
+    def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]]) -> Task:
+        return Task(
+            plan=self.plan,
+            programs=programs_of(self.plan),
+            partition=self.partition,
+            captured=self.captured,
+            job=self.job,
+            seed=self.seed,
+            extent=self.extent,
+            initial=self.initial,
+            audit=audit,
+            handlers=handlers,
         )
 
     def _put(self, snapshot: Snapshot) -> None:

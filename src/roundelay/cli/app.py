@@ -21,7 +21,7 @@ from roundelay.cli import options as o
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
-from roundelay.cli.trainer import train_job
+from roundelay.cli.trainer import attend_job, train_job
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
 from roundelay.observe.files import replacing_file
@@ -74,8 +74,12 @@ def train(
         transport=transport,
     )
     _exclusive(steps, epochs)
+    party, choices = o.joined(choices, restarts)
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, plan_file, as_json)
+    captured, plan = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
+    if party is not None and not party.leads:
+        attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
+        raise typer.Exit(attended)
     summary = train_job(
         job,
         captured,
@@ -88,6 +92,7 @@ def train(
         baseline=baseline,
         restarts=restarts,
         quiet=as_json,
+        party=party,
     )
     if as_json:
         show_json(summary)
@@ -115,6 +120,7 @@ def plan_command(
         backward=backward,
         transport=transport,
     )
+    o.alone("plan")
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, None, as_json)
     text = plan.text(explain(captured, plan))
@@ -188,6 +194,7 @@ def verify_command(
         transport=transport,
     )
     _exclusive(steps, epochs)
+    o.alone("verify")
     job = load_job(job_file, seed)
     captured, plan = o.planned(job, choices, seed, plan_file, as_json)
     announce("Training distributed, then in one process ...", as_json)

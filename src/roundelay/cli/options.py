@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +11,12 @@ import typer
 from roundelay.api import capture, plan
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
+from roundelay.debug import launched
 from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.runtime.party import Party
 
 JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
@@ -59,21 +61,64 @@ class Choices:
         return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
 
 
-def planned(job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool) -> tuple[Captured, Plan]:
-    """Capture the job, and read the plan or make it.
+def planned(
+    job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool, party: Party | None = None
+) -> tuple[Captured, Plan]:
+    """Capture the job, and read the plan or make it; in a party the leader does, and the others run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
     """
     with doing("Capturing the model ...", quiet):
         captured = capture(job, seed=seed)
+    if party is not None and not party.leads:
+        return captured, Plan.parse(party.take("plan"))
     if plan_file is not None:
         chosen = _obey(read_plan(plan_file), choices)
     else:
         with doing("Planning and measuring the stages ...", quiet):
             chosen = plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
     show_choices(chosen)
+    if party is not None:
+        party.give("plan", chosen.text())
     return captured, chosen
+
+
+def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
+    """The party that this process belongs to, if a launcher has started it, and the choices that follow from it.
+
+    Raises:
+        UsageError: a choice cannot be had in a party.
+    """
+    place = launched()
+    if place is None:
+        return None, choices
+    told = f"the launcher has started {place.size} processes, one worker each"
+    for name, given, right, why in (
+        ("--workers", choices.workers, place.size, told),
+        ("--transport", choices.transport, "gloo", told),
+        ("--restarts", restarts or None, 0, "the launcher restarts; with `--out` a run then goes on by itself"),
+    ):
+        if given not in (None, right):
+            raise UsageError(
+                f"{name} under a launcher", got=str(given), expected=f"{right}: {why}", remedy=f"Leave {name} out."
+            )
+    return Party(place), replace(choices, workers=place.size, transport="gloo")
+
+
+def alone(command: str) -> None:
+    """Refuse a command that is of no use in several processes at once.
+
+    Raises:
+        UsageError: a launcher has started this process.
+    """
+    if launched() is not None:
+        raise UsageError(
+            f"`roundelay {command}` under a launcher",
+            got="one of several processes that would all do the same",
+            expected="the command by itself",
+            remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
+        )
 
 
 def read_plan(path: Path) -> Plan:

@@ -13,17 +13,18 @@ from rich.progress import Progress, TaskID
 from roundelay.api.baseline import Baseline, measure
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
 from roundelay.api.planning import explain
-from roundelay.api.restarting import run_restarting
+from roundelay.api.restarting import rest_of, run_restarting
 from roundelay.api.training import Length, Session, Trained, evaluating, load_checkpoint
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
-from roundelay.errors import UserCodeError
+from roundelay.errors import UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import Span, write_trace
+from roundelay.runtime.party import Party
 
 
 def train_job(
@@ -39,6 +40,7 @@ def train_job(
     baseline: bool,
     restarts: int,
     quiet: bool,
+    party: Party | None = None,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -54,15 +56,15 @@ def train_job(
         baseline: measure plain PyTorch first.
         restarts: how often a run that fails may go on from its last checkpoint.
         quiet: show nothing.
+        party: the processes that a launcher has started, if one has; this one leads them.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
-    inside = out is None or out.parent == Path("runs")
-    folder = RunFolder.create(Path("runs") if out is None else out.parent, out.name if out else None, point=inside)
+    session, folder = _begun(session, out, party)
     try:
         folder.write_plan(plan.text(explain(captured, plan)))
         plain = _plain(job, seed, quiet) if baseline else []
-        trained = _trained(session, folder, restarts, quiet)
+        trained = _trained(session, folder, restarts, quiet, party)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -79,6 +81,48 @@ def train_job(
     return summary
 
 
+def _begun(session: Session, out: Path | None, party: Party | None) -> tuple[Session, RunFolder]:
+    """The session and its folder; both go on where they were if the launcher has restarted everybody."""
+    if out is not None and party is not None and party.restart and (out / "plan.toml").is_file():
+        return _rest(session, out, party), RunFolder.reopen(out)
+    inside = out is None or out.parent == Path("runs")
+    root, name = (Path("runs"), None) if out is None else (out.parent, out.name)
+    return session, RunFolder.create(root, name, point=inside)
+
+
+def _rest(session: Session, out: Path | None, party: Party) -> Session:
+    """What is left to do after a launcher's restart; without a folder of a fixed name, everything."""
+    if out is None or not party.restart:
+        return session
+    rest = rest_of(session, out / "checkpoint")
+    if rest is None:
+        raise UsageError(
+            f"restart {party.restart} of the run in {out}",
+            got="a checkpoint of its end",
+            expected="something left to train",
+            remedy="Nothing is to be done: the training is complete.",
+        )
+    return rest
+
+
+def attend_job(
+    job: Job,
+    captured: Captured,
+    plan: Plan,
+    party: Party,
+    *,
+    seed: int,
+    steps: int | None,
+    epochs: int | None,
+    resume: Path | None,
+    out: Path | None,
+) -> int:
+    """Run one worker of a party that another process leads, which shows and writes everything; the exit code."""
+    start = None if resume is None else load_checkpoint(resume, captured)
+    session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
+    return 0 if _rest(session, out, party).attend(party) else 1
+
+
 def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
@@ -86,9 +130,10 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     return [one for one in found if one is not None]
 
 
-def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool) -> Trained:
+def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
+        metrics.cut(session.extent.start_batch if folder.metrics.stat().st_size else 0)
         live = None if quiet else progress()
         bar = None if live is None else live.add_task("...", total=session.extent.batches)
         if live is not None:
@@ -98,7 +143,7 @@ def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool) ->
             _note(event, metrics, live, bar)
 
         def run(session: Session, notify: Notify) -> Trained:
-            return session.run(notify=notify, save_to=folder.checkpoint)
+            return session.run(notify=notify, save_to=folder.checkpoint, party=party)
 
         return run_restarting(session, restarts, run, notify, folder.checkpoint)
 

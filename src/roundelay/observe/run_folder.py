@@ -66,6 +66,18 @@ class RunFolder:
             remedy = "Correct the permissions, free some space, or put the runs elsewhere."
             raise _refused(f"run folder {path}", str(error.strerror), "a folder to write in", remedy) from error
 
+    @staticmethod
+    def reopen(path: Path) -> RunFolder:
+        """The folder of a run that goes on.
+
+        Raises:
+            UsageError: there is none at ``path``.
+        """
+        folder = RunFolder(path, (), None)
+        if not folder.plan.is_file():
+            raise _refused(f"run folder {path}", "no plan.toml in it", "the folder of a run that was begun")
+        return folder
+
     @property
     def plan(self) -> Path:
         """The plan that was run."""

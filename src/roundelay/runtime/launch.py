@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from roundelay.runtime.party import Party, lead
 from roundelay.runtime.processes import run_processes
 from roundelay.runtime.tally import Listener
 from roundelay.runtime.threads import run_threads
-from roundelay.runtime.worker import Task, Wrap
+from roundelay.runtime.worker import Task, Wrap, unchanged
 
 Launcher = Callable[[Task, Listener, Wrap], None]
 
@@ -18,15 +19,20 @@ LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "gloo": run_processes}
 """Transport to what starts, hears and ends its workers."""
 
 
-def run(task: Task, listen: Listener, wrap: Wrap | None = None) -> None:
+def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: Party | None = None) -> None:
     """Execute a task.
 
     Args:
         task: the run.
         listen: told of every report, in this thread.
         wrap: put around every endpoint, for tests that delay messages.
+        party: the processes that a launcher has started, if one has; this one leads them.
 
     Raises:
         RoundelayError: the first cause, if a worker failed.
     """
-    LAUNCHERS[task.plan.transport](task, listen, wrap or (lambda endpoint: endpoint))
+    around = wrap or unchanged
+    if party is not None:
+        lead(task, listen, around, party)
+    else:
+        LAUNCHERS[task.plan.transport](task, listen, around)

@@ -34,6 +34,11 @@ Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
 
 
+def unchanged(endpoint: Endpoint) -> Endpoint:
+    """The wrap that does nothing."""
+    return endpoint
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """Everything a run needs, the same for all workers.

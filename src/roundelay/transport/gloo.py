@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, cast, final
+from typing import TYPE_CHECKING, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ import torch.distributed as dist
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import frame as wire
 from roundelay.transport.contract import Arrived, CheckedEndpoint, Granted, Lost, Message
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 ABORT_GRACE_S = 1.0
 """Seconds that the other workers have to take an abort before their connections are cut."""
@@ -49,17 +52,21 @@ class GlooEndpoint(CheckedEndpoint):
     Args:
         worker: this worker's number.
         num_workers: how many there are.
-        store_path: a file that nobody has used before, the same for all workers, on a file system they share.
+        store: where they meet: a store of torch.distributed, or the path of a file that nobody has used before, on a
+            file system they share.
         deadline_s: seconds that the rendezvous, and later `close`, may take.
+        interface: network interface to listen on; by default loopback.
 
     Raises:
         DeadlineError: not all workers came in time.
     """
 
-    def __init__(self, worker: int, num_workers: int, store_path: str, deadline_s: float) -> None:
+    def __init__(
+        self, worker: int, num_workers: int, store: str | Store, deadline_s: float, interface: str | None = None
+    ) -> None:
         super().__init__(worker, num_workers)
         self._deadline_s = deadline_s
-        self._group: _Group | None = _connect(worker, num_workers, store_path, deadline_s)
+        self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
         self._links = {other: _Link(other, self._listen) for other in self._others}
@@ -198,19 +205,21 @@ class _Posted:
         self.work = group.recv([_as_tensor(self.frame)], source, _FRAME_TAG)
 
 
-def _connect(worker: int, num_workers: int, store_path: str, deadline_s: float) -> _Group:
+def _connect(worker: int, num_workers: int, store: str | Store, deadline_s: float, interface: str | None) -> _Group:
     # Not init_process_group: its device comes from an environment variable, and its group is global to the process.
     limit = timedelta(seconds=deadline_s)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
     try:
-        store = dist.FileStore(store_path, num_workers)  # type: ignore[attr-defined]
-        store.set_timeout(limit)
-        return cast(_Group, dist.ProcessGroupGloo(store, worker, num_workers, options))
+        where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
+        options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+        place = dist.FileStore(store, num_workers) if isinstance(store, str) else store  # type: ignore[attr-defined]
+        place.set_timeout(limit)
+        return cast(_Group, dist.ProcessGroupGloo(place, worker, num_workers, options))
     except RuntimeError as fault:
+        where_told = store if isinstance(store, str) else "the launcher's store"
         raise DeadlineError(
-            f"worker {worker} meeting the others at {store_path}",
+            f"worker {worker} meeting the others at {where_told}",
             got=_explain(fault),
             expected=f"{num_workers} workers within {deadline_s:g} s",
             remedy="See which worker did not start, and give every run a file of its own.",

@@ -1,0 +1,259 @@
+"""The processes that a launcher such as torchrun has started together, one worker each, on one host or several.
+
+They meet at the launcher's store. Worker 0's process leads: it hears the reports of all, and alone shows and writes
+things. Beside the workers' own endpoints there is a second set, the *control* line: reports go to the leader on it, and
+a beat every second both ways, for nobody here is the parent of anybody and would be told that a process is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from roundelay.debug import Launched
+from roundelay.errors import DeadlineError, WorkerLostError
+from roundelay.runtime.report import Report, from_bytes, to_bytes
+from roundelay.runtime.tally import Listener, Tally, failure
+from roundelay.runtime.threads import follow
+from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
+from roundelay.transport.gloo import GlooEndpoint
+
+PLAN_S = 900.0
+"""Seconds that the leader may take to capture and plan."""
+
+BEAT_S, SILENT_S = 1.0, 8.0
+"""Seconds between two beats, and seconds of silence after which a process counts as lost."""
+
+NEWS_S = 0.5
+"""Seconds in which the end of a process is heard of here."""
+
+_REPORT, _BEAT = 0, 1
+_LEADER = 0
+
+
+@final
+class Party:
+    """This process's membership.
+
+    Args:
+        place: how the launcher started it.
+
+    Raises:
+        WorkerLostError: the launcher's store cannot be reached.
+    """
+
+    def __init__(self, place: Launched) -> None:
+        self.rank, self.size, self.restart = place.rank, place.size, place.restart
+        self._interface = place.interface if place.nodes > 1 else None
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                place.host, place.port, is_master=False, timeout=timedelta(seconds=30)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WorkerLostError(
+                f"the launcher's store at {place.host}:{place.port}",
+                got=str(error).splitlines()[0],
+                expected="an answer within 30 s",
+                remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
+            ) from error
+        self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that a person looks at."""
+        return self.rank == _LEADER
+
+    def give(self, name: str, text: str) -> None:
+        """Publish a text; the leader does so."""
+        self._store.set(name, text)
+
+    def take(self, name: str) -> str:
+        """The text that the leader publishes under this name.
+
+        Raises:
+            WorkerLostError: it never does.
+        """
+        try:
+            self._store.wait([name], timedelta(seconds=PLAN_S))
+            return bytes(self._store.get(name)).decode()
+        except RuntimeError as error:
+            raise WorkerLostError(
+                f"worker {self.rank} waiting for the leader's {name}",
+                got=str(error).splitlines()[0],
+                expected=f"it within {PLAN_S:g} s",
+                remedy="See what worker 0 told.",
+            ) from error
+
+    def endpoint(self, line: str, deadline_s: float) -> Endpoint:
+        """This process's end of one set of connections."""
+        store = dist.PrefixStore(line, self._store)  # type: ignore[attr-defined]
+        return GlooEndpoint(self.rank, self.size, store, deadline_s, self._interface)
+
+    def where(self) -> str:
+        """This process, for people."""
+        return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
+    """Run worker 0 in this process, and hear all; see :func:`roundelay.runtime.launch.run`."""
+    reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    tally = Tally(party.size, listen)
+    control, data = _connected(task, wrap, party)
+    line = _Line(control, party, reports.put, lambda worker, lost: reports.put(failure(worker, lost)))
+    worker = _start(task, data, party.rank, reports.put)
+    try:
+        follow(reports, tally)
+    except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
+        time.sleep(NEWS_S)
+        _drain(reports, tally)
+        tally.raise_failure()
+        raise
+    finally:
+        _drain(reports, tally)
+        if tally.failures or len(tally.ended) < party.size:
+            data.abort("the run was ended")
+            line.end("the run has failed; worker 0 tells why")
+        else:
+            worker.join(task.plan.deadline_s)
+            line.end(None)
+    tally.raise_failure()
+
+
+def _drain(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
+    while not reports.empty():
+        tally.late(reports.get())
+
+
+def attend(task: Task, party: Party, wrap: Wrap) -> bool:
+    """Run one other worker in this process; whether all went well. What went wrong here, the leader tells.
+
+    Raises:
+        WorkerLostError: the leader is gone.
+    """
+    outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    lost: list[WorkerLostError] = []
+    control, data = _connected(task, wrap, party)
+    line = _Line(control, party, lambda report: None, lambda worker, error: lost.append(error))
+    _start(task, data, party.rank, outgoing.put)
+    ended, well = False, True
+    try:
+        while not ended and not lost:
+            try:
+                report = outgoing.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            line.send(report)
+            ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
+    finally:
+        if lost or not ended:
+            data.abort("the leader is gone")
+        line.end(None if ended else "it was ended")
+    if lost:
+        raise lost[0]
+    return well
+
+
+def _connected(task: Task, wrap: Wrap, party: Party) -> tuple[Endpoint, Endpoint]:
+    limit = task.plan.deadline_s
+    return party.endpoint("control", limit), wrap(party.endpoint("data", limit))
+
+
+def _start(task: Task, endpoint: Endpoint, rank: int, report: Callable[[Report], None]) -> threading.Thread:
+    def main() -> None:
+        torch.set_num_threads(1)
+        work(task, rank, endpoint, report)
+
+    thread = threading.Thread(target=main, name=f"worker {rank}", daemon=True)
+    thread.start()
+    return thread
+
+
+@final
+class _Line:
+    """This process's end of the control line: hears reports and beats, sends beats, notices who is silent.
+
+    A process watches those that it depends on: the leader all, the others the leader.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        party: Party,
+        on_report: Callable[[Report], None],
+        on_lost: Callable[[int, WorkerLostError], None],
+    ) -> None:
+        self._endpoint, self._on_report, self._on_lost = endpoint, on_report, on_lost
+        self._others = [k for k in range(party.size) if k != party.rank] if party.leads else [_LEADER]
+        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="control", daemon=True)
+        self._thread.start()
+
+    def send(self, report: Report) -> None:
+        """Send a report to the leader."""
+        blob = torch.frombuffer(bytearray(to_bytes(report)), dtype=torch.uint8)
+        with self._lock:
+            self._endpoint.send(_LEADER, Message(_REPORT, (), (blob,)))
+
+    def end(self, reason: str | None) -> None:
+        """Leave in good order, or with a reason."""
+        self._ending.set()
+        self._thread.join()
+        if reason is None:
+            self._endpoint.close()
+        else:
+            self._endpoint.abort(reason)
+
+    def _main(self) -> None:
+        beat = 0.0
+        while not self._ending.is_set():
+            now = time.monotonic()
+            if now - beat >= BEAT_S:
+                beat = now
+                with self._lock:
+                    for other in self._others:
+                        self._endpoint.grant(other, _BEAT)
+            self._hear()
+            for other in [k for k, heard in self._heard.items() if time.monotonic() - heard > SILENT_S]:
+                self._lose(other, f"silence for {SILENT_S:g} s")
+
+    def _hear(self) -> None:
+        try:
+            delivery = self._endpoint.receive(0.1)
+        except DeadlineError:
+            return
+        if delivery.source in self._heard:
+            self._heard[delivery.source] = time.monotonic()
+        if isinstance(delivery, Arrived):
+            value = delivery.message.values[0]
+            assert isinstance(value, torch.Tensor)
+            report = from_bytes(value.numpy().tobytes())
+            if report.kind in ("finished", "failed"):
+                self._heard.pop(delivery.source, None)  # it may leave now
+            self._on_report(report)
+        elif not isinstance(delivery, Granted):
+            self._lose(delivery.source, delivery.reason)
+
+    def _lose(self, other: int, how: str) -> None:
+        if self._heard.pop(other, None) is not None:
+            self._on_lost(other, _lost(other, how))
+
+
+def _lost(worker: int, how: str) -> WorkerLostError:
+    return WorkerLostError(
+        f"worker {worker} of the launcher's",
+        got=how,
+        expected="a process that lives and answers until the run ends",
+        remedy="See that process's own output and its host; continue with `--from` the last checkpoint.",
+    )
