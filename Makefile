@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test lint verify-table clean
+.PHONY: help venv train test lint verify-table faults clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -33,6 +33,9 @@ lint: $(DONE) ## Check style, formatting, types and import contracts
 
 verify-table: $(DONE) ## Print the table of equivalences, each line computed now
 	@$(BIN)/python -m tests.equivalence.table
+
+faults: $(DONE) ## Strike 120 runs with signals and errors at random moments, and print the table
+	@$(BIN)/python -m tests.faults.table
 
 clean: ## Delete caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -231,7 +231,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.last: int | None = None
 
     def listen(self) -> None:
         """Take both signals from now on."""
@@ -239,7 +239,7 @@ class _Signals:
         signal.signal(signal.SIGTERM, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
-        self.interrupted = True
+        self.last = number
         raise KeyboardInterrupt
 
 
@@ -268,7 +268,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        if _SIGNALS.interrupted:
+        if _SIGNALS.last == signal.SIGINT:  # not SIGTERM: a launcher sends it because of this very error
             return _interrupted()
         show_error(error, as_json, traced)
         return error.exit_code
@@ -280,7 +280,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))
     except Exception as error:
-        if _SIGNALS.interrupted:
+        if _SIGNALS.last is not None:
             return _interrupted()
         if traced:
             raise

@@ -34,7 +34,7 @@ from roundelay.transport.gloo import GlooEndpoint
 END_S = 3.0
 """Seconds that processes get to end by themselves once the run has ended or failed."""
 
-STOPPED_S = 4.0
+STOPPED_S = 3.0
 """Seconds after which a stopped worker counts as lost; a person who presses Ctrl-Z stops the launcher's clock too."""
 
 _TICK_S = 0.25

@@ -11,7 +11,7 @@ from roundelay.runtime.report import Report
 
 Listener = Callable[[Report], None]
 
-GRACE_S = 2.0
+GRACE_S = 1.0
 """Seconds between the first news of a lost worker and the end of the wait for what the others say of it."""
 
 

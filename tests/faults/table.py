@@ -1,0 +1,77 @@
+"""Strike many runs at random and print the table: ``python -m tests.faults.table --cases 120``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tests.faults.case import Case, Outcome, Server, draw, play
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    asked = parser.parse_args()
+    began = time.monotonic()
+    cases: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(asked.cases):
+        cases.put(asked.seed + number)
+    done: list[tuple[int, Case, Outcome]] = []
+    threads = [threading.Thread(target=_work, args=(cases, done)) for _ in range(asked.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wrong = [(seed, case, outcome) for seed, case, outcome in sorted(done, key=lambda d: d[0]) if outcome.faults]
+    print(table(done))
+    for seed, case, outcome in wrong:
+        print(f"\nseed {seed}, {case}\n  exit code {outcome.code}: {'; '.join(outcome.faults)}\n{outcome.said}")
+    late = sum(outcome.late for _, _, outcome in done)
+    print(
+        f"\n{len(done)} faults, {late} of them behind the run's end, {len(wrong)} wrong, "
+        f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}"
+    )
+    sys.exit(1 if wrong or len(done) < asked.cases else 0)
+
+
+def _work(cases: queue.SimpleQueue[int], done: list[tuple[int, Case, Outcome]]) -> None:
+    server = Server()
+    while True:
+        try:
+            seed = cases.get_nowait()
+        except queue.Empty:
+            break
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            done.append((seed, draw(seed), play(draw(seed), Path(folder), server, go_on=seed % 3 == 0)))
+        if sys.stderr.isatty():
+            print(f"\r{len(done)} faults", end="", file=sys.stderr)
+    server.close()
+
+
+def table(done: list[tuple[int, Case, Outcome]]) -> str:
+    """Markdown: a row for each transport, fault and victim."""
+    rows: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
+    for _, case, outcome in done:
+        rows[case.transport, case.fault, "launcher" if case.victim < 0 else "worker"].append(outcome)
+    lines = [
+        "| transport | fault | on | cases | behind the end | wrong | slowest end, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (transport, fault, victim), outcomes in sorted(rows.items()):
+        counts = len(outcomes), sum(o.late for o in outcomes), sum(bool(o.faults) for o in outcomes)
+        slowest = max((o.seconds for o in outcomes if not o.late), default=0.0)
+        lines.append(f"| {transport} | {fault} | {victim} | {counts[0]} | {counts[1]} | {counts[2]} | {slowest:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

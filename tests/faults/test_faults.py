@@ -1,0 +1,83 @@
+"""Whatever strikes a run, at whatever moment: it ends soon, tells one cause, leaves nothing behind, and can go on.
+
+A few cases that are told apart, and a few at random; ``make faults`` strikes more than a hundred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.case import EPOCHS, UPDATES, Case, Server, draw, members, play
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("seed", range(1000, 1006))
+def test_a_fault_at_random_ends_a_run_well(seed: int, tmp_path: Path, server: Server) -> None:
+    case = draw(seed)
+    outcome = play(case, tmp_path, server, go_on=seed % 3 == 0)
+    assert not outcome.faults, f"{case}: {outcome.faults}\n{outcome.said}"
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("moment", ["start", "training"])
+def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, tmp_path: Path, server: Server) -> None:
+    number = {"start": 0, "training": 9}[moment]
+    case = Case("gloo", 3, moment, 1, fault, number, 0.0)
+    if moment == "start":  # as soon as the workers are there
+        pid = server.train(tmp_path, "--workers", 3, "--transport", "gloo", "--epochs", EPOCHS, "--out", "run")
+        while len(members(pid)) < 4:
+            assert members(pid)
+        os.kill(members(pid)[2], getattr(signal, fault))
+        assert server.wait(pid, 10.0) == 1 << 8
+        assert not members(pid)
+        said = (tmp_path / "err").read_text()
+    else:
+        outcome = play(case, tmp_path, server, go_on=False)
+        assert not outcome.late
+        assert not outcome.faults, outcome
+        said = outcome.said
+    assert "worker 1 (process" in said
+    assert ("stopped" if fault == "SIGSTOP" else fault) in said
+
+
+def test_a_run_restarts_from_its_checkpoint_by_itself(tmp_path: Path, server: Server) -> None:
+    how = ("--workers", 2, "--transport", "gloo", "--epochs", EPOCHS)
+    pid = server.train(tmp_path, *how, "--out", "run", "--restarts", 2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for kills in (1, 2):
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 8 * kills):
+            assert members(pid)
+        before = set(members(pid))
+        os.kill(members(pid)[1], signal.SIGKILL)
+        while before & set(members(pid)) - {pid}:
+            assert members(pid)
+    assert server.wait(pid, 60.0) == 0
+    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()] == list(range(UPDATES))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == UPDATES
+    assert (tmp_path / "err").read_text().count("Restart ") == 2
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "small").write_text("3")
+    pid = server.train(tmp_path, "--workers", 2, "--epochs", EPOCHS, "--out", "run")
+    assert server.wait(pid, 60.0) == 1 << 8  # its last checkpoint could not be written
+    said = (tmp_path / "err").read_text()
+    assert said.count("No checkpoint at") >= 1
+    assert (tmp_path / "run" / "checkpoint" / "checkpoint.json").exists()
+    again = server.train(tmp_path, "--workers", 3, "--from", "run", "--steps", 2, "--out", "more")
+    (tmp_path / "small").unlink()
+    assert server.wait(again, 60.0) == 0
