@@ -145,7 +145,7 @@ def play(case: Case, folder: Path, server: Server, go_on: bool) -> Outcome:
         folder, "--workers", case.workers, "--transport", case.transport, "--epochs", EPOCHS, "--out", "run"
     )
     try:
-        _until(_reached(case, folder), pid)
+        _until(_reached(case, folder, pid), pid)
         time.sleep(case.later_s)
         _strike(case, folder, pid)
         began = time.monotonic()
@@ -159,16 +159,19 @@ def play(case: Case, folder: Path, server: Server, go_on: bool) -> Outcome:
             os.killpg(pid, signal.SIGKILL)
     code = None if status is None else os.waitstatus_to_exitcode(status)
     said = (folder / "err").read_text() if (folder / "err").exists() else ""
-    late = code == 0 and (folder / "run" / "summary.json").exists()
+    over = code in (0, -signal.SIGTERM, -signal.SIGINT)  # a signal may also meet an interpreter that is shutting down
+    late = over and (folder / "run" / "summary.json").exists()
     faults = () if late else (*_judge(case, folder, code, said), *(f"process {pid} is left" for pid in left))
     if go_on and not faults:
         faults = _goes_on(folder, case, server)
     return Outcome(code, seconds, late, said, tuple(faults))
 
 
-def _reached(case: Case, folder: Path) -> Callable[[], bool]:
-    """Whether the moment has come."""
+def _reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
+    """Whether the moment has come. A worker starts when it is forked."""
     metrics, new = folder / "run" / "metrics.jsonl", folder / "run" / ".checkpoint.new"
+    if case.moment == "start" and case.victim >= 0 and case.fault in SIGNALS:
+        return lambda: len(members(pid)) > case.victim + 1
     if case.moment == "start":
         due = time.monotonic() + case.number / 10
         return lambda: time.monotonic() >= due
@@ -201,7 +204,7 @@ def _strike(case: Case, folder: Path, pid: int) -> None:
     victim = pid if case.victim < 0 or not workers else workers[min(case.victim, len(workers) - 1)]
     number = getattr(signal, case.fault)
     if number == signal.SIGSTOP and victim == pid:
-        return  # no worker is there (yet, or any more): a stopped launcher is the person's own wish
+        return  # no worker is there any more, and a stopped launcher is the person's own wish
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, number)
 

@@ -28,6 +28,9 @@ from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 from roundelay.transport.gloo import GlooEndpoint
 
+MEET_S = 30.0
+"""Seconds in which the launcher's store must answer."""
+
 PLAN_S = 900.0
 """Seconds that the leader may take to capture and plan."""
 
@@ -57,13 +60,13 @@ class Party:
         self._interface = place.interface if place.nodes > 1 else None
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                place.host, place.port, is_master=False, timeout=timedelta(seconds=30)
+                place.host, place.port, is_master=False, timeout=timedelta(seconds=MEET_S)
             )
         except (RuntimeError, ValueError) as error:
             raise WorkerLostError(
                 f"the launcher's store at {place.host}:{place.port}",
                 got=str(error).splitlines()[0],
-                expected="an answer within 30 s",
+                expected=f"an answer within {MEET_S:g} s",
                 remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
             ) from error
         self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
@@ -112,21 +115,26 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
     line = _Line(control, party, reports.put, lambda worker, lost: reports.put(failure(worker, lost)))
     worker = _start(task, data, party.rank, reports.put)
     try:
-        follow(reports, tally)
+        try:
+            follow(reports, tally)
+        finally:
+            _leave(task, tally, line, data, worker)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
         time.sleep(NEWS_S)
         _drain(reports, tally)
         tally.raise_failure()
         raise
-    finally:
-        _drain(reports, tally)
-        if tally.failures or len(tally.ended) < party.size:
-            data.abort("the run was ended")
-            line.end("the run has failed; worker 0 tells why")
-        else:
-            worker.join(task.plan.deadline_s)
-            line.end(None)
+    _drain(reports, tally)
     tally.raise_failure()
+
+
+def _leave(task: Task, tally: Tally, line: _Line, data: Endpoint, worker: threading.Thread) -> None:
+    if tally.failures or len(tally.ended) < task.plan.num_stages:
+        data.abort("the run was ended")
+        line.end("the run has failed; worker 0 tells why")
+    else:
+        worker.join(task.plan.deadline_s)
+        line.end(None)
 
 
 def _drain(reports: queue.SimpleQueue[Report], tally: Tally) -> None:

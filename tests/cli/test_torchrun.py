@@ -1,0 +1,202 @@
+"""Under torchrun every process is one worker; together they compute what one host alone would; one of them leads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundelay.observe.checkpoint import load
+from roundelay.observe.metrics import read_metrics
+from tests.cli.harness import MLP, environment, here, job_file, one_screen
+
+Capture = pytest.CaptureFixture[str]
+END_S = 100.0
+LAUNCHED = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "test",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def torchrun(folder: Path, launcher: list[str], *args: object, **env: str) -> subprocess.Popen[str]:
+    """Start the launcher in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "roundelay", "train", *map(str, args)],
+        cwd=folder,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[None]:
+    """No member of the group outlives the block."""
+    try:
+        yield
+    finally:
+        for pid in pids_of("roundelay train", process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def pids_of(words: str, launcher: subprocess.Popen[str]) -> list[int]:
+    """Children of the launcher whose command line holds ``words``, the oldest first."""
+    path = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    children = path.read_text().split() if path.exists() else []
+    found = []
+    for child in children:
+        with contextlib.suppress(OSError):
+            if words in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
+                found.append(int(child))
+    return sorted(found)
+
+
+def test_two_launched_processes_compute_what_one_host_alone_does(
+    capsys: Capture, workplace: Path, tmp_path: Path
+) -> None:
+    plan = workplace / "plan.toml"
+    assert here(capsys, "plan", MLP, "--workers", 2, "--transport", "gloo", "-o", plan).code == 0
+    run = ("--steps", 20, "--no-baseline", "--plan", plan)
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], MLP, *run, "--out", "launched")
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    assert out.count("loss, first and last update") == 1, "one of them shows the result"
+    assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
+    ours, theirs = load(workplace / "launched" / "checkpoint"), load(workplace / "alone" / "checkpoint")
+    assert ours.position == theirs.position
+    for name, weight in theirs.parameters.items():
+        assert torch.equal(weight, ours.parameters[name]), name
+        for key, value in theirs.optimizer.get(name, {}).items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(ours.optimizer[name][key])), (name, key)
+
+
+def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_checkpoint(workplace: Path) -> None:
+    before = """
+import time
+def slow(epoch):
+    for batch in mlp.batches(epoch):
+        time.sleep(0.05)
+        yield batch
+"""
+    job = job_file(workplace, "batches=slow", before)
+    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    process = torchrun(workplace, launcher, job, "--epochs", 4, "--no-baseline", "--out", "run")
+    metrics = workplace / "run" / "metrics.jsonl"
+    with ending(process):
+        deadline = time.monotonic() + END_S
+        while not (workplace / "run" / "checkpoint").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(pids_of("roundelay train", process)[1], signal.SIGKILL)
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    assert "worker 1" in out
+    assert "lost" in out or "broke" in out, out
+    updates = [line["update"] for line in read_metrics(metrics)]
+    assert updates == list(range(len(updates)))
+    assert load(workplace / "run" / "checkpoint").position.epoch == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip")
+def test_two_hosts_talk_over_the_interface_that_is_named(workplace: Path) -> None:
+    names = [f"roundelay{os.getpid()}{side}" for side in "ab"]
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts(stack, names)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr}")
+        processes = []
+        for i, name in enumerate(names):
+            launcher = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
+            launcher += ["--rdzv-endpoint", "10.77.0.1:29511", "--rdzv-conf", f"is_host={'false' if i else 'true'}"]
+            launcher += ["--local-addr", f"10.77.0.{i + 1}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "roundelay", "train", MLP]
+            command += ["--steps", "5", "--no-baseline", "--out", str(workplace / "run")]
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                cwd=workplace,
+                env=environment(GLOO_SOCKET_IFNAME=f"rl{i}"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            stack.enter_context(ending(process))
+            processes.append(process)
+        said = [process.communicate(timeout=END_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+    assert len(read_metrics(workplace / "run" / "metrics.jsonl")) == 5
+
+
+def hosts(stack: contextlib.ExitStack, names: list[str]) -> None:
+    """Two network namespaces with a cable between them."""
+
+    def ip(*args: str) -> None:
+        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+    for name in names:
+        ip("netns", "add", name)
+        stack.callback(ip, "netns", "delete", name)
+    ip("-n", names[0], "link", "add", "rl0", "type", "veth", "peer", "name", "rl1", "netns", names[1])
+    for i, name in enumerate(names):
+        ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"rl{i}")
+        ip("-n", name, "link", "set", f"rl{i}", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("train", MLP, "--workers", 3), ("--workers", "3", "2 processes")),
+        (("train", MLP, "--transport", "memory"), ("--transport", "memory", "gloo")),
+        (("train", MLP, "--restarts", 1), ("--restarts", "the launcher restarts")),
+        (("plan", MLP), ("roundelay plan", "launcher")),
+        (("verify", MLP), ("roundelay verify", "launcher")),
+    ],
+)
+def test_what_makes_no_sense_under_a_launcher_is_refused(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    one_screen(here(capsys, *command), *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"GROUP_WORLD_SIZE": "2"}, ("GLOO_SOCKET_IFNAME", "loopback")),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, ("store", "--rdzv-backend c10d")),
+        ({"WORLD_SIZE": "two"}, ("variables", "torchrun")),
+        ({}, ("the launcher's store at 127.0.0.1:1",)),
+    ],
+)
+def test_a_launcher_that_cannot_be_used_is_told(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("roundelay.runtime.party.MEET_S", 0.5)
+    for name, value in (LAUNCHED | change).items():
+        monkeypatch.setenv(name, value)
+    one_screen(here(capsys, "train", MLP), *words)
