@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundelay.api import capture, load, plan, simulate, train, verify
+    from roundelay.api import capture, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import RoundelayError
     from roundelay.ir.plan import Plan
     from roundelay.ir.rule import UpdateRule, register_rule
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "capture": "roundelay.api",
+    "empty_weights": "roundelay.api",
     "load": "roundelay.api",
     "plan": "roundelay.api",
     "simulate": "roundelay.api",
@@ -43,6 +44,7 @@ __all__ = [
     "RoundelayError",
     "UpdateRule",
     "capture",
+    "empty_weights",
     "load",
     "plan",
     "register_rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Job:
         scheduler: optimizer -> torch learning-rate scheduler, stepped after every update.
         evaluate: model -> metrics; gets the original module in eval mode with the freshest weights.
         showcase: model -> text to show after training, for example a few lines that a language model writes.
+        weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
+            :func:`roundelay.empty_weights`, and no process ever holds it whole.
         steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; else one epoch.
     """
 
@@ -40,4 +43,5 @@ class Job:
     scheduler: SchedulerFactory | None = None
     evaluate: Evaluate | None = None
     showcase: Callable[[torch.nn.Module], str] | None = None
+    weights: str | Path | None = None
     steps: int | None = None

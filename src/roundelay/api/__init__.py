@@ -9,5 +9,6 @@ from roundelay.api.planning import capture, default_workers, plan
 from roundelay.api.simulating import simulate
 from roundelay.api.training import train
 from roundelay.api.verifying import verify
+from roundelay.api.weights_file import empty_weights
 
-__all__ = ["capture", "default_workers", "load", "plan", "simulate", "train", "verify"]
+__all__ = ["capture", "default_workers", "empty_weights", "load", "plan", "simulate", "train", "verify"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def check_job(job: Job) -> None:
         value = getattr(job, name)
         if not callable(value) and (needed or value is not None):
             raise _wrong(name, value, "a function" if needed else "a function, or None")
+    if not isinstance(job.weights, str | Path | None):
+        raise _wrong("weights", job.weights, "the path of a file or folder, or None")
     steps: Any = job.steps
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise _wrong("steps", steps, "a whole number of updates, at least 1, or None")

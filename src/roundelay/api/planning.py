@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.quiet import without_dumps
 from roundelay.api.threads import one_thread
+from roundelay.api.weights_file import check_filled, fill
 from roundelay.errors import PlanError, RoundelayError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
@@ -45,6 +47,9 @@ def capture(job: Job, *, seed: int = 0) -> Captured:
         JobError: data, loss, optimizer or scheduler cannot be used.
     """
     check_job(job)
+    if job.weights is not None:
+        fill(job.model, Path(job.weights))
+    check_filled(job.model)
     with one_thread():
         sample = first_batch(job.batches, seed)
         check_inputs(job, sample)

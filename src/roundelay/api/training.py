@@ -222,10 +222,10 @@ class Session:
         )
 
     def _put(self, snapshot: Snapshot) -> None:
-        """The newest weights into the person's own model."""
+        """The newest weights into the person's own model, as new memory: the old is where the session began."""
+        for name, parameter in self.captured.parameters().items():
+            parameter.data = snapshot.parameters[name].clone()
         with torch.no_grad():
-            for name, parameter in self.captured.parameters().items():
-                parameter.copy_(snapshot.parameters[name])
             for name, buffer in self.captured.buffers().items():
                 buffer.copy_(snapshot.buffers.get(name, buffer))
 
@@ -325,7 +325,7 @@ def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
 def _initial(captured: Captured, start: Checkpoint | None) -> Initial:
     if start is None:
         return Initial(
-            {n: p.detach().clone() for n, p in captured.parameters().items()},
+            {n: p.data for n, p in captured.parameters().items()},  # stages copy what they train
             {n: b.clone() for n, b in captured.buffers().items()},
             {},
             0,

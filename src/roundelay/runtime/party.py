@@ -46,7 +46,7 @@ _LEADER = 0
 
 @final
 class Party:
-    """This process's membership.
+    """This process's membership: its number, the others', and whether it is the one that a person looks at.
 
     Args:
         place: how the launcher started it.
@@ -57,6 +57,8 @@ class Party:
 
     def __init__(self, place: Launched) -> None:
         self.rank, self.size, self.restart = place.rank, place.size, place.restart
+        self.others = (*range(place.rank), *range(place.rank + 1, place.size))
+        self.leads = place.rank == _LEADER
         self._interface = place.interface if place.nodes > 1 else None
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -70,11 +72,6 @@ class Party:
                 remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
             ) from error
         self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one that a person looks at."""
-        return self.rank == _LEADER
 
     def give(self, name: str, text: str) -> None:
         """Publish a text; the leader does so."""
@@ -201,7 +198,7 @@ class _Line:
         on_lost: Callable[[int, WorkerLostError], None],
     ) -> None:
         self._endpoint, self._on_report, self._on_lost = endpoint, on_report, on_lost
-        self._others = [k for k in range(party.size) if k != party.rank] if party.leads else [_LEADER]
+        self._others = party.others if party.leads else (_LEADER,)
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._lock = threading.Lock()
         self._ending = threading.Event()

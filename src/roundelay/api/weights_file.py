@@ -1,0 +1,119 @@
+"""Weights that stay in their file until a stage reads them, so that no process ever holds the whole model.
+
+A model is built with :func:`empty_weights`, which leaves its parameters on the meta device, without memory; its job
+names the file. :func:`fill` maps the file into memory: a page of it is read when an operator first touches it, may be
+dropped again, and is shared by all processes. A worker then copies the parameters of its own stage, and those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from roundelay.errors import JobError
+
+_SUFFIX = ".safetensors"
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Modules built in this block have parameters of shape and dtype only; their buffers are ordinary ones.
+
+    ``torch.device("meta")`` leaves the buffers empty too, whose values are often in no file.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def fill(model: torch.nn.Module, path: Path) -> None:
+    """Give every parameter, and every buffer that is stored, its value from the file; tied ones stay tied.
+
+    Args:
+        model: as :func:`empty_weights` leaves it, or an ordinary one. Its dtypes stay.
+        path: a safetensors file, or a folder of them as Hugging Face and Roundelay write it.
+
+    Raises:
+        JobError: the file cannot be read, a tensor is missing, unexpected, or of another shape.
+    """
+    stored = _stored(path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    _check(path, model, stored, parameters | buffers)
+    made: dict[int, Any] = {}
+    for name, old in (parameters | buffers).items():
+        if name in stored and id(old) not in made:
+            value = stored[name].to(old.dtype)
+            made[id(old)] = torch.nn.Parameter(value, old.requires_grad) if name in parameters else value
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and id(tensor) in made:
+                    own[key] = made[id(tensor)]
+
+
+def check_filled(model: torch.nn.Module) -> None:
+    """Refuse a model with parts that have no values.
+
+    Raises:
+        JobError: naming the first.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise JobError(
+                f"Job(model=...): {name!r}",
+                got="a tensor on the meta device, without values",
+                expected="values, in the model or in the file of Job(weights=...)",
+                remedy="Give the job the safetensors file, and build the model with `roundelay.empty_weights()`, "
+                "which leaves buffers real.",
+            )
+
+
+def _stored(path: Path) -> dict[str, torch.Tensor]:
+    files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            with safe_open(str(file), "pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+    except (OSError, SafetensorError) as error:
+        raise _unusable(path, str(error)) from error
+    if not found:
+        raise _unusable(path, f"no {_SUFFIX} file with tensors in it")
+    return found
+
+
+def _check(path: Path, model: torch.nn.Module, stored: dict[str, Any], own: dict[str, torch.Tensor]) -> None:
+    names = {id(tensor) for name, tensor in own.items() if name in stored}
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in names:
+            raise _unusable(path, f"no value for {name!r}, which the model has")
+    for name, value in stored.items():
+        if name not in own:
+            raise _unusable(path, f"a value for {name!r}, which the model has not")
+        if value.shape != own[name].shape:
+            shapes = f"shape {tuple(value.shape)} for {name!r}, which has {tuple(own[name].shape)} in the model"
+            raise _unusable(path, shapes)
+
+
+def _unusable(path: Path, got: str) -> JobError:
+    return JobError(
+        f"Job(weights={str(path)!r})",
+        got=got,
+        expected="one value for each parameter of the model, by its name in `state_dict()`",
+        remedy="Name the weights of this very model.",
+    )
