@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,17 @@ class MicroBatch:
 
     def numbers(self) -> tuple[int, ...]:
         """As integers, for a message's header."""
-        return astuple(self)
+        return (
+            self.g,
+            self.batch,
+            self.index,
+            self.count,
+            self.rows,
+            self.batch_rows,
+            self.epoch,
+            self.ends_epoch,
+            self.final,
+        )
 
     @staticmethod
     def of(numbers: tuple[int, ...]) -> MicroBatch:
