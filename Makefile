@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test lint verify-table faults clean
+.PHONY: help venv train test lint verify-table bench faults clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -33,6 +33,11 @@ lint: $(DONE) ## Check style, formatting, types and import contracts
 
 verify-table: $(DONE) ## Print the table of equivalences, each line computed now
 	@$(BIN)/python -m tests.equivalence.table
+
+bench: $(DONE) ## Run the short form of every benchmark; the machine must be quiet
+	@for name in $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)); do \
+	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.$$name.run --short $(BENCH) || exit 1; \
+	done
 
 faults: $(DONE) ## Strike 120 runs with signals and errors at random moments, and print the table
 	@$(BIN)/python -m tests.faults.table
