@@ -120,7 +120,10 @@ def attend_job(
     """Run one worker of a party that another process leads, which shows and writes everything; the exit code."""
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
-    return 0 if _rest(session, out, party).attend(party) else 1
+    try:
+        return 0 if _rest(session, out, party).attend(party) else 1
+    except KeyboardInterrupt:  # a terminal's Ctrl-C meets every process; the leader says so
+        return 130
 
 
 def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:

@@ -22,6 +22,7 @@ from roundelay.ir.program import Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.observe.digest import digest
+from roundelay.observe.memory import private_bytes
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
@@ -233,6 +234,7 @@ class _Worker:
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": self.context.stage.tape_bytes(),
+            "private_bytes": private_bytes(),
         }
 
 

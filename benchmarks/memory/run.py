@@ -1,0 +1,118 @@
+"""The largest batch that fits a budget of bytes per worker, by rule: PipeOptim (2023), Table V, in small.
+
+Four transformer blocks on D = 4 workers, AdamW. A worker's ledger: the weights in every version that is alive, their
+gradients and two moments, the tapes in flight and the unread messages, as the simulator reckons them from the plan;
+with `recompute` also the one tape that is made again. The largest batch is found by planning again and again; then it
+is run, and the ledger is held against what each process has really written, less what it writes for a batch of one row
+per micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import roundelay
+from benchmarks.common import asked, report, table
+from benchmarks.stage_functions.run import Attention
+from roundelay.api.training import Length, Session
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+
+D, WIDTH, LENGTH, BLOCKS = 4, 64, 64, 4
+MIB = 2**20
+RULES = (
+    ("gpipe", "stash", 8),
+    ("1f1b", "stash", 8),
+    ("pipedream", "stash", 1),
+    ("pipeoptim", "stash", 1),
+    ("pipeoptim", "mixed", 1),
+    ("pipeoptim", "recompute", 1),
+)
+
+
+def job(rows: int) -> roundelay.Job:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(rows, LENGTH, WIDTH)}
+    return roundelay.Job(
+        model=nn.Sequential(*(Attention(WIDTH, 4) for _ in range(BLOCKS))),
+        loss=lambda outputs, batch: (outputs * outputs).mean(),
+        batches=lambda epoch: [batch] * 100,
+        inputs=lambda batch: ((batch["x"],), {}),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
+    )
+
+
+@functools.cache
+def planned(rule: str, backward: str, micro_batches: int, rows: int) -> tuple[roundelay.Job, Captured, Plan]:
+    made = job(rows)
+    captured = roundelay.capture(made)
+    plan = roundelay.plan(
+        made, captured=captured, workers=D, rule=rule, backward=backward, micro_batches=micro_batches, transport="gloo"
+    )
+    return made, captured, plan
+
+
+def ledger(plan: Plan) -> list[int]:
+    """Bytes that each worker needs: versions of its weights, gradients, two moments, tapes, messages."""
+    return [
+        stage.parameter_bytes * (max(1, worker.versions_held_peak) + 3)
+        + worker.tape_bytes_peak
+        + worker.unread_bytes_peak
+        for stage, worker in zip(plan.stages, roundelay.simulate(plan).workers, strict=True)
+    ]
+
+
+def needed(rule: Sequence[Any], rows: int) -> list[int]:
+    """The ledger, with the one whole tape that a recomputed forward makes again for its backward."""
+    found = ledger(planned(rule[0], rule[1], rule[2], rows)[2])
+    if rule[1] != "recompute":
+        return found
+    whole = planned(rule[0], "stash", rule[2], rows)[2].stages
+    return [size + stage.tape_bytes for size, stage in zip(found, whole, strict=True)]
+
+
+def largest(rule: Sequence[Any], budget: int, most: int) -> int:
+    """The most rows per batch whose ledger fits everywhere; by bisection, as a ledger grows with the rows."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = max(needed(rule, middle * rule[2])) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * rule[2]
+
+
+def measured(rule: Sequence[Any], rows: int) -> list[int]:
+    """Bytes that each worker's process has written by the end of a short run."""
+    made, captured, plan = planned(rule[0], rule[1], rule[2], rows)
+    trained = Session(made, captured, plan, 0, Length(steps=6)).run(notify=lambda event: None)
+    return [int(trained.workers[k]["private_bytes"] or 0) for k in range(D)]
+
+
+def main() -> None:
+    what = asked(__doc__ or "", 1)
+    budget = 8 * MIB
+    rows, numbers = [], {}
+    for rule in RULES:
+        found = largest(rule, budget, 8 if rule[2] > 1 else 32)
+        told, real = needed(rule, found), measured(rule, found)
+        idle = measured(rule, rule[2])
+        rows.append(
+            [
+                f"{rule[0]} {rule[1]}" + (f", M = {rule[2]}" if rule[2] > 1 else ""),
+                str(found),
+                " ".join(f"{value / MIB:.1f}" for value in told),
+                " ".join(f"{(value - least) / MIB:.1f}" for value, least in zip(real, idle, strict=True)),
+            ]
+        )
+        numbers[" ".join(map(str, rule))] = {"rows": found, "ledger": told, "private": real, "private of least": idle}
+    columns = ["rule", "largest batch, rows", "ledger by worker, MiB", "written beyond the least, MiB"]
+    report(what, f"Budget: {budget / MIB:.0f} MiB per worker.\n\n" + table(columns, rows), numbers)
+
+
+if __name__ == "__main__":
+    main()
