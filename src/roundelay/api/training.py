@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from roundelay.api.background import Background
-from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, NotSaved, Saved, Snapshot, Updated
+from roundelay.api.gathering import Evaluated, Gatherer, Notify, Snapshot, Updated
+from roundelay.api.keeping import Keeper
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.errors import CheckpointError, RunError, UsageError, UserCodeError
-from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
-from roundelay.ir.micro_batch import MicroBatch
+from roundelay.errors import CheckpointError, UsageError
+from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
@@ -32,9 +27,6 @@ from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
 from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Task, Wrap, unchanged
-
-ABANDON_S = 3.0
-"""Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,46 +143,27 @@ class Session:
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
-        evaluations: list[Evaluated] = []
-        snapshots: list[Snapshot] = []
-        background, told = Background(), queue.SimpleQueue[Event]()
-
-        def on_snapshot(snapshot: Snapshot) -> None:
-            snapshots[:] = [snapshot]
-            position = self._position(snapshot.header, gatherer)
-            background.submit(lambda: keep(snapshot, position))
-
-        def keep(snapshot: Snapshot, position: Position) -> None:
-            self._put(snapshot)
-            if save_to is not None:
-                told.put(self._save(save_to, snapshot, position))
-            if self.job.evaluate is not None and not audit:
-                evaluations.append(self._evaluate(snapshot))
-                told.put(evaluations[-1])
-
-        def pass_on() -> None:
-            while not told.empty():
-                notify(told.get())
+        keeper = Keeper(self, save_to, evaluates=self.job.evaluate is not None and not audit)
 
         def listen(report: Report) -> None:
             gatherer.take(report)
-            background.check()
-            pass_on()
+            keeper.pass_on(notify)
+
+        def on_snapshot(snapshot: Snapshot) -> None:
+            keeper.keep(snapshot, gatherer.epoch_starts)
 
         gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot)
-        task = self._task(audit, handlers or {})
         try:
             with one_thread():
-                run(task, listen, wrap, party)
-            background.finish()
+                run(self._task(audit, handlers or {}), listen, wrap, party)
+            last = keeper.finish()
         finally:
-            background.abandon(ABANDON_S)
-            pass_on()
+            keeper.leave(notify)
         return Trained(
             plan=self.plan,
             updates=tuple(gatherer.updates),
-            evaluations=tuple(evaluations),
-            snapshot=snapshots[0],
+            evaluations=tuple(keeper.evaluations),
+            snapshot=last,
             samples_per_second=gatherer.samples_per_second(),
             micro_losses=gatherer.micro_losses,
             events=dict(gatherer.events),
@@ -220,84 +193,6 @@ class Session:
             audit=audit,
             handlers=handlers,
         )
-
-    def _put(self, snapshot: Snapshot) -> None:
-        """The newest weights into the person's own model, as new memory: the old is where the session began."""
-        for name, parameter in self.captured.parameters().items():
-            parameter.data = snapshot.parameters[name].clone()
-        with torch.no_grad():
-            for name, buffer in self.captured.buffers().items():
-                buffer.copy_(snapshot.buffers.get(name, buffer))
-
-    def _evaluate(self, snapshot: Snapshot) -> Evaluated:
-        model = self.captured.model
-        try:
-            with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                assert self.job.evaluate is not None
-                metrics = {name: float(value) for name, value in self.job.evaluate(model).items()}
-        except Exception as error:  # the person's own code
-            raise UserCodeError(
-                f"Job(evaluate=...) after update {snapshot.header.batch}",
-                got=f"{type(error).__name__}: {error}",
-                expected="a dict of names to numbers",
-                remedy="Correct the function; it gets the original module in eval mode.",
-            ) from error
-        return Evaluated(snapshot.header.batch + 1, snapshot.header.epoch, metrics)
-
-    def _position(self, header: MicroBatch, gatherer: Gatherer) -> Position:
-        """Where a run goes on that has made the update of ``header``."""
-        first = gatherer.epoch_starts.get(header.epoch, header.batch)
-        skip = self.extent.skip if header.epoch == self.extent.start_epoch else 0
-        used = 0 if header.ends_epoch else header.batch + 1 - first + skip
-        return Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used)
-
-    def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
-        """Write a checkpoint. One that cannot be written is told; the last of a run must be written."""
-        try:
-            store.save(path, self._checkpoint(snapshot, position), self._aliases())
-        except RunError as error:
-            if snapshot.header.final:
-                raise
-            return NotSaved(str(path), error.got)
-        return Saved(str(path))
-
-    def _checkpoint(self, snapshot: Snapshot, position: Position) -> Checkpoint:
-        model = self.captured.model
-        parameters = {n: p.detach().clone() for n, p in model.named_parameters()} | snapshot.parameters
-        persistent = set(model.state_dict())
-        buffers = {n: b.clone() for n, b in model.named_buffers() if n in persistent} | {
-            n: b for n, b in snapshot.buffers.items() if n in persistent
-        }
-        return Checkpoint(
-            parameters=parameters,
-            buffers=buffers,
-            optimizer=snapshot.optimizer,
-            position=position,
-            seed=self.seed,
-            fingerprint=self.plan.model,
-            rule=self.plan.rule,
-            num_stages=self.plan.num_stages,
-        )
-
-    def _aliases(self) -> dict[str, str]:
-        """Other names of tied parameters and shared buffers."""
-        model = self.captured.model
-        first = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
-        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        persistent = set(model.state_dict())
-        return {n: first[id(t)] for n, t in every if first[id(t)] != n and n in persistent}
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode; every part gets its own mode back."""
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:

@@ -12,9 +12,10 @@ from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
+from roundelay.api.keeping import evaluating
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
-from roundelay.api.training import Length, Session, Trained, evaluating, load_checkpoint
+from roundelay.api.training import Length, Session, Trained, load_checkpoint
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.errors import UsageError, UserCodeError

@@ -1,0 +1,183 @@
+"""What is done with the states that the stages hand over, beside the training: keep, save, evaluate."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+
+from roundelay.api.background import Background
+from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot
+from roundelay.errors import RunError, UserCodeError
+from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.observe import checkpoint as store
+from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.runtime.reader import Extent
+
+ABANDON_S = 3.0
+"""Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
+
+
+class Kept(Protocol):
+    """The training whose states are kept."""
+
+    job: Job
+    captured: Captured
+    plan: Plan
+    seed: int
+    extent: Extent
+
+
+@final
+class Keeper:
+    """Takes snapshots in order; puts each into the person's model, saves it and evaluates it, in the background.
+
+    Args:
+        session: the training.
+        save_to: where checkpoints go, if anywhere.
+        evaluates: whether to call the job's ``evaluate``.
+    """
+
+    def __init__(self, session: Kept, save_to: Path | None, *, evaluates: bool) -> None:
+        self._session, self._save_to, self._evaluates = session, save_to, evaluates
+        self._background, self._told = Background(), queue.SimpleQueue[Event]()
+        self._last: Snapshot | None = None
+        self.evaluations: list[Evaluated] = []
+
+    def keep(self, snapshot: Snapshot, epoch_starts: Mapping[int, int]) -> None:
+        """Take one snapshot.
+
+        Args:
+            snapshot: all stages at one version.
+            epoch_starts: epoch to its first batch.
+        """
+        self._last = snapshot
+        position = position_of(snapshot.header, epoch_starts, self._session.extent)
+        self._background.submit(lambda: self._keep(snapshot, position))
+
+    def pass_on(self, notify: Notify) -> None:
+        """Tell what has been done, in the caller's thread; raise what went wrong."""
+        self._background.check()
+        self._tell(notify)
+
+    def finish(self) -> Snapshot:
+        """Wait until everything is done; the last snapshot."""
+        self._background.finish()
+        assert self._last is not None, "every run ends with a snapshot"
+        return self._last
+
+    def leave(self, notify: Notify) -> None:
+        """End, whatever has happened."""
+        self._background.abandon(ABANDON_S)
+        self._tell(notify)
+
+    def _tell(self, notify: Notify) -> None:
+        while not self._told.empty():
+            notify(self._told.get())
+
+    def _keep(self, snapshot: Snapshot, position: Position) -> None:
+        put(self._session.captured, snapshot)
+        if self._save_to is not None:
+            self._told.put(self._save(self._save_to, snapshot, position))
+        if self._evaluates:
+            self.evaluations.append(evaluate(self._session.job, self._session.captured.model, snapshot.header))
+            self._told.put(self.evaluations[-1])
+
+    def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
+        """Write a checkpoint. One that cannot be written is told; the last of a run must be written."""
+        session = self._session
+        parameters, buffers = _whole(session.captured.model, snapshot)
+        made = Checkpoint(
+            parameters=parameters,
+            buffers=buffers,
+            optimizer=snapshot.optimizer,
+            position=position,
+            seed=session.seed,
+            fingerprint=session.plan.model,
+            rule=session.plan.rule,
+            num_stages=session.plan.num_stages,
+        )
+        try:
+            store.save(path, made, _aliases(session.captured.model))
+        except RunError as error:
+            if snapshot.header.final:
+                raise
+            return NotSaved(str(path), error.got)
+        return Saved(str(path))
+
+
+def put(captured: Captured, snapshot: Snapshot) -> None:
+    """The snapshot's weights into the person's own model, as new memory: the old is where the session began."""
+    for name, parameter in captured.parameters().items():
+        parameter.data = snapshot.parameters[name].clone()
+    with torch.no_grad():
+        for name, buffer in captured.buffers().items():
+            buffer.copy_(snapshot.buffers.get(name, buffer))
+
+
+def evaluate(job: Job, model: torch.nn.Module, header: MicroBatch) -> Evaluated:
+    """Call the job's ``evaluate`` on its own model.
+
+    Raises:
+        UserCodeError: it raises, or returns something else than numbers by name.
+    """
+    try:
+        with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            assert job.evaluate is not None
+            metrics = {name: float(value) for name, value in job.evaluate(model).items()}
+    except Exception as error:  # the person's own code
+        raise UserCodeError(
+            f"Job(evaluate=...) after update {header.batch}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a dict of names to numbers",
+            remedy="Correct the function; it gets the original module in eval mode.",
+        ) from error
+    return Evaluated(header.batch + 1, header.epoch, metrics)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode; every part gets its own mode back."""
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def position_of(header: MicroBatch, epoch_starts: Mapping[int, int], extent: Extent) -> Position:
+    """Where a run goes on that has made the update of ``header``.
+
+    Args:
+        header: the last micro-batch of that update.
+        epoch_starts: epoch to the number of its first batch in this run.
+        extent: where the run began.
+    """
+    first = epoch_starts.get(header.epoch, header.batch)
+    skip = extent.skip if header.epoch == extent.start_epoch else 0
+    used = 0 if header.ends_epoch else header.batch + 1 - first + skip
+    return Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used)
+
+
+def _whole(model: torch.nn.Module, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Every parameter and stored buffer of the model: the snapshot's, and the model's own where no stage has them."""
+    parameters = {n: snapshot.parameters.get(n, p.detach()) for n, p in model.named_parameters()}
+    stored = set(model.state_dict())
+    return parameters, {n: snapshot.buffers.get(n, b) for n, b in model.named_buffers() if n in stored}
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    """Other names of tied parameters and shared buffers."""
+    first = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    stored = set(model.state_dict())
+    return {n: first[id(t)] for n, t in every if first[id(t)] != n and n in stored}
