@@ -142,7 +142,7 @@ class Machine:
         elif isinstance(event, Granted):
             self._grant(event.channel)
         elif isinstance(event, Finished):
-            commands += self._finish(event)
+            commands = self._finish(event)
         if self._running is None and not self.halted:
             commands += self._fire()
         return commands
@@ -211,12 +211,21 @@ class Machine:
             if instruction.opcode == "update" and not self._headers[g].ends_batch:
                 self._at += 1
                 continue
-            ready = all(self.unread[c] for c in instruction.takes) and all(self.credits[c] for c in instruction.gives)
-            if not ready:
+            if not self._ready(instruction):
                 return []
             self._running = self._claim(instruction, g)
             self._at += 1
             return [self._running]
+
+    def _ready(self, instruction: Instruction) -> bool:
+        """Whether every message is there and every slot free; asked at each event, hence without generators."""
+        for channel in instruction.takes:
+            if not self.unread[channel]:
+                return False
+        for channel in instruction.gives:
+            if not self.credits[channel]:
+                return False
+        return True
 
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""

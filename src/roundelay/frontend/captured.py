@@ -127,7 +127,7 @@ class Captured:
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
-        return Segment(spec, call, trainable, wanted, mutated)
+        return Segment(spec, call.forward, trainable, wanted, mutated)
 
     def _loss_segment(self, spec: StageSpec) -> Segment:
         end = len(self.graph.ops)

@@ -76,6 +76,7 @@ class Stage:
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: dict[str, torch.Tensor] | None = None
         self._gradients: dict[str, torch.Tensor] = {}
+        self._summed: set[str] = set()  # of these the gradient is a sum of our own, which may be added to in place
         self._count = 0.0
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
@@ -117,9 +118,18 @@ class Stage:
         tape = self.tapes.pop(header.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.live())
         for name, gradient in of_parameters.items():
-            have = self._gradients.get(name)
-            self._gradients[name] = gradient if have is None else torch.add(have, gradient)
+            self._add(name, gradient)
         return of_inputs, of_parameters
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a micro-batch's gradient to the batch's; the first one may be somebody else's too and is not written."""
+        if name in self._summed:
+            self._gradients[name].add_(gradient)
+        elif name in self._gradients:
+            self._gradients[name] = torch.add(self._gradients[name], gradient)
+            self._summed.add(name)
+        else:
+            self._gradients[name] = gradient
 
     def seed(self, header: MicroBatch, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean."""
@@ -137,8 +147,9 @@ class Stage:
         """
         before = self._hand_over_gradients()
         consumed = self._consumed()
-        if any(tape.mode == "stash" for tape in self.tapes.values()):
-            for parameter in self.parameters.values():
+        held = self._held()
+        for parameter in self.parameters.values():
+            if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
         self.optimizer.step()
         self._remember(before, consumed)
@@ -147,6 +158,12 @@ class Stage:
         if self.scheduler is not None:
             self.scheduler.step()
         self._gradients, self._count, self._predicted = {}, 0.0, None
+        self._summed.clear()
+
+    def _held(self) -> set[int]:
+        """Addresses of weights that a tape will differentiate at; a prediction's are copies already."""
+        stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
+        return {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
 
     def live(self) -> dict[str, torch.Tensor]:
         """The newest weights."""

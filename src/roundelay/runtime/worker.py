@@ -121,7 +121,7 @@ class _Worker:
             worker, stage, task.seed, self.data, _edges(task.partition, self.channels), report, audit
         )
         self.tally = _Tally(time.perf_counter())
-        self.events: list[list[object]] = []
+        self.events: list[tuple[Run, int, float, float, int]] = []
         self.digests: list[list[object]] = []
 
     def run(self) -> None:
@@ -170,8 +170,9 @@ class _Worker:
             raise _unexpected(f"stage {self.worker}, {opcode} of micro-batch {run.g}", error) from error
         end = time.perf_counter()
         batch = (header or run.header or _UNKNOWN).batch
-        sent = sum(message.payload_bytes for message in self.context.outbox.values())
-        self.events.append([opcode, run.g, batch, run.version, run.distance, start, end, sent, str(run)])
+        outbox = self.context.outbox
+        sent = sum(message.payload_bytes for message in outbox.values()) if outbox else 0
+        self.events.append((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
         self.tally.busy_s += end - start if opcode != "read" else 0.0
         if opcode == "update":
             self._progress(run, end)
@@ -222,7 +223,8 @@ class _Worker:
         if self.digests:
             self.report(Report("digest", self.worker, {"digests": self.digests}))
         for start in range(0, len(self.events), 4096):
-            self.report(Report("events", self.worker, {"events": self.events[start : start + 4096]}))
+            rows = [_row(*event) for event in self.events[start : start + 4096]]
+            self.report(Report("events", self.worker, {"events": rows}))
 
     def _summary(self) -> dict[str, object]:
         return {
@@ -236,6 +238,11 @@ class _Worker:
             "tape_bytes": self.context.stage.tape_bytes(),
             "private_bytes": private_bytes(),
         }
+
+
+def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
+    """An event as it is told."""
+    return [run.instruction.opcode, run.g, batch, run.version, run.distance, start, end, sent, str(run)]
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
