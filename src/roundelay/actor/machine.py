@@ -219,13 +219,8 @@ class Machine:
 
     def _ready(self, instruction: Instruction) -> bool:
         """Whether every message is there and every slot free; asked at each event, hence without generators."""
-        for channel in instruction.takes:
-            if not self.unread[channel]:
-                return False
-        for channel in instruction.gives:
-            if not self.credits[channel]:
-                return False
-        return True
+        empty = [channel for channel in instruction.takes if not self.unread[channel]]
+        return not empty and not [channel for channel in instruction.gives if not self.credits[channel]]
 
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""
