@@ -17,6 +17,9 @@ from tests.faults.case import EPOCHS, UPDATES, Case, Server, draw, members, play
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
 
+#: Seconds for an end that should take ten at most (``make faults`` asks for that): tests share the machine.
+END_S = 40.0
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -28,7 +31,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize("seed", range(1000, 1006))
 def test_a_fault_at_random_ends_a_run_well(seed: int, tmp_path: Path, server: Server) -> None:
     case = draw(seed)
-    outcome = play(case, tmp_path, server, go_on=seed % 3 == 0)
+    outcome = play(case, tmp_path, server, go_on=seed % 3 == 0, end_s=END_S)
     assert not outcome.faults, f"{case}: {outcome.faults}\n{outcome.said}"
 
 
@@ -42,11 +45,11 @@ def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, t
         while len(members(pid)) < 4:
             assert members(pid)
         os.kill(members(pid)[2], getattr(signal, fault))
-        assert server.wait(pid, 10.0) == 1 << 8
+        assert server.wait(pid, END_S) == 1 << 8
         assert not members(pid)
         said = (tmp_path / "err").read_text()
     else:
-        outcome = play(case, tmp_path, server, go_on=False)
+        outcome = play(case, tmp_path, server, go_on=False, end_s=END_S)
         assert not outcome.late
         assert not outcome.faults, outcome
         said = outcome.said
