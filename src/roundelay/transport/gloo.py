@@ -4,8 +4,10 @@ Each message is one frame of bytes, small tensors included; tensors that do not 
 from and into their own memory. Nothing is ever unpickled: a frame holds numbers only, and each is checked.
 
 Threads: `send` posts to gloo itself and never waits; one *listener* per other worker waits for that worker's frames,
-so a dead worker is told apart from a silent one by its own connection; one *releaser* keeps what was posted alive
-until gloo has written it.
+so a dead worker is told apart from a silent one by its own connection; one *watcher* per other worker waits for what
+never comes, and so for the end of the connection alone; one *releaser* keeps what was posted alive until gloo has
+written it. (gloo may leave a receive waiting for ever that is posted just while the connection breaks. The listener may
+post one then, for a message's tensors; the watcher's stands from the beginning.)
 
 The end of a link is a handshake. Each side sends one END, behind everything else, and answers the other's END with an
 END of its own (if it has sent none) and an ACK. Who has received END and ACK may close the connection without cutting
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 ABORT_GRACE_S = 1.0
 """Seconds that the other workers have to take an abort before their connections are cut."""
+
+LISTENER_S = 0.5
+"""Seconds that a listener has to handle what came before its connection broke."""
 
 SMALL_HELD = 32
 """So many frames without tensors behind them are released together, as waking a thread for each costs time."""
@@ -69,10 +74,11 @@ class GlooEndpoint(CheckedEndpoint):
         self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
-        self._links = {other: _Link(other, self._listen) for other in self._others}
+        self._links = {other: _Link(other, self._listen, self._watch) for other in self._others}
         self._releaser.start()
         for link in self._links.values():
             link.listener.start()
+            link.watcher.start()
 
     def _send(self, to: int, message: Message) -> None:
         frame, apart = wire.encode(message)
@@ -133,15 +139,33 @@ class GlooEndpoint(CheckedEndpoint):
                 self._handle(link, posted.frame, group)
                 frames.append(_Posted(group, link.worker, posted.frame))
         except (RuntimeError, InternalError) as fault:
-            if not link.ended and self._ended is None:
-                self._inbox.put(Lost(link.worker, _explain(fault)))
-            with link.lock:
-                link.sealed = True
+            self._lose(link, fault)
+
+    def _watch(self, link: _Link) -> None:
+        """Wait for the end of the connection; tell it if the listener, which comes first, does not."""
+        group = self._group
+        assert group is not None
+        try:
+            group.recv([torch.empty(1)], link.worker, _NEVER_TAG).wait(FOREVER)
+        except RuntimeError as fault:
+            link.listener.join(LISTENER_S)
+            if link.listener.is_alive():
+                self._lose(link, fault)
+
+    def _lose(self, link: _Link, fault: Exception) -> None:
+        """The connection is broken: nothing comes or goes any more."""
+        with link.lock:
+            first, link.lost = not link.lost, True
+            link.sealed = True
+        if first and not link.ended and self._ended is None:
+            self._inbox.put(Lost(link.worker, _explain(fault)))
 
     def _handle(self, link: _Link, frame: bytearray, group: _Group) -> None:
         head = wire.read_head(frame)
         if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
-            self._inbox.put(Arrived(link.worker, _finish(head, frame, link.worker, group)))
+            message = _finish(head, frame, link.worker, group)
+            if not link.lost:
+                self._inbox.put(Arrived(link.worker, message))
         elif head.kind == wire.GRANT:
             self._inbox.put(Granted(link.worker, head.channel))
         elif head.kind == wire.ACK:
@@ -161,19 +185,24 @@ class GlooEndpoint(CheckedEndpoint):
         for link in self._links.values():
             link.listener.join(max(0.0, deadline - time.monotonic()))
         late = [link.worker for link in self._links.values() if link.listener.is_alive()]
-        for worker in late:
-            self._cut(self._links[worker])
+        self._cut()
         self._posted.put(None)
         self._releaser.join(ABORT_GRACE_S)
         self._group = None  # gloo closes its sockets and ends its threads when nothing refers to the group
         return late
 
-    def _cut(self, link: _Link) -> None:
-        """End a listener whose worker does not answer: a gloo wait that times out breaks every pair of its group."""
-        assert self._group is not None
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.empty(1)], link.worker, _NEVER_TAG).wait(timedelta(milliseconds=1))
-        link.listener.join(ABORT_GRACE_S)
+    def _cut(self) -> None:
+        """End every thread that still waits: a gloo wait that times out breaks every pair of its group.
+
+        Whoever has answered has taken everything; the others are given up.
+        """
+        for link in list(self._links.values())[:1]:
+            assert self._group is not None
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], link.worker, _NEVER_TAG).wait(timedelta(milliseconds=1))
+        for link in self._links.values():
+            link.listener.join(ABORT_GRACE_S)
+            link.watcher.join(ABORT_GRACE_S)
 
 
 class _Group(Protocol):
@@ -187,14 +216,16 @@ class _Group(Protocol):
 class _Link:
     """What an endpoint knows about its connection to one other worker."""
 
-    def __init__(self, worker: int, listen: Callable[[_Link], None]) -> None:
+    def __init__(self, worker: int, listen: Callable[[_Link], None], watch: Callable[[_Link], None]) -> None:
         self.worker = worker
         self.lock = threading.Lock()  # a frame and the tensors that follow it are posted as one
         self.held: list[dist.Work] = []  # posted, and not yet the releaser's
         self.sealed = False  # nothing more may be posted
         self.ended = False  # the other's END has come
         self.acknowledged = False  # the other has taken everything up to our END
+        self.lost = False  # the connection broke
         self.listener = threading.Thread(target=listen, args=(self,), daemon=True)
+        self.watcher = threading.Thread(target=watch, args=(self,), daemon=True)
 
 
 class _Posted:
