@@ -183,8 +183,8 @@ class GlooEndpoint(CheckedEndpoint):
         for link in self._links.values():
             self._post(link, wire.end_frame(reason), last=True)
         for link in self._links.values():
-            link.listener.join(max(0.0, deadline - time.monotonic()))
-        late = [link.worker for link in self._links.values() if link.listener.is_alive()]
+            link.listener.join(0.0 if link.lost else max(0.0, deadline - time.monotonic()))
+        late = [link.worker for link in self._links.values() if link.listener.is_alive() and not link.lost]
         self._cut()
         self._posted.put(None)
         self._releaser.join(ABORT_GRACE_S)
