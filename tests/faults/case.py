@@ -132,7 +132,7 @@ def members(leader: int) -> list[int]:
     return sorted(found, key=lambda pid: (pid != leader, pid))
 
 
-def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = END_S) -> Outcome:
+def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = END_S, epochs: int = EPOCHS) -> Outcome:
     """Run a case in an empty folder.
 
     Args:
@@ -201,10 +201,10 @@ def _strike(case: Case, folder: Path, pid: int) -> None:
         return
     group = members(pid)
     workers = group[1:]
-    victim = pid if case.victim < 0 or not workers else workers[min(case.victim, len(workers) - 1)]
+    if case.victim >= 0 and len(workers) <= case.victim:
+        return  # it has ended: the fault comes too late
+    victim = pid if case.victim < 0 else workers[case.victim]
     number = getattr(signal, case.fault)
-    if number == signal.SIGSTOP and victim == pid:
-        return  # no worker is there any more, and a stopped launcher is the person's own wish
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, number)
 

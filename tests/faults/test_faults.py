@@ -41,7 +41,7 @@ def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, t
     number = {"start": 0, "training": 9}[moment]
     case = Case("gloo", 3, moment, 1, fault, number, 0.0)
     if moment == "start":  # as soon as the workers are there
-        pid = server.train(tmp_path, "--workers", 3, "--transport", "gloo", "--epochs", EPOCHS, "--out", "run")
+        pid = server.train(tmp_path, "--workers", 3, "--transport", "gloo", "--epochs", 400, "--out", "run")
         while len(members(pid)) < 4:
             assert members(pid)
         os.kill(members(pid)[2], getattr(signal, fault))
@@ -49,7 +49,7 @@ def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, t
         assert not members(pid)
         said = (tmp_path / "err").read_text()
     else:
-        outcome = play(case, tmp_path, server, go_on=False, end_s=END_S)
+        outcome = play(case, tmp_path, server, go_on=False, end_s=END_S, epochs=400)
         assert not outcome.late
         assert not outcome.faults, outcome
         said = outcome.said
