@@ -101,7 +101,7 @@ def slow(epoch):
 """
     job = job_file(workplace, "batches=slow", before)
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    process = torchrun(workplace, launcher, job, "--epochs", 4, "--no-baseline", "--out", "run")
+    process = torchrun(workplace, launcher, job, "--epochs", 8, "--no-baseline", "--out", "run")
     metrics = workplace / "run" / "metrics.jsonl"
     with ending(process):
         deadline = time.monotonic() + END_S
@@ -116,7 +116,7 @@ def slow(epoch):
     assert "lost" in out or "broke" in out, out
     updates = [line["update"] for line in read_metrics(metrics)]
     assert updates == list(range(len(updates)))
-    assert load(workplace / "run" / "checkpoint").position.epoch == 4
+    assert load(workplace / "run" / "checkpoint").position.epoch == 8
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip")

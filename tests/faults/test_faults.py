@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.case import EPOCHS, UPDATES, Case, Server, draw, members, play
+from tests.faults.case import Case, Server, draw, members, play
+from tests.faults.job import BATCHES, EPOCHS
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
 
@@ -58,7 +59,8 @@ def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, t
 
 
 def test_a_run_restarts_from_its_checkpoint_by_itself(tmp_path: Path, server: Server) -> None:
-    how = ("--workers", 2, "--transport", "gloo", "--epochs", EPOCHS)
+    epochs = 20
+    how = ("--workers", 2, "--transport", "gloo", "--epochs", epochs)
     pid = server.train(tmp_path, *how, "--out", "run", "--restarts", 2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     for kills in (1, 2):
@@ -69,8 +71,8 @@ def test_a_run_restarts_from_its_checkpoint_by_itself(tmp_path: Path, server: Se
         while before & set(members(pid)) - {pid}:
             assert members(pid)
     assert server.wait(pid, 60.0) == 0
-    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()] == list(range(UPDATES))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == UPDATES
+    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()] == list(range(epochs * BATCHES))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == epochs * BATCHES
     assert (tmp_path / "err").read_text().count("Restart ") == 2
 
 
