@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from roundelay.frontend.draws import keyed_call
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
+from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Segment
@@ -39,7 +41,7 @@ class Captured:
     _loss: LossCall
     _inputs: Inputs
     _call: CallShape
-    _pieces: dict[SegmentSpec, torch.fx.GraphModule] = field(default_factory=dict)
+    _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -105,12 +107,12 @@ class Captured:
         """Names of the buffers that a forward changes."""
         return self._cleaned.mutated
 
-    def stage(self, spec: StageSpec) -> StageFunction:
-        """The functions of one stage."""
-        segments = [self._segment(part) for part in spec.segments]
+    def stage(self, spec: StageSpec, device: torch.device = CPU) -> StageFunction:
+        """The functions of one stage, for weights, buffers and inputs that lie on ``device``."""
+        segments = [self._segment(part, device) for part in spec.segments]
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
-            segments.append(self._loss_segment(spec))
+            segments.append(self._loss_segment(spec, device))
             outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
         return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
 
@@ -120,30 +122,30 @@ class Captured:
         read = {name for segment in spec.segments for name in segment.inputs} | set(spec.loss_reads)
         return tuple(name for name in made if name in read)
 
-    def _segment(self, spec: SegmentSpec) -> Segment:
-        if spec not in self._pieces:
-            self._pieces[spec] = _piece(self._exported, self.graph, spec)
-        call = self._pieces[spec]
+    def _segment(self, spec: SegmentSpec, device: torch.device) -> Segment:
+        if (spec, device) not in self._pieces:
+            self._pieces[spec, device] = placed(_piece(self._exported, self.graph, spec), device)
+        call = self._pieces[spec, device]
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
         return Segment(spec, call.forward, trainable, wanted, mutated)
 
-    def _loss_segment(self, spec: StageSpec) -> Segment:
+    def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
         end = len(self.graph.ops)
         outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
         part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
-        call = self._keyed_loss if self._loss.reads.draws else self._plain_loss
+        call = partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
         return Segment(part, call, frozenset(), wanted, frozenset())
 
     def _plain_loss(self, *values: Any) -> list[torch.Tensor]:
         return self._loss(*values[:-1])
 
-    def _keyed_loss(self, *values: Any) -> list[torch.Tensor]:
+    def _keyed_loss(self, device: torch.device, *values: Any) -> list[torch.Tensor]:
         """A loss that draws random numbers is the random operation behind the last one of the graph."""
         position = sum(op.draws >= 0 for op in self.graph.ops)
-        made: list[torch.Tensor] = keyed_call(self._loss, *values[:-1], draw=values[-1], position=position)
+        made: list[torch.Tensor] = keyed_call(self._loss, *values[:-1], draw=values[-1], position=position, on=device)
         return made
 
     def _wants_gradient(self, name: str) -> bool:

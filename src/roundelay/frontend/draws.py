@@ -12,6 +12,7 @@ lock; :data:`DEFAULT_GENERATOR_LOCK` is also held while the person's data loader
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -23,6 +24,8 @@ import torch
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 
 _MASK = (1 << 64) - 1
+_GENERATORS = ("cuda",)
+"""Kinds of devices with generators of their own; the meta device draws nothing, and takes the CPU's."""
 
 
 def _mix(x: int) -> int:
@@ -49,9 +52,10 @@ class Draw:
         """Seed of the random operation at ``position``: 63 bits."""
         return _mix(_mix(_mix(self.seed & _MASK) ^ position) ^ self.g) >> 1
 
-    def generator(self, position: int) -> torch.Generator:
-        """A fresh CPU generator for the random operation at ``position``."""
-        return torch.Generator().manual_seed(self.key(position))
+    def generator(self, position: int, device: torch.device) -> torch.Generator:
+        """A fresh generator of ``device`` for the random operation at ``position``; each kind has its own numbers."""
+        made = torch.Generator(device) if device.type in _GENERATORS else torch.Generator()
+        return made.manual_seed(self.key(position))
 
 
 def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw, position: int) -> torch.Tensor:
@@ -62,7 +66,7 @@ def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw, positio
     if not train or p == 0.0 or x.numel() == 0:
         return x
     noise = torch.empty_like(x, memory_format=torch.contiguous_format)
-    noise.bernoulli_(1.0 - p, generator=draw.generator(position))
+    noise.bernoulli_(1.0 - p, generator=draw.generator(position, x.device))
     return x * (noise.div_(1.0 - p) if p < 1.0 else noise)
 
 
@@ -98,13 +102,23 @@ def keyed_attention(
     return torch.matmul(keyed_dropout(weights, dropout_p, True, draw=draw, position=position), value)
 
 
-def keyed_call(operator: Callable[..., Any], *args: Any, draw: Draw, position: int, **kwargs: Any) -> Any:
+def keyed_call(
+    operator: Callable[..., Any],
+    *args: Any,
+    draw: Draw,
+    position: int,
+    on: torch.device | None = None,
+    **kwargs: Any,
+) -> Any:
     """Any other random operator, under the process-wide generator seeded by the key and put back afterwards.
 
     One that draws in the order of memory gets contiguous tensors, as it would behind a cut; unless it writes into them.
+    ``on`` is the stage's device if it is not the CPU; its process-wide generator is seeded and put back, too.
     """
     if isinstance(operator, torch._ops.OpOverload) and not operator._schema.is_mutable:
         args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+    if on is not None and on.type in _GENERATORS:
+        return _keyed_on(on, draw.key(position), functools.partial(operator, *args, **kwargs))
     with DEFAULT_GENERATOR_LOCK:
         before = torch.random.get_rng_state()
         try:
@@ -112,3 +126,20 @@ def keyed_call(operator: Callable[..., Any], *args: Any, draw: Draw, position: i
             return operator(*args, **kwargs)
         finally:
             torch.random.set_rng_state(before)
+
+
+def _keyed_on(device: torch.device, key: int, call: Callable[[], Any]) -> Any:
+    """``call`` under the process-wide generators of the CPU and of a CUDA device.
+
+    A CUDA generator is read when a kernel is launched, so that the lock need not last until it has run.
+    """
+    generators = (torch.default_generator, torch.cuda.default_generators[device.index or 0])
+    with DEFAULT_GENERATOR_LOCK:
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(key)
+            return call()
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
