@@ -18,6 +18,7 @@ ASYNCHRONOUS = ("pipedream", "pipeoptim")
 FEW = settings(max_examples=25)
 
 STAGE: dict[str, Any] = {
+    "device": "cpu",
     "forward_s": 1.0,
     "backward_s": 2.0,
     "update_s": 0.0,

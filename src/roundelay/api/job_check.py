@@ -28,6 +28,14 @@ def check_job(job: Job) -> None:
         value = getattr(job, name)
         if not callable(value) and (needed or value is not None):
             raise _wrong(name, value, "a function" if needed else "a function, or None")
+    for what, tensor in (*job.model.named_parameters(), *job.model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise JobError(
+                f"Job(model=...), tensor {what!r}",
+                got=f"one on {tensor.device}",
+                expected="a model on the CPU, or on the meta device beside weights=...",
+                remedy="Leave the model on the CPU: the plan says on which device each stage runs (--devices).",
+            )
     if not isinstance(job.weights, str | Path | None):
         raise _wrong("weights", job.weights, "the path of a file or folder, or None")
     steps: Any = job.steps

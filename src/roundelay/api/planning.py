@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.quiet import without_dumps
 from roundelay.api.threads import one_thread
@@ -21,10 +23,11 @@ from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.check import check_fit, check_plan
+from roundelay.lower.check import CPU, check_fit, check_plan
 from roundelay.lower.partition import partition
 from roundelay.planner.prove import prove
 from roundelay.planner.stages import choose_cuts, slots
+from roundelay.runtime.device import named
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler
 from roundelay.runtime.reader import first_batch
 from roundelay.schedules import schedule_named
@@ -32,6 +35,8 @@ from roundelay.schedules import schedule_named
 DEADLINE_S = 300.0
 LINKS = {"memory": (2e-5, 1e11), "gloo": (4e-4, 1.5e9)}
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host."""
+
+CHOICES = {"micro_batches", "predictor", "backward", "transport", "deadline_s", "devices"}
 
 
 def default_workers() -> int:
@@ -78,7 +83,7 @@ def plan(
         seed: for the sample batch.
         captured: the job's model if it has been captured before.
         cuts: operations that end the segments of every stage, instead of balanced ones.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``transport``, ``deadline_s``.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -91,10 +96,12 @@ def plan(
         raise PlanError("workers", got=str(num_stages), expected="at least 1", remedy="Give --workers 1 or more.")
     flushes = schedule_named(row.schedule).window == "batch"
     given = {name: value for name, value in choices.items() if value is not None}
-    unknown = set(given) - {"micro_batches", "predictor", "backward", "transport", "deadline_s"}
+    unknown = set(given) - CHOICES
     if unknown:
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
     transport = given.get("transport", "memory")
+    ends = cuts or [(end,) for end in choose_cuts(captured.graph, num_stages)]
+    devices = named(given.get("devices"), len(ends), transport)
     latency_s, bytes_per_s = LINKS.get(transport, LINKS["gloo"])
     draft = Plan(
         format=FORMAT,
@@ -107,15 +114,15 @@ def plan(
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
-        stages=tuple(
-            StagePlan(
-                segments=tuple(ends), forward_s=0.0, backward_s=0.0, update_s=0.0, parameter_bytes=0, tape_bytes=0
-            )
-            for ends in (cuts or [(end,) for end in choose_cuts(captured.graph, num_stages)])
-        ),
+        stages=tuple(map(_unmeasured, ends, devices)),
         edges=(),
     )
     return _measured(job, captured, draft, seed)
+
+
+def _unmeasured(ends: Sequence[str], device: str) -> StagePlan:
+    nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+    return StagePlan(segments=tuple(ends), device=device, parameter_bytes=0, tape_bytes=0, **nothing)
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -141,7 +148,8 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     check_plan(checked)
     try:
         with one_thread():
-            measured = profile(captured, stages, sample, draft.backward)  # type: ignore[arg-type]
+            devices = [torch.device(name) for name in draft.devices]
+            measured = profile(captured, stages, sample, draft.backward, devices)  # type: ignore[arg-type]
     except RoundelayError:
         raise
     except Exception as error:  # the person's own code
@@ -165,6 +173,7 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
     return tuple(
         StagePlan(
             segments=stage.segments,
+            device=stage.device,
             forward_s=_round(part.forward_s),
             backward_s=_round(part.backward_s),
             update_s=_round(part.update_s),
@@ -211,7 +220,8 @@ def explain(captured: Captured, plan: Plan) -> list[str]:
     ]
     for k, stage in enumerate(plan.stages):
         ends = ", ".join(f"{end} ({_module(captured.graph, end)})" for end in stage.segments)
-        lines.append(f"stage {k}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
+        where = "" if stage.device == CPU else f" on {stage.device}"
+        lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
     if rule.predicts and plan.backward == "stash":

@@ -20,6 +20,7 @@ from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
+from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
 from roundelay.runtime.party import Party, attend
@@ -120,6 +121,8 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(captured, plan)
+        if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
+            check_here(plan.devices)
         self.extent = extent(job, length, start)
         self.initial = _initial(captured, start)
 

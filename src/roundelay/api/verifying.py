@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.runtime.device import repeatable
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
 from roundelay.runtime.tamper import WAYS, tampered
@@ -103,10 +104,11 @@ def verify_session(session: Session, tamper: str | None = None, wrap: Wrap | Non
         before = {n: session.start.parameters[n].clone() for n in before}
     buffers = {n: b.clone() for n, b in session.initial.buffers.items()}
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
-    trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
     notes: list[tuple[tuple[str, int, int], str]] = []
-    with one_thread():
-        reference = _reference(session, before, buffers, notes)
+    with repeatable(session.plan.devices):
+        trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
+        with one_thread():
+            reference = _on_cpu(_reference(session, before, buffers, notes))
     result = _compare(session, trained, reference, notes)
     if tamper is not None and result.equal:
         raise UsageError(
@@ -156,8 +158,14 @@ def _reference(
     """The literal equations, on copies, with digests of everything in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
-    named = [(n, torch.nn.Parameter(p.clone(), trainable[n])) for n, p in parameters.items()]
-    stages = [ReferenceStage(captured.stage(s), s.parameters, s.buffers) for s in session.partition.stages]
+    stages = [
+        ReferenceStage(captured.stage(spec, torch.device(name)), spec.parameters, spec.buffers, torch.device(name))
+        for spec, name in zip(session.partition.stages, plan.devices, strict=True)
+    ]
+    device = {name: stage.device for stage in stages for name in stage.parameters}
+    named = [
+        (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n])) for n, p in parameters.items()
+    ]
     start = _optimizer_state(session, named) if session.start is not None else None
     stream = read(job.batches, session.seed, plan.micro_batches, session.extent, captured.values)
 
@@ -176,6 +184,17 @@ def _reference(
         audit=audit,
         start=start,
     )
+
+
+def _on_cpu(result: ReferenceResult) -> ReferenceResult:
+    """The result with its tensors where those of the run are handed over."""
+    state = {
+        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
+        for name, entries in result.optimizer_state.items()
+    }
+    parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
+    buffers = {name: tensor.cpu() for name, tensor in result.buffers.items()}
+    return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
 
 
 def _optimizer_state(session: Session, named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, Any]:

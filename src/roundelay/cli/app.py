@@ -50,6 +50,7 @@ def train(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    devices: o.Devices = None,
     steps: o.Steps = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
@@ -72,6 +73,7 @@ def train(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        devices=devices,
     )
     _exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
@@ -107,6 +109,7 @@ def plan_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    devices: o.Devices = None,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
     as_json: o.Json = False,
@@ -119,6 +122,7 @@ def plan_command(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        devices=devices,
     )
     o.alone("plan")
     job = load_job(job_file, seed)
@@ -176,6 +180,7 @@ def verify_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    devices: o.Devices = None,
     steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
@@ -192,6 +197,7 @@ def verify_command(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        devices=devices,
     )
     _exclusive(steps, epochs)
     o.alone("verify")

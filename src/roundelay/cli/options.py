@@ -16,6 +16,7 @@ from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.runtime.device import named
 from roundelay.runtime.party import Party
 
 JobFile = Annotated[
@@ -34,6 +35,10 @@ Backward = Annotated[
 ]
 Transport = Annotated[
     str | None, typer.Option(help="memory (threads of one process) or gloo (processes). [default: memory]")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda (stage k on device k), or one for each stage: cuda:0,cpu. [default: cuda if here]"),
 ]
 Steps = Annotated[
     int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")
@@ -55,6 +60,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     transport: str | None
+    devices: str | None
 
     def given(self) -> dict[str, Any]:
         """The choices that were made, by name."""
@@ -140,12 +146,12 @@ def read_plan(path: Path) -> Plan:
 
 def _obey(plan: Plan, choices: Choices) -> Plan:
     for name, value in choices.given().items():
-        said = plan.num_stages if name == "workers" else getattr(plan, name)
-        if said != value:
+        said: Any = plan.num_stages if name == "workers" else getattr(plan, name)
+        if said != (named(value, plan.num_stages, plan.transport) if name == "devices" else value):
             raise UsageError(
                 f"--{name.replace('_', '-')} beside --plan",
                 got=str(value),
-                expected=f"{said}, which the plan says",
+                expected=f"{','.join(said) if name == 'devices' else said}, which the plan says",
                 remedy="Leave the option out, or edit the plan.",
             )
     return plan

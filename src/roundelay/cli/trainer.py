@@ -22,6 +22,7 @@ from roundelay.errors import UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.lower.check import CPU
 from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import Span, write_trace
@@ -64,7 +65,8 @@ def train_job(
     session, folder = _begun(session, out, party)
     try:
         folder.write_plan(plan.text(explain(captured, plan)))
-        plain = _plain(job, seed, quiet) if baseline else []
+        on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
+        plain = _plain(job, seed, quiet) if baseline and on_cpu else []
         trained = _trained(session, folder, restarts, quiet, party)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:

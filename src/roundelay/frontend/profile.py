@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from roundelay.frontend.captured import Captured
 from roundelay.frontend.draws import Draw
-from roundelay.frontend.stage import Mode, StageFunction
+from roundelay.frontend.placed import CPU
+from roundelay.frontend.stage import Mode
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 
@@ -35,7 +36,12 @@ class StageProfile:
 
 
 def profile(
-    captured: Captured, partition: Partition, micro_batch: Any, mode: Mode, repeats: int = 3
+    captured: Captured,
+    partition: Partition,
+    micro_batch: Any,
+    mode: Mode,
+    devices: Sequence[torch.device] | None = None,
+    repeats: int = 3,
 ) -> list[StageProfile]:
     """Run every stage forward and backward on one micro-batch, on copies of the buffers.
 
@@ -44,13 +50,15 @@ def profile(
         partition: its stages.
         micro_batch: of the size that will be trained on.
         mode: backward mode.
+        devices: where each stage runs; by default the CPU.
         repeats: how often; the first run warms up.
     """
-    functions = [captured.stage(spec) for spec in partition.stages]
+    places = devices or [CPU] * len(partition.stages)
+    functions = [_Placed(captured, spec, place) for spec, place in zip(partition.stages, places, strict=True)]
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in functions]
     tapes = [0] * len(functions)
     for repeat in range(repeats + 1):
-        measured = _once(captured, partition, functions, micro_batch, mode)
+        measured = _once(captured, functions, micro_batch, mode)
         for k, (forward_s, backward_s, num_bytes) in enumerate(measured):
             tapes[k] = num_bytes
             if repeat:
@@ -62,47 +70,65 @@ def profile(
             backward_s=max(
                 1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)
             ),
-            update_s=_touch(captured, spec),
+            update_s=_touch(function),
             tape_bytes=tape,
         )
-        for (forward, backward), tape, spec in zip(times, tapes, partition.stages, strict=True)
+        for (forward, backward), tape, function in zip(times, tapes, functions, strict=True)
     ]
 
 
+@final
+class _Placed:
+    """A stage's functions and weights on its device."""
+
+    def __init__(self, captured: Captured, spec: StageSpec, place: torch.device) -> None:
+        parameters = captured.parameters()
+        self.function, self.place = captured.stage(spec, place), place
+        self.parameters = {n: self.here(parameters[n]) for n in spec.parameters}
+
+    def here(self, value: Any) -> Any:
+        """A tensor on the device; what is no tensor as it is."""
+        return value.to(self.place) if isinstance(value, torch.Tensor) else value
+
+    def now_s(self) -> float:
+        """The time, when the device has done what it was given."""
+        if self.place.type == "cuda":
+            torch.cuda.synchronize(self.place)
+        return time.perf_counter()
+
+
 def _once(
-    captured: Captured, partition: Partition, functions: Sequence[StageFunction], micro_batch: Any, mode: Mode
+    captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode: Mode
 ) -> list[tuple[float, float, int]]:
     """(seconds forward, seconds backward, bytes on the tape) of each stage."""
-    parameters = captured.parameters()
     values: dict[str, Any] = dict(captured.values(micro_batch))
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
     tapes, forwards = [], []
-    for spec, function in zip(partition.stages, functions, strict=True):
-        start = time.perf_counter()
-        inputs = {n: values[n] for n in function.inputs}
-        own = {n: parameters[n] for n in spec.parameters}
-        outputs, tape = function.forward(own, buffers, inputs, Draw(0, 0), mode=mode, measure=True)
-        forwards.append(time.perf_counter() - start)
+    for stage in stages:
+        inputs = {n: stage.here(values[n]) for n in stage.function.inputs}
+        buffers = {n: stage.here(b) for n, b in buffers.items()}
+        start = stage.now_s()
+        outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, Draw(0, 0), mode=mode, measure=True)
+        forwards.append(stage.now_s() - start)
         values.update(outputs)
         tapes.append(tape)
     grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}
     backwards = []
-    for spec, function, tape in zip(reversed(partition.stages), reversed(functions), reversed(tapes), strict=True):
-        start = time.perf_counter()
-        entering = {n: grads.pop(n, None) for n in function.outputs}
-        of_inputs, _ = function.backward(tape, entering, {n: parameters[n] for n in spec.parameters})
+    for stage, tape in zip(reversed(stages), reversed(tapes), strict=True):
+        entering = {n: stage.here(grads.pop(n, None)) for n in stage.function.outputs}
+        start = stage.now_s()
+        of_inputs, _ = stage.function.backward(tape, entering, stage.parameters)
         grads.update(of_inputs)
-        backwards.append(time.perf_counter() - start)
+        backwards.append(stage.now_s() - start)
     sizes = [tape.num_bytes for tape in tapes]
     return list(zip(forwards, reversed(backwards), sizes, strict=True))
 
 
-def _touch(captured: Captured, spec: StageSpec) -> float:
+def _touch(stage: _Placed) -> float:
     """Seconds of three passes over the stage's weights."""
-    parameters = captured.parameters()
-    own = [parameters[n].detach() for n in spec.parameters]
-    start = time.perf_counter()
+    own = [parameter.detach() for parameter in stage.parameters.values()]
+    start = stage.now_s()
     for _ in range(3):
         for parameter in own:
             parameter.clone()
-    return time.perf_counter() - start
+    return stage.now_s() - start

@@ -25,6 +25,7 @@ class StagePlan:
 
     Args:
         segments: operations that end its segments, in order.
+        device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, without a repeated forward.
         update_s: predicted seconds of one update.
@@ -33,6 +34,7 @@ class StagePlan:
     """
 
     segments: tuple[str, ...]
+    device: str
     forward_s: float
     backward_s: float
     update_s: float
@@ -97,6 +99,11 @@ class Plan:
     def num_stages(self) -> int:
         """D."""
         return len(self.stages)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where each stage runs."""
+        return tuple(stage.device for stage in self.stages)
 
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""

@@ -13,6 +13,7 @@ batches, short ones, and an end at each place in the steady block. What is prove
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
 TRANSPORTS = ("memory", "gloo")
+
+CPU = "cpu"
+DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+"""Names of devices in a plan."""
 
 LONGEST_S = 3.2e7
 """No wait may last longer."""
@@ -72,6 +77,7 @@ def check_plan(plan: Plan) -> None:
             remedy="Correct the plan.",
         )
     _above_zero("bytes_per_s", plan.bytes_per_s)
+    _check_devices(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
         if not 0 <= edge.source < edge.target < plan.num_stages:
@@ -89,6 +95,24 @@ def check_plan(plan: Plan) -> None:
             expected="one edge for each pair of stages that share a value, neighbours included",
             remedy="Correct the edges, or write a new plan with `roundelay plan`.",
         )
+
+
+def _check_devices(plan: Plan) -> None:
+    for k, name in enumerate(plan.devices):
+        if not DEVICE.fullmatch(name):
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=repr(name),
+                expected="cpu, or cuda:0, cuda:1 and so on",
+                remedy="Correct the plan or --devices.",
+            )
+        if plan.transport == "gloo" and name != CPU:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=f"{name} beside transport gloo",
+                expected="cpu: gloo carries tensors of the CPU, between processes that are forked",
+                remedy="Choose transport memory (threads of one process), or another device.",
+            )
 
 
 def check_fit(plan: Plan, fingerprint: str, partition: Partition) -> None:

@@ -15,5 +15,5 @@ def digest(values: Mapping[str, object]) -> str:
         value = values[name]
         if isinstance(value, torch.Tensor):
             made.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            made.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            made.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.check import TRANSPORTS, Fired, check_plan, check_registers, check_run, lengths, programs_of
+from roundelay.lower.check import CPU, TRANSPORTS, Fired, check_plan, check_registers, check_run, lengths, programs_of
 from roundelay.sim import Simulation, simulate
 
 
@@ -23,7 +23,9 @@ def prove(plan: Plan) -> None:
 
 def _without_times(plan: Plan) -> Plan:
     """The plan with even times: nothing that is proved depends on them, so plans that differ in times are one."""
-    even = StagePlan(segments=(), forward_s=1.0, backward_s=2.0, update_s=0.0, parameter_bytes=0, tape_bytes=0)
+    even = StagePlan(
+        segments=(), device=CPU, forward_s=1.0, backward_s=2.0, update_s=0.0, parameter_bytes=0, tape_bytes=0
+    )
     edges = tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges)
     same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0, "latency_s": 0.1, "bytes_per_s": 1.0}
     return replace(plan, stages=(even,) * plan.num_stages, edges=edges, **same)  # type: ignore[arg-type]

@@ -59,7 +59,8 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
     Args:
         setting: rule, predictor and backward mode.
         stages: in order; the last one makes ``loss``, and ``loss.count`` where the loss returns (sum, count).
-        named: every parameter of the model, the caller's own copies: they are updated in place.
+        named: every parameter of the model, the caller's own copies: they are updated in place. Each lies on the
+            device of its stage.
         buffers: by name; replaced, never written.
         stream: headers and values by name, in order of g. The first header says where the run starts: its g, and the
             version, which is its batch's number.
@@ -89,6 +90,11 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
 
 def _unheard(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Nobody listens."""
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A tensor on the device, itself if it is there; what is no tensor as it is."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @final
@@ -167,8 +173,8 @@ class _Run:
         passes = []
         for k, stage in enumerate(self._stages):
             read = self._forward_weights(k)
-            buffers = {name: self._result.buffers[name] for name in stage.buffers}
-            inputs = {name: values[name] for name in stage.functions.inputs}
+            buffers = {name: _on(stage.device, self._result.buffers[name]) for name in stage.buffers}
+            inputs = {name: _on(stage.device, values[name]) for name in stage.functions.inputs}
             key = self._draw(header.g)
             outputs, tape = stage.functions.forward(read, buffers, inputs, key, mode=self._setting.mode)
             self._result.buffers.update(buffers)
@@ -192,7 +198,8 @@ class _Run:
         gradients: Tensors = {LOSS: seed}
         for k in reversed(range(len(self._stages))):
             functions = self._stages[k].functions
-            entering = {name: gradients.pop(name, None) for name in functions.outputs}
+            device = self._stages[k].device
+            entering = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
             read, tape = passes[k]
             if self._setting.rule.backward_reads(self._setting.mode) == "live":
                 read = self._weights(k, self._trainer.live)

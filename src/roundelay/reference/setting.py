@@ -65,11 +65,13 @@ class ReferenceStage:
         functions: its forward and backward.
         parameters: names of the parameters that it owns.
         buffers: names of the buffers that it reads or changes.
+        device: where it computes, as the plan says: the same operation has other bits elsewhere.
     """
 
     functions: StageFunctions
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,24 +124,31 @@ class RateTable:
 
 
 def state_of(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """A copy of the optimizer's state by parameter name."""
+    """A copy of the optimizer's state by parameter name, on the CPU."""
     copies: dict[str, dict[str, Any]] = {}
     for name, parameter in own.items():
         state = optimizer.state.get(parameter)
         if state:
-            copies[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            copies[name] = {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     return copies
 
 
 def restore_state(
     optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Put a copy of a saved state into the optimizer."""
+    """Put a copy of a saved state into the optimizer, each tensor where the optimizer itself would have made it."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in own.items():
-        if name in state:
-            optimizer.state[parameter] = {
-                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
-            }
+        if name not in state:
+            continue
+        group = groups.get(id(parameter), {})
+        counted_there = bool(group.get("fused") or group.get("capturable"))
+        optimizer.state[parameter] = {
+            k: v.to(parameter.device if k != "step" or counted_there else v.device, copy=True)
+            if isinstance(v, torch.Tensor)
+            else v
+            for k, v in state[name].items()
+        }
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Sequence[tuple[int, dict[str, Any], torch.nn.Parameter]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roundelay.frontend import Captured, Draw, Mode, StageTape
+from roundelay.frontend.placed import CPU
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import NO_PREDICTOR
@@ -51,18 +52,29 @@ class Stage:
         spec: which part of it.
         job: optimizer and scheduler.
         predictor: setting of the predictor, or ``none``.
-        initial: where it starts; copied.
+        initial: where it starts, on the CPU; copied.
+        place: where it computes, and keeps all that is its own.
     """
 
-    def __init__(self, captured: Captured, spec: StageSpec, job: Job, predictor: str, initial: Initial) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        spec: StageSpec,
+        job: Job,
+        predictor: str,
+        initial: Initial,
+        place: torch.device = CPU,
+    ) -> None:
         self.spec = spec
-        self.function = captured.stage(spec)
+        self.function = captured.stage(spec, place)
         self.predictor = predictor
         self.parameters = {
-            n: torch.nn.Parameter(initial.parameters[n].detach().clone(), captured.graph.parameters[n].trainable)
+            n: torch.nn.Parameter(
+                initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
+            )
             for n in spec.parameters
         }
-        self.buffers = {n: initial.buffers[n].clone() for n in spec.buffers}
+        self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
@@ -182,14 +194,14 @@ class Stage:
         return max(self._tape_bytes.values(), default=0)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-        """Copies of weights, optimizer state and buffers, by name.
+        """Copies of weights, optimizer state and buffers, by name, on the CPU.
 
         At an epoch's end the buffers are those behind its last forward, whatever forwards have been run since.
         """
-        weights = {n: p.detach().clone() for n, p in self.parameters.items()}
+        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
         buffers = self.buffers if self._at_epoch_end is None else self._at_epoch_end
         self._at_epoch_end = None
-        return weights, state_of(self.optimizer, self.parameters), {n: b.clone() for n, b in buffers.items()}
+        return weights, state_of(self.optimizer, self.parameters), {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
     def _hand_over_gradients(self) -> dict[str, torch.Tensor]:
         """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""

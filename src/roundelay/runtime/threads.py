@@ -8,7 +8,10 @@ import time
 
 import torch
 
+from roundelay.runtime.device import Device, device_of
+from roundelay.runtime.driver import Cuda
 from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.streams import streamed
 from roundelay.runtime.tally import Listener, Tally
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Endpoint
@@ -23,10 +26,12 @@ _TICK_S = 0.5
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    endpoints = [wrap(endpoint) for endpoint in memory_endpoints(task.plan.num_stages)]
+    devices = [device_of(name) for name in task.plan.devices]
+    handing = streamed(memory_endpoints(task.plan.num_stages), devices, Cuda())
+    endpoints = [wrap(endpoint) for endpoint in handing]
     threads = [
-        threading.Thread(target=_main, args=(task, k, endpoint, reports.put), name=f"worker {k}", daemon=True)
-        for k, endpoint in enumerate(endpoints)
+        threading.Thread(target=_main, args=(task, k, end, reports.put, device), name=f"worker {k}", daemon=True)
+        for k, (end, device) in enumerate(zip(endpoints, devices, strict=True))
     ]
     tally = Tally(task.plan.num_stages, listen)
     try:
@@ -55,6 +60,6 @@ def follow(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
             continue
 
 
-def _main(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+def _main(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
     torch.set_num_threads(1)  # the number of intra-op threads is each thread's own where OpenMP keeps it
-    work(task, worker, endpoint, report)
+    work(task, worker, endpoint, report, device)

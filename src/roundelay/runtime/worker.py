@@ -23,6 +23,7 @@ from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes
+from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
@@ -79,7 +80,7 @@ class _Tally:
     told: float = 0.0
 
 
-def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
     """Run one worker to the end of its program.
 
     Args:
@@ -87,9 +88,11 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
         worker: its number.
         endpoint: its end of the transport.
         report: where it tells losses, progress, states and its end. An error is told as ``failed`` and not raised.
+        device: where it computes.
     """
     try:
-        _Worker(task, worker, endpoint, report).run()
+        with device.active():
+            _Worker(task, worker, endpoint, report, device).run()
         endpoint.close()
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
@@ -107,15 +110,16 @@ def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Report
 class _Worker:
     """The loop of one worker."""
 
-    def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
-        self.task, self.worker, self.endpoint, self.report = task, worker, endpoint, report
+    def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
+        self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch)
         self.channels = {c.id: c for c in program.channels}
-        self.handlers = {**HANDLERS, **task.handlers.get(worker, {})}
+        self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
         spec = task.partition.stages[worker]
-        stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial)
-        self.data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial, device.place)
+        data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        self.data = device.feed(data)
         audit = self._digest if task.audit else None
         self.context = Context(
             worker, stage, task.seed, self.data, _edges(task.partition, self.channels), report, audit
@@ -216,21 +220,26 @@ class _Worker:
         self.tally.updates += 1
         if now - self.tally.told > 0.1:
             self.tally.told = now
-            data = {"busy_s": self.tally.busy_s, "wall_s": now - self.tally.started, "update": run.version + 1}
+            data = {
+                "busy_s": self.device.busy_s(self.tally.busy_s),
+                "wall_s": now - self.tally.started,
+                "update": run.version + 1,
+            }
             self.report(Report("progress", self.worker, data))
 
     def _tell_events(self) -> None:
         if self.digests:
             self.report(Report("digest", self.worker, {"digests": self.digests}))
-        for start in range(0, len(self.events), 4096):
-            rows = [_row(*event) for event in self.events[start : start + 4096]]
+        events = self.device.spans(self.events)
+        for start in range(0, len(events), 4096):
+            rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
 
     def _summary(self) -> dict[str, object]:
         return {
             "pid": os.getpid(),
             "thread": threading.get_native_id(),
-            "busy_s": self.tally.busy_s,
+            "busy_s": self.device.busy_s(self.tally.busy_s),
             "wall_s": time.perf_counter() - self.tally.started,
             "updates": self.tally.updates,
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},

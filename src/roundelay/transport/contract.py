@@ -26,7 +26,8 @@ import torch
 from roundelay.errors import DeadlineError, InternalError, WorkerLostError
 
 Value = torch.Tensor | int | float | None
-"""What a message carries. A tensor is on the CPU, dense, contiguous and outside every autograd graph."""
+"""What a message carries. A tensor is dense, contiguous, outside every autograd graph, and on a device of a kind that
+the transport carries: the CPU, if it says no other."""
 
 MAX_HEADER = 16
 MAX_VALUES = 65_536
@@ -163,6 +164,9 @@ class CheckedEndpoint(Endpoint):
     A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``.
     """
 
+    #: kinds of devices whose tensors it takes
+    carries: tuple[str, ...] = ("cpu",)
+
     def __init__(self, worker: int, num_workers: int) -> None:
         self.worker = worker
         self._others = tuple(other for other in range(num_workers) if other != worker)
@@ -188,7 +192,7 @@ class CheckedEndpoint(Endpoint):
     @final
     def send(self, to: int, message: Message) -> None:
         """Check, count and hand over `message`."""
-        check_message(message)
+        check_message(message, self.carries)
         self._check_sending(to)
         self._sent[message.channel] += message.payload_bytes
         self._send(to, message)
@@ -292,7 +296,7 @@ def check_channel(channel: int) -> None:
         raise _bad("channel", repr(channel), "an int from 0 to 2**31 - 1")
 
 
-def check_message(message: Message) -> None:
+def check_message(message: Message, carries: tuple[str, ...]) -> None:
     """Raise InternalError unless `message` keeps the contract; costs about a microsecond per value."""
     check_channel(message.channel)
     if len(message.header) > MAX_HEADER:
@@ -302,7 +306,7 @@ def check_message(message: Message) -> None:
     for number in message.header:
         _check_int(number)
     for value in message.values:
-        _check_value(value)
+        _check_value(value, carries)
     if message.payload_bytes > MAX_MESSAGE_BYTES:
         raise _bad("tensors", f"{message.payload_bytes} bytes", f"at most {MAX_MESSAGE_BYTES}")
 
@@ -312,19 +316,19 @@ def _check_int(number: int) -> None:
         raise _bad("integer", repr(number), "a plain int of 64 bits")
 
 
-def _check_value(value: Value) -> None:
+def _check_value(value: Value, carries: tuple[str, ...]) -> None:
     if isinstance(value, torch.Tensor):
-        fault = _tensor_fault(value)
+        fault = _tensor_fault(value, carries)
         if fault is not None:
-            raise _bad("tensor", fault, "a dense, contiguous, detached CPU tensor")
+            raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
     elif type(value) is int:
         _check_int(value)
     elif value is not None and type(value) is not float:
         raise _bad("value", f"a {type(value).__name__}", "a tensor, an int, a float or None")
 
 
-def _tensor_fault(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+def _tensor_fault(tensor: torch.Tensor, carries: tuple[str, ...]) -> str | None:
+    if tensor.device.type not in carries or tensor.layout is not torch.strided:
         return f"one on {tensor.device}, layout {tensor.layout}"
     if tensor.requires_grad:
         return "one that requires a gradient"

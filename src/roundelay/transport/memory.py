@@ -20,7 +20,9 @@ def memory_endpoints(num_workers: int) -> list[Endpoint]:
 
 @final
 class MemoryEndpoint(CheckedEndpoint):
-    """One thread's end: sending is putting into the receiver's inbox."""
+    """One thread's end: sending is putting into the receiver's inbox. It carries objects, wherever their memory is."""
+
+    carries = ("cpu", "cuda")
 
     def __init__(self, worker: int, num_workers: int) -> None:
         super().__init__(worker, num_workers)
