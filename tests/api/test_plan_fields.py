@@ -160,6 +160,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "latency_s": lambda _: slower({"latency_s": 0.01}),
     "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
     "stages.segments": cuts_elsewhere,
+    "stages.device": lambda _: refused({"stages.device": "cuda:9999"}) and refused({"stages.device": "tpu"}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
     "stages.update_s": lambda _: slower({"stages.update_s": 0.02}),

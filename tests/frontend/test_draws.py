@@ -228,3 +228,22 @@ def test_two_threads_that_draw_at_once_get_what_they_get_one_after_the_other() -
         thread.join(60)
     assert got == wanted
     assert len(set(wanted[0])) == 25
+
+
+def test_on_a_device_its_own_generator_is_seeded_and_put_back_beside_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator().manual_seed(5)
+    monkeypatch.setattr("torch.cuda.default_generators", (torch.Generator(), own))
+    states = own.get_state(), torch.random.get_rng_state()
+
+    def drawn(g: int) -> list[torch.Tensor]:
+        return keyed_call(
+            lambda: [torch.rand(3, generator=own), torch.rand(3)],
+            draw=Draw(1, g),
+            position=2,
+            on=torch.device("cuda", 1),
+        )
+
+    first, again, other = drawn(4), drawn(4), drawn(5)
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(first, again, other, strict=True))
+    assert torch.equal(own.get_state(), states[0])
+    assert torch.equal(torch.random.get_rng_state(), states[1])

@@ -20,6 +20,7 @@ Tensors = dict[str, torch.Tensor]
 Named = list[tuple[str, torch.nn.Parameter]]
 OptimizerFactory = Callable[[Named], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+CPU = torch.device("cpu")
 Audit = Callable[[str, int, int, Mapping[str, torch.Tensor]], None]
 """(kind, stage, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t."""
 
@@ -71,7 +72,7 @@ class ReferenceStage:
     functions: StageFunctions
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, slots=True)
