@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import alternate, asked, report, spread, table
-from benchmarks.overhead.run import session
+from benchmarks.overhead.run import TRANSPORTS, session
 from roundelay.api.gathering import Event, Updated
-from roundelay.lower.check import TRANSPORTS
 
 WORKERS = 4
 

@@ -110,7 +110,7 @@ OPTIONS = {
     "no micro-batches": (("--micro-batches", "0"), "micro_batches", "at least 1"),
     "a predictor that nobody asks": (("--rule", "gpipe", "--predictor", "paper"), "predictor", "'gpipe'"),
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),
-    "an unknown transport": (("--transport", "nccl"), "transport", "memory, gloo"),
+    "an unknown transport": (("--transport", "pigeon"), "transport", "memory, gloo, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
     "devices for other stages": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 stages"),
@@ -127,6 +127,13 @@ def test_an_option_that_cannot_be_obeyed_is_named(capsys: Capture, command: str,
     said = told(capsys, command, MLP, *options)
     one_screen(said, *words)
     assert said.code == 2
+
+
+def test_nccl_asks_for_a_launcher_before_anything_is_planned(capsys: Capture) -> None:
+    one_screen(
+        told(capsys, "train", MLP, "--transport", "nccl"), "without a launcher", "torchrun", "--transport memory"
+    )
+    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu beside transport nccl", "--devices cuda")
 
 
 def test_an_option_that_does_not_exist_or_has_a_wrong_kind_is_told(capsys: Capture) -> None:

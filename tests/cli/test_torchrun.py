@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundelay.cli import options
 from roundelay.observe.checkpoint import load
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
@@ -182,6 +183,29 @@ def test_what_makes_no_sense_under_a_launcher_is_refused(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     one_screen(here(capsys, *command), *words)
+
+
+@pytest.mark.parametrize(
+    ("devices_here", "said", "transport"),
+    [
+        (0, {}, "gloo"),
+        (1, {}, "gloo"),
+        (2, {}, "nccl"),
+        (2, {"devices": "cpu"}, "gloo"),
+        (0, {"devices": "cuda"}, "nccl"),
+        (2, {"transport": "gloo"}, "gloo"),
+        (0, {"transport": "nccl"}, "nccl"),
+    ],
+)
+def test_processes_with_a_device_each_talk_over_nccl(
+    monkeypatch: pytest.MonkeyPatch, devices_here: int, said: dict[str, str], transport: str
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices_here)
+    monkeypatch.setattr(options, "Party", lambda place: None)
+    choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | said))
+    assert options.joined(choices, 0)[1].transport == transport
 
 
 @pytest.mark.parametrize(

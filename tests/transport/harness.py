@@ -1,7 +1,8 @@
-"""Runs one body per worker over any transport: threads in memory, forked processes over gloo."""
+"""Runs one body per worker over any transport: threads in memory, forked processes over gloo, lanes beside or not."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -10,15 +11,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
 
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
 from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.lanes import Lane, Place, Wait, open_lanes
 from roundelay.transport.memory import memory_endpoints
+from roundelay.transport.nccl import NcclEndpoint
 
-KINDS = ("memory", "delayed memory", "gloo", "delayed gloo")
+KINDS = ("memory", "delayed memory", "gloo", "delayed gloo", "nccl over gloo")
 PATIENCE_S = 30.0
 MAX_DELAY_S = 0.004
 
@@ -49,6 +56,46 @@ def die(kind: str) -> NoReturn:
 
 def _wrap(kind: str, endpoint: Endpoint) -> Endpoint:
     return DelayedEndpoint(endpoint, endpoint.worker, MAX_DELAY_S) if "delayed" in kind else endpoint
+
+
+class GlooLane(Lane):
+    """A lane whose tensors are the CPU's."""
+
+    def __init__(self, path: Path, sends: bool) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._group: Any = dist.ProcessGroupGloo(dist.FileStore(str(path), 2), 0 if sends else 1, 2, options)
+        self._held: list[dist.Work] = []
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        self._held += [self._group.send([part], 1, 0) for part in parts]
+
+    def post(self, parts: Sequence[torch.Tensor]) -> Wait:
+        works = [self._group.recv([part], 0, 0) for part in parts]
+        return lambda: [work.wait(timedelta(seconds=PATIENCE_S)) for work in works] and None
+
+    def flush(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._held and time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):  # the other side has closed: what was sent is dropped
+                self._held.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        return not self._held
+
+    def close(self) -> None:
+        self._group = None
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+
+def with_lanes(inner: Endpoint, num_workers: int, tmp_path: Path) -> NcclEndpoint:
+    """The endpoint with lanes to all others, as it would be over NCCL."""
+    place = Place(torch.device("cpu"))
+    others = [other for other in range(num_workers) if other != inner.worker]
+    lanes = open_lanes(inner.worker, others, lambda name, sends: GlooLane(tmp_path / name, sends), place, PATIENCE_S)
+    return NcclEndpoint(inner, lanes, place, PATIENCE_S)
 
 
 def _outcome(body: Body, connect: Callable[[], Endpoint]) -> dict[str, Any]:
@@ -82,7 +129,10 @@ def _run_threads(kind: str, bodies: Sequence[Body]) -> list[dict[str, Any]]:
 
 def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[dict[str, Any]]:
     def connect(worker: int) -> Endpoint:
-        return _wrap(kind, GlooEndpoint(worker, len(bodies), str(tmp_path / "rendezvous"), PATIENCE_S))
+        inner = GlooEndpoint(worker, len(bodies), str(tmp_path / "rendezvous"), PATIENCE_S)
+        if "nccl" in kind:
+            return with_lanes(inner, len(bodies), tmp_path)
+        return _wrap(kind, inner)
 
     return fork_all([lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)])
 

@@ -33,8 +33,9 @@ from roundelay.runtime.reader import first_batch
 from roundelay.schedules import schedule_named
 
 DEADLINE_S = 300.0
-LINKS = {"memory": (2e-5, 1e11), "gloo": (4e-4, 1.5e9)}
-"""Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host."""
+LINKS = {"memory": (2e-5, 1e11), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
+"""Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
+frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
 
 CHOICES = {"micro_batches", "predictor", "backward", "transport", "deadline_s", "devices"}
 

@@ -16,7 +16,8 @@ from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.runtime.device import named
+from roundelay.runtime.device import named, present
+from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.party import Party
 
 JobFile = Annotated[
@@ -34,7 +35,8 @@ Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
 ]
 Transport = Annotated[
-    str | None, typer.Option(help="memory (threads of one process) or gloo (processes). [default: memory]")
+    str | None,
+    typer.Option(help="memory (threads of one process), gloo (processes) or nccl (under torchrun). [default: memory]"),
 ]
 Devices = Annotated[
     str | None,
@@ -98,18 +100,29 @@ def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
     """
     place = launched()
     if place is None:
+        if choices.transport == "nccl":
+            raise needs_launcher()
         return None, choices
+    transport = _between(choices, -(-place.size // place.nodes))
     told = f"the launcher has started {place.size} processes, one worker each"
     for name, given, right, why in (
         ("--workers", choices.workers, place.size, told),
-        ("--transport", choices.transport, "gloo", told),
+        ("--transport", choices.transport, transport, told),
         ("--restarts", restarts or None, 0, "the launcher restarts; with `--out` a run then goes on by itself"),
     ):
         if given not in (None, right):
             raise UsageError(
                 f"{name} under a launcher", got=str(given), expected=f"{right}: {why}", remedy=f"Leave {name} out."
             )
-    return Party(place), replace(choices, workers=place.size, transport="gloo")
+    return Party(place), replace(choices, workers=place.size, transport=transport)
+
+
+def _between(choices: Choices, processes: int) -> str:
+    """The transport between a launcher's processes: nccl if asked for, or if this host has a device for each of its."""
+    if choices.transport is not None:
+        return choices.transport if choices.transport == "nccl" else "gloo"
+    wanted = present() >= processes if choices.devices is None else "cuda" in choices.devices
+    return "nccl" if wanted else "gloo"
 
 
 def alone(command: str) -> None:

@@ -27,7 +27,7 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
-TRANSPORTS = ("memory", "gloo")
+TRANSPORTS = ("memory", "gloo", "nccl")
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -110,8 +110,15 @@ def _check_devices(plan: Plan) -> None:
             raise PlanError(
                 f"stages[{k}].device of the plan",
                 got=f"{name} beside transport gloo",
-                expected="cpu: gloo carries tensors of the CPU, between processes that are forked",
-                remedy="Choose transport memory (threads of one process), or another device.",
+                expected="cpu: gloo carries tensors of the CPU, and its processes are forked",
+                remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
+            )
+        if plan.transport == "nccl" and name == CPU:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got="cpu beside transport nccl",
+                expected="a CUDA device for every process",
+                remedy="Choose --devices cuda, or transport gloo.",
             )
 
 

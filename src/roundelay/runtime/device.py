@@ -5,7 +5,7 @@ has a stream of its own, and
 
 - micro-batches are copied ahead (:meth:`Accelerated.feed`): the copy of the next one is issued when the previous one
   begins, from pinned memory, on a stream of its own. At most :data:`REGISTERS` are on the device; in OneFlow's words
-  the copy is an actor of its own with two registers, so that it overlaps with compute (OneFlow, section 4.3);
+  the copy is an actor of its own with two registers, so that it overlaps with compute (OneFlow, sections 4.3 and 6.1);
 - an instruction's span is measured by events in the worker's stream (:class:`Spans`), for on the host its end is only
   that of giving the work to the device.
 """
@@ -25,8 +25,9 @@ from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.lower.check import CPU
-from roundelay.runtime.driver import Cuda, Driver, Event, Stream
 from roundelay.runtime.handlers import Context, Handler
+from roundelay.transport.driver import Cuda, Driver, Event, Stream
+from roundelay.transport.lanes import Place
 
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one under way."""
@@ -101,6 +102,10 @@ class Device(ABC):
         """While this lasts, the calling thread computes here."""
 
     @abstractmethod
+    def lane_end(self) -> Place:
+        """Where tensors lie that come and go on lanes."""
+
+    @abstractmethod
     def feed(self, data: Data) -> Data:
         """Micro-batches, their tensors on this device."""
 
@@ -126,6 +131,10 @@ class Host(Device):
     def active(self) -> AbstractContextManager[Any]:
         """Nothing changes."""
         return nullcontext()
+
+    def lane_end(self) -> Place:
+        """On the CPU."""
+        return Place(self.place)
 
     def feed(self, data: Data) -> Data:
         """The data itself."""
@@ -165,6 +174,10 @@ class Accelerated(Device):
     def active(self) -> AbstractContextManager[Any]:
         """The thread's work goes to the worker's stream; weights are made there too, so no memory changes hands."""
         return self._driver.using(self.stream)
+
+    def lane_end(self) -> Place:
+        """On the device, used by the worker's stream."""
+        return Place(self.place, self._driver, self.stream)
 
     def feed(self, data: Data) -> Data:
         """See the module's docstring: a register is filled as soon as the one before it is in use."""

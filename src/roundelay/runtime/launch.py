@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from roundelay.errors import UsageError
 from roundelay.runtime.party import Party, lead
 from roundelay.runtime.processes import run_processes
 from roundelay.runtime.tally import Listener
@@ -15,7 +16,23 @@ from roundelay.runtime.worker import Task, Wrap, unchanged
 
 Launcher = Callable[[Task, Listener, Wrap], None]
 
-LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "gloo": run_processes}
+
+def needs_launcher() -> UsageError:
+    """Why no processes are started here for NCCL: a forked one cannot use CUDA once this one has."""
+    return UsageError(
+        "transport nccl without a launcher",
+        got="one process",
+        expected="a process for each device, started by a launcher",
+        remedy="Run `torchrun --nproc-per-node DEVICES -m roundelay train JOB.py --transport nccl`, or choose "
+        "--transport memory: threads of one process, with a stream each.",
+    )
+
+
+def _refuse(task: Task, listen: Listener, wrap: Wrap) -> None:
+    raise needs_launcher()
+
+
+LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "gloo": run_processes, "nccl": _refuse}
 """Transport to what starts, hears and ends its workers."""
 
 

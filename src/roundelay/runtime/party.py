@@ -14,19 +14,23 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from roundelay.debug import Launched
 from roundelay.errors import DeadlineError, WorkerLostError
+from roundelay.ir.plan import Plan
+from roundelay.runtime.device import Device, device_of
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.lanes import NcclLane, open_lanes
+from roundelay.transport.nccl import NcclEndpoint
 
 MEET_S = 30.0
 """Seconds in which the launcher's store must answer."""
@@ -96,8 +100,28 @@ class Party:
 
     def endpoint(self, line: str, deadline_s: float) -> Endpoint:
         """This process's end of one set of connections."""
-        store = dist.PrefixStore(line, self._store)  # type: ignore[attr-defined]
-        return GlooEndpoint(self.rank, self.size, store, deadline_s, self._interface)
+        return GlooEndpoint(self.rank, self.size, self._meeting(line), deadline_s, self._interface)
+
+    def data(self, plan: Plan, device: Device) -> Endpoint:
+        """This process's end of the workers' own connections, on the plan's transport.
+
+        Raises:
+            DeadlineError: another process did not open its side in time.
+        """
+        frames = self.endpoint("data", plan.deadline_s)
+        if plan.transport != "nccl":
+            return frames
+        pairs = [(edge.source, edge.target) for edge in plan.edges]
+        others = sorted({k for pair in pairs if self.rank in pair for k in pair} - {self.rank})
+
+        def make(name: str, sends: bool) -> NcclLane:
+            return NcclLane(self._meeting(f"lane/{name}"), sends)
+
+        place = device.lane_end()
+        return NcclEndpoint(frames, open_lanes(self.rank, others, make, place, plan.deadline_s), place, plan.deadline_s)
+
+    def _meeting(self, name: str) -> Any:
+        return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
 
     def where(self) -> str:
         """This process, for people."""
@@ -108,9 +132,10 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
     """Run worker 0 in this process, and hear all; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tally = Tally(party.size, listen)
-    control, data = _connected(task, wrap, party)
+    device = device_of(task.plan.devices[party.rank])
+    control, data = _connected(task, wrap, party, device)
     line = _Line(control, party, reports.put, lambda worker, lost: reports.put(failure(worker, lost)))
-    worker = _start(task, data, party.rank, reports.put)
+    worker = _start(task, data, party.rank, reports.put, device)
     try:
         try:
             follow(reports, tally)
@@ -147,9 +172,10 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     """
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[WorkerLostError] = []
-    control, data = _connected(task, wrap, party)
+    device = device_of(task.plan.devices[party.rank])
+    control, data = _connected(task, wrap, party, device)
     line = _Line(control, party, lambda report: None, lambda worker, error: lost.append(error))
-    _start(task, data, party.rank, outgoing.put)
+    _start(task, data, party.rank, outgoing.put, device)
     ended, well = False, True
     try:
         while not ended and not lost:
@@ -168,15 +194,16 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     return well
 
 
-def _connected(task: Task, wrap: Wrap, party: Party) -> tuple[Endpoint, Endpoint]:
-    limit = task.plan.deadline_s
-    return party.endpoint("control", limit), wrap(party.endpoint("data", limit))
+def _connected(task: Task, wrap: Wrap, party: Party, device: Device) -> tuple[Endpoint, Endpoint]:
+    return party.endpoint("control", task.plan.deadline_s), wrap(party.data(task.plan, device))
 
 
-def _start(task: Task, endpoint: Endpoint, rank: int, report: Callable[[Report], None]) -> threading.Thread:
+def _start(
+    task: Task, endpoint: Endpoint, rank: int, report: Callable[[Report], None], device: Device
+) -> threading.Thread:
     def main() -> None:
         torch.set_num_threads(1)
-        work(task, rank, endpoint, report)
+        work(task, rank, endpoint, report, device)
 
     thread = threading.Thread(target=main, name=f"worker {rank}", daemon=True)
     thread.start()

@@ -14,8 +14,8 @@ from typing import final
 import torch
 
 from roundelay.runtime.device import Accelerated, Device
-from roundelay.runtime.driver import Driver, Event, Stream
 from roundelay.transport.contract import Arrived, Delivery, Endpoint, Message, Value
+from roundelay.transport.driver import Driver, Event, Stream
 
 Notes = defaultdict[tuple[int, int, int], deque[Event | None]]
 """By (sender, receiver, channel), places that go with the messages under way; their order is the messages'."""

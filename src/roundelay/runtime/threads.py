@@ -9,12 +9,12 @@ import time
 import torch
 
 from roundelay.runtime.device import Device, device_of
-from roundelay.runtime.driver import Cuda
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.streams import streamed
 from roundelay.runtime.tally import Listener, Tally
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Endpoint
+from roundelay.transport.driver import Cuda
 from roundelay.transport.memory import memory_endpoints
 
 END_S = 5.0

@@ -103,7 +103,8 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
 
 
 def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
-    report(failure(worker, error, "".join(traceback.format_exception(error))))  # first: an abort may take a second
+    trace = "".join(traceback.format_exception(error))
+    report(failure(worker, endpoint.cause(error), trace))  # first: an abort may take a second
     endpoint.abort(f"worker {worker} failed")
 
 

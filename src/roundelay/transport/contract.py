@@ -23,7 +23,7 @@ from typing import final
 
 import torch
 
-from roundelay.errors import DeadlineError, InternalError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 
 Value = torch.Tensor | int | float | None
 """What a message carries. A tensor is dense, contiguous, outside every autograd graph, and on a device of a kind that
@@ -146,6 +146,10 @@ class Endpoint(ABC):
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Leave now: every other worker gets ``Lost(self.worker, reason)``, as far as it can still be told."""
+
+    def cause(self, error: RoundelayError) -> RoundelayError:
+        """What an error that this worker met comes from: itself, unless the transport knows better."""
+        return error
 
     @property
     @abstractmethod

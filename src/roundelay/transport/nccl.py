@@ -1,0 +1,188 @@
+"""Workers as processes with a device each: frames and credits over gloo, tensors of the devices over NCCL.
+
+Every message is a frame; what it holds on the device follows on a *lane* (:mod:`roundelay.transport.lanes`). A *guard*,
+one thread for each endpoint, takes the frames, makes room on the device and posts the matching receives at once; the
+worker's stream waits for them when the worker takes the message, and the host for nothing.
+
+NCCL does not tell that a worker has died: whoever waits for it waits for ever. gloo does tell; the guard then aborts
+the lanes to that worker, which ends what waits on the device. What was computed behind such an end means nothing, so
+that an error that follows is told as the loss it comes from (:meth:`NcclEndpoint.cause`).
+
+All but ``NcclLane`` is tested on the CPU, with lanes over gloo. It has not been run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from typing import final
+
+import torch
+
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+from roundelay.transport.contract import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
+from roundelay.transport.lanes import Lane, Lanes, Place, Wait, announced, expected
+
+TICK_S = 0.2
+"""Seconds after which the guard looks whether it should end."""
+
+
+@final
+class NcclEndpoint(Endpoint):
+    """One process's end; see the module's docstring.
+
+    Args:
+        inner: carries frames and credits, and tells of lost workers.
+        lanes: carry tensors.
+        place: where this worker's tensors lie; others travel in the frames.
+        deadline_s: seconds that `close` may take.
+    """
+
+    def __init__(self, inner: Endpoint, lanes: Lanes, place: Place, deadline_s: float) -> None:
+        self.worker = inner.worker
+        self._inner, self._lanes, self._place, self._deadline_s = inner, lanes, place, deadline_s
+        self._inbox: queue.SimpleQueue[tuple[Delivery, Wait | None]] = queue.SimpleQueue()
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._lost: dict[int, str] = {}
+        self._aborted = ""
+        self._ended = False
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._guard = threading.Thread(target=self._main, name="guard", daemon=True)
+        self._guard.start()
+
+    def send(self, to: int, message: Message) -> None:
+        """As the contract says: the frame, then the tensors."""
+        check_message(message, ("cpu", self._place.device.type))
+        frame, parts = announced(message, self._place.device.type)
+        self._inner.send(to, frame)
+        self._sent[message.channel] += message.payload_bytes
+        if parts and to not in self._lost:
+            try:
+                self._lanes.to[to].send(parts)
+            except RuntimeError as fault:
+                self._lose(to, str(fault))
+
+    def grant(self, to: int, channel: int) -> None:
+        """As the contract says."""
+        self._inner.grant(to, channel)
+
+    def receive(self, timeout_s: float) -> Delivery:
+        """As the contract says; what the worker's stream is given from now on comes behind the message's tensors."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                delivery, wait = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise nothing_came(self.worker, timeout_s) from None
+            if isinstance(delivery, Arrived) and wait is not None:
+                try:
+                    wait()
+                except RuntimeError as fault:
+                    self._lose(delivery.source, str(fault))
+                    continue
+                message = delivery.message
+                self._place.keep(v for v in message.values if isinstance(v, torch.Tensor) and v.is_cuda)
+                self._received[message.channel] += message.payload_bytes
+            return delivery
+
+    def close(self) -> None:
+        """As the contract says: the last word is said when all tensors have been taken.
+
+        Until the others have said theirs the guard goes on: what they still send must be taken, if only to be dropped.
+        """
+        if self._end(""):
+            deadline = time.monotonic() + self._deadline_s
+            flushed = all(lane.flush(deadline - time.monotonic()) for lane in self._living())
+            try:
+                self._inner.close()
+            finally:
+                self._stop.set()
+                self._guard.join(10 * TICK_S)
+                flushed = self._lanes.close(max(0.0, deadline - time.monotonic())) and flushed
+            if not flushed and not self._lost:
+                raise self._late()
+
+    def abort(self, reason: str) -> None:
+        """As the contract says; ends at once what waits on the device."""
+        if self._end(reason or "no reason given"):
+            self._lanes.abort_all()
+            self._inner.abort(reason)
+            self._stop.set()
+            self._guard.join(10 * TICK_S)
+
+    def cause(self, error: RoundelayError) -> RoundelayError:
+        """The loss of a worker, if one is lost or this endpoint was aborted: what came later may follow from it."""
+        lost = next(iter(self._lost.items()), None)
+        if (lost is None and not self._aborted) or isinstance(error, WorkerLostError):
+            return error
+        return WorkerLostError(
+            f"worker {lost[0]}" if lost else f"worker {self.worker}'s endpoint",
+            got=lost[1] if lost else f"it was aborted ({self._aborted})",
+            expected="a living worker",
+            remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+        )
+
+    @property
+    def bytes_sent(self) -> dict[int, int]:
+        """A copy of the counters."""
+        return dict(self._sent)
+
+    @property
+    def bytes_received(self) -> dict[int, int]:
+        """A copy of the counters."""
+        return dict(self._received)
+
+    def _end(self, reason: str) -> bool:
+        with self._lock:
+            first = not self._ended
+            if first:
+                self._ended, self._aborted = True, reason
+        return first
+
+    def _living(self) -> list[Lane]:
+        return [lane for other, lane in self._lanes.to.items() if other not in self._lost]
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"worker {self.worker} closing",
+            got=f"tensors that nobody took for {self._deadline_s:g} s",
+            expected="each worker to take what was sent",
+            remedy="See whether they still run, or allow more time.",
+        )
+
+    def _main(self) -> None:
+        """The guard."""
+        with self._place.receiving():
+            while not self._stop.is_set():
+                try:
+                    delivery = self._inner.receive(TICK_S)
+                except DeadlineError:
+                    continue
+                self._take(delivery)
+
+    def _take(self, delivery: Delivery) -> None:
+        if isinstance(delivery, Lost):
+            self._lose(delivery.source, delivery.reason)
+        elif isinstance(delivery, Arrived) and delivery.source not in self._lost:
+            try:
+                message, parts = expected(delivery.message, self._place.device)
+                wait = self._lanes.source[delivery.source].post(parts) if parts else lambda: None
+            except (InternalError, RuntimeError) as fault:
+                self._lose(delivery.source, str(fault))
+            else:
+                self._inbox.put((Arrived(delivery.source, message), wait))
+        elif delivery.source not in self._lost:
+            self._inbox.put((delivery, None))
+
+    def _lose(self, other: int, reason: str) -> None:
+        """Another worker is gone: first note it, then end what waits for it, then tell."""
+        with self._lock:
+            first = other not in self._lost
+            self._lost.setdefault(other, reason)
+        if first:
+            self._lanes.abort(other)
+            self._inbox.put((Lost(other, reason), None))
