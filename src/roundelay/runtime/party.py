@@ -111,8 +111,7 @@ class Party:
         frames = self.endpoint("data", plan.deadline_s)
         if plan.transport != "nccl":
             return frames
-        pairs = [(edge.source, edge.target) for edge in plan.edges]
-        others = sorted({k for pair in pairs if self.rank in pair for k in pair} - {self.rank})
+        others = _partners(plan, self.rank)
 
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._meeting(f"lane/{name}"), sends)
@@ -126,6 +125,12 @@ class Party:
     def where(self) -> str:
         """This process, for people."""
         return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def _partners(plan: Plan, worker: int) -> list[int]:
+    """With whom a worker exchanges tensors."""
+    pairs = [{edge.source, edge.target} for edge in plan.edges]
+    return sorted({other for pair in pairs if worker in pair for other in pair - {worker}})
 
 
 def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
