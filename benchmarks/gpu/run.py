@@ -1,9 +1,8 @@
-"""Stages as threads with a stream each on one GPU, beside plain PyTorch on the same GPU. Not yet run: no GPU at hand."""
+"""Stages as threads with a stream each on one GPU, beside plain PyTorch on the same one. Not yet run: no GPU at hand."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterator
 
@@ -71,7 +70,8 @@ def ours(workers: int, rule: str, steps: int) -> float:
 
 def main() -> None:
     if not torch.cuda.device_count():
-        sys.exit("torch sees no CUDA device here: this benchmark needs one.")
+        print("Left out: torch sees no CUDA device here.")
+        return
     what = asked(__doc__ or "", 5)
     steps = 20 if what.short else 60
     candidates = {"plain PyTorch": functools.partial(plain, steps)}
