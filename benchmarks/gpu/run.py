@@ -1,4 +1,4 @@
-"""Stages as threads with a stream each on one GPU, beside plain PyTorch on the same one. Not yet run: no GPU at hand."""
+"""Stages as threads with a stream each on one GPU, beside plain PyTorch on it. Not yet run: no GPU at hand."""
 
 from __future__ import annotations
 
