@@ -109,7 +109,7 @@ def seconds(once: Callable[[], None]) -> float:
 
 def main() -> None:
     what = asked(__doc__ or "", 5)
-    times = 40 if what.short else 100
+    times = 16 if what.short else 100
     rows, numbers = [], {}
     for name, (build, shape) in BLOCKS.items():
         torch.manual_seed(0)
