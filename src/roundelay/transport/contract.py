@@ -160,7 +160,8 @@ class Endpoint(ABC):
 class CheckedEndpoint(Endpoint):
     """What every real transport shares: checks, byte counters, the inbox and the end of life.
 
-    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``.
+    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``, or
+    has a ``_take`` of its own.
     """
 
     def __init__(self, worker: int, num_workers: int) -> None:
@@ -200,10 +201,13 @@ class CheckedEndpoint(Endpoint):
         self._check_sending(to)
         self._grant(to, channel)
 
+    def _take(self, timeout_s: float) -> Delivery:
+        return take(self._inbox, timeout_s, self.worker)
+
     @final
     def receive(self, timeout_s: float) -> Delivery:
-        """The next delivery of the inbox, counted."""
-        delivery = take(self._inbox, timeout_s, self.worker)
+        """The next delivery, counted."""
+        delivery = self._take(timeout_s)
         if isinstance(delivery, Arrived):
             self._received[delivery.message.channel] += delivery.message.payload_bytes
         return delivery

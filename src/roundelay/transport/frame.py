@@ -36,6 +36,7 @@ MESSAGE, MESSAGE_APART, GRANT, END, ACK = range(1, 6)
 """Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it."""
 
 _HEAD = struct.Struct("<BBHiII")
+HEAD_BYTES = _HEAD.size
 _NONE, _INT, _FLOAT, _INSIDE, _APART = range(5)
 _INT_VALUE, _FLOAT_VALUE, _TENSOR_VALUE = struct.Struct("<Bq"), struct.Struct("<Bd"), struct.Struct("<BBB")
 
@@ -68,17 +69,18 @@ def ack_frame() -> bytearray:
     return bytearray(_HEAD.pack(*Head(ACK)))
 
 
-def encode(message: Message) -> tuple[bytearray, list[torch.Tensor]]:
+def encode(message: Message, *, inline: bool = True) -> tuple[bytearray, list[torch.Tensor]]:
     """The frame of `message` and, in order, what follows it: a body too long for it, then tensors likewise.
 
-    Bytes are copied by address: the same through tensor operations costs more than all the rest.
+    With `inline` tensors travel inside the frame while they fit, without it none does. Bytes are copied by address:
+    the same through tensor operations costs more than all the rest.
     """
     room = FRAME_BYTES - _HEAD.size - 8 * len(message.header) - sum(map(_description_bytes, message.values))
     body = bytearray(struct.pack(f"<{len(message.header)}q", *message.header))
     inside: list[bytes] = []
     apart: list[torch.Tensor] = []
     for value in message.values:
-        fits = isinstance(value, torch.Tensor) and value.nbytes <= max(0, room)
+        fits = inline and isinstance(value, torch.Tensor) and value.nbytes <= max(0, room)
         body += _describe(value, fits)
         if isinstance(value, torch.Tensor) and value.nbytes:
             if fits:
@@ -94,7 +96,7 @@ def encode(message: Message) -> tuple[bytearray, list[torch.Tensor]]:
     return bytearray(_HEAD.pack(*head._replace(length=len(body)))) + body, apart
 
 
-def read_head(frame: bytearray) -> Head:
+def read_head(frame: bytearray | memoryview) -> Head:
     """The head of a frame.
 
     Raises:
