@@ -34,7 +34,7 @@ from roundelay.transport.ring import Fence
 from roundelay.transport.stream import Ended, Inlet, Outlet
 from roundelay.transport.wiring import Wiring
 
-SPIN_S = 50e-6
+SPIN_S = 100e-6
 """Seconds that a worker looks again and again before it sleeps; about what waking it costs."""
 
 SHORT_WAIT_S = 200e-6

@@ -17,7 +17,7 @@ import torch
 from roundelay.errors import InternalError
 from roundelay.transport import frame as wire
 from roundelay.transport.contract import Arrived, Granted, Message
-from roundelay.transport.ring import Fence, Ring
+from roundelay.transport.ring import HEAD, TAIL, WANTED, Fence, Ring
 
 CHUNK_BYTES = 2**18
 """After so many bytes the other end is told, so that it copies out while we copy in."""
@@ -38,7 +38,6 @@ class Outlet:
     def __init__(self, ring: Ring, tell: Callable[[], None]) -> None:
         self._ring, self._tell = ring, tell
         self._fence = Fence()
-        self._end = 0  # of the stream, with all that waits
         self._waiting: deque[tuple[int, int, int, object]] = deque()  # start, end, address, owner of a piece
         self._copying = threading.Lock()
         self._sealed = False
@@ -51,7 +50,8 @@ class Outlet:
     @property
     def has_room(self) -> bool:
         """Whether it is worth copying on."""
-        return self._ring.tail - self._ring.head <= self._ring.size // 2
+        counters = self._ring.counters
+        return counters[TAIL] - counters[HEAD] <= self._ring.size // 2
 
     def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = ()) -> bool:
         """Send a frame and the tensors that follow it; dropped once sealed.
@@ -59,8 +59,12 @@ class Outlet:
         Returns:
             Whether something waits, so that somebody must call `flush` when there is room.
         """
-        if self._sealed:
-            return False
+        if self._copying.acquire(blocking=False):
+            try:
+                if self._sealed or self._put_at_once(frame, tensors):
+                    return False
+            finally:
+                self._copying.release()
         self._append(ctypes.addressof(ctypes.c_char.from_buffer(frame)), len(frame), frame)
         for tensor in tensors:
             self._append(tensor.data_ptr(), tensor.nbytes, tensor)
@@ -71,14 +75,13 @@ class Outlet:
         """Copy in what there is room for, unless another thread is at it."""
         if self._copying.acquire(blocking=False):
             try:
-                if not self._sealed:
-                    self._flush()
+                self._flush()
             finally:
                 self._copying.release()
 
     def want_room(self, wanted: bool) -> None:
         """Ask to be told when there is room; look at `has_room` once more before waiting for it."""
-        self._ring.wanted = wanted
+        self._ring.counters[WANTED] = wanted
         self._fence()
 
     def seal(self, patience_s: float) -> bool:
@@ -90,20 +93,43 @@ class Outlet:
             self._copying.release()
         return done
 
+    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
+        """The short way, of a short message when nothing waits: all of it is written, then told once."""
+        ring, size = self._ring, len(frame)
+        counters = ring.counters
+        tail = counters[TAIL]
+        for tensor in tensors:
+            size += tensor.nbytes
+        if self._waiting or size > CHUNK_BYTES or tail + size - counters[HEAD] > ring.size:
+            return False
+        ring.put(tail, frame)
+        tail += len(frame)
+        for tensor in tensors:
+            ring.write(tail, tensor.data_ptr(), tensor.nbytes)
+            tail += tensor.nbytes
+        self._fence.order()
+        counters[TAIL] = tail
+        self._fence()  # the receiver says that it sleeps, then looks at the tail; we the other way round
+        self._tell()
+        return True
+
     def _append(self, address: int, count: int, owner: object) -> None:
-        self._waiting.append((self._end, self._end + count, address, owner))
-        self._end += count
+        try:
+            start = self._waiting[-1][1]
+        except IndexError:  # all before it has been written
+            start = self._ring.counters[TAIL]
+        self._waiting.append((start, start + count, address, owner))
 
     def _flush(self) -> None:
-        ring, waiting = self._ring, self._waiting
-        tail = told = ring.tail
+        ring, counters, waiting = self._ring, self._ring.counters, self._waiting
+        tail = told = counters[TAIL]
         while waiting and not self._sealed:
             start, end, address, _ = waiting[0]
-            stop = min(end, ring.head + ring.size, tail + CHUNK_BYTES)
+            stop = min(end, counters[HEAD] + ring.size, tail + CHUNK_BYTES)
             if tail < stop:
                 ring.write(tail, address + tail - start, stop - tail)
-                self._fence()
-                ring.tail = tail = stop
+                self._fence.order()
+                counters[TAIL] = tail = stop
             elif tail < end:
                 break
             if tail - told >= CHUNK_BYTES:
@@ -114,7 +140,7 @@ class Outlet:
             self._told(tail)
 
     def _told(self, tail: int) -> int:
-        self._fence()  # the receiver says that it sleeps, then looks at the tail; we the other way round
+        self._fence()  # as in `_put_at_once`
         self._tell()
         return tail
 
@@ -140,6 +166,7 @@ class Inlet:
         self.taken = 0
         """Bytes taken so far; it grows while a long message comes in."""
         self._freed = 0  # bytes that the sender knows to be taken
+        self._enough = min(CHUNK_BYTES, ring.size // 8)  # to be worth telling
         self._announced: wire.Head | None = None  # of the message that is coming in
         self._body: bytearray | None = None  # its body, if that does not fit into a frame
         self._message: Message | None = None
@@ -151,98 +178,95 @@ class Inlet:
         Raises:
             InternalError: what comes in is no message.
         """
-        available = self._available()
+        available = self._ring.counters[TAIL] - self.taken
         if not available:
-            self.free()
+            if self.taken != self._freed:
+                self.free()
             return None
+        self._fence.order()
         if self._announced is None:
             done = self._begin(available)
-            if done is not None or self._announced is None:
+            if self._announced is None:
                 return done
         while self._fill():
             if self._message is None:
                 assert self._body is not None
-                self._decode(memoryview(self._body))
+                self._decode(self._announced, memoryview(self._body))
             else:
-                return self._arrived()
+                arrived = Arrived(self._source, self._message)
+                self._announced = self._body = self._message = None
+                return arrived
         return None
 
     def free(self) -> None:
         """Give the room of what was taken back to the sender."""
-        if self.taken != self._freed:
-            ring = self._ring
-            self._fence()
-            ring.head = self._freed = self.taken
-            self._fence()
-            if ring.wanted and ring.tail - self.taken <= ring.size // 2:
-                self._tell()
+        counters = self._ring.counters
+        self._fence.order()
+        counters[HEAD] = self._freed = self.taken
+        self._fence()  # the sender says that it wants room, then looks at the head; we the other way round
+        if counters[WANTED] and counters[TAIL] - self.taken <= self._ring.size // 2:
+            self._tell()
 
     def discard(self) -> None:
         """Take all there is and forget it; the stream is of no use afterwards."""
-        self.taken = self._ring.tail
+        self.taken = self._ring.counters[TAIL]
         self.free()
 
-    def _available(self) -> int:
-        available = self._ring.tail - self.taken
-        if not 0 <= available <= self._ring.size:
-            raise InternalError(
-                "ring between two workers",
-                got=f"{available} bytes in it",
-                expected=f"0 to {self._ring.size}",
-                remedy="See whether a worker writes outside its own memory.",
-            )
-        if available:
-            self._fence()
-        return available
-
-    def _begin(self, available: int) -> Arrived | Granted | Ended | None:
+    def _begin(self, available: int) -> Granted | Ended | None:
         """Read the head of what comes next, and its body if that is inside its frame."""
-        if available < wire.HEAD_BYTES:
-            return None
+        if not wire.HEAD_BYTES <= available <= self._ring.size:
+            if 0 <= available < wire.HEAD_BYTES:
+                return None
+            raise _damaged(available)
         head = wire.read_head(self._ring.view(self.taken, wire.HEAD_BYTES))
         if head.kind == wire.MESSAGE_APART:
-            self._take(wire.HEAD_BYTES)
             self._announced, self._body = head, bytearray(head.length)
             self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))
+            self._take(wire.HEAD_BYTES)
             return None
         if available < wire.HEAD_BYTES + head.length:
             return None
         if head.kind == wire.MESSAGE:
             self._announced = head
-            self._decode(self._ring.view(self.taken + wire.HEAD_BYTES, head.length))
+            self._decode(head, self._ring.view(self.taken + wire.HEAD_BYTES, head.length))
         self._take(wire.HEAD_BYTES + head.length)
-        if head.kind == wire.MESSAGE:
-            return None
-        return Granted(self._source, head.channel) if head.kind == wire.GRANT else Ended()
+        return None if head.kind == wire.MESSAGE else Granted(self._source, head.channel) if head.kind == wire.GRANT else Ended()
 
-    def _decode(self, body: memoryview) -> None:
-        assert self._announced is not None
-        self._message, apart = wire.decode(self._announced, body)
-        self._parts.extend((tensor.data_ptr(), tensor.nbytes) for tensor in apart)
+    def _decode(self, head: wire.Head, body: memoryview) -> None:
+        self._message, apart = wire.decode(head, body)
+        for tensor in apart:
+            self._parts.append((tensor.data_ptr(), tensor.nbytes))
 
     def _fill(self) -> bool:
         """Copy out what has come of the parts; whether nothing is missing."""
-        parts = self._parts
+        parts, ring = self._parts, self._ring
         while parts:
-            address, missing = parts[0]
-            count = min(missing, self._available(), CHUNK_BYTES)
-            if not count:
+            available = ring.counters[TAIL] - self.taken
+            if not 0 < available <= ring.size:
+                if available:
+                    raise _damaged(available)
                 return False
-            self._ring.read(self.taken, address, count)
-            self._take(count)
+            self._fence.order()
+            address, missing = parts[0]
+            count = min(missing, available, CHUNK_BYTES)
+            ring.read(self.taken, address, count)
             if count == missing:
                 parts.popleft()
             else:
                 parts[0] = (address + count, missing - count)
+            self._take(count)
         return True
 
     def _take(self, count: int) -> None:
         self.taken += count
-        if self.taken - self._freed >= min(CHUNK_BYTES, self._ring.size // 8):
+        if self.taken - self._freed >= self._enough:
             self.free()
 
-    def _arrived(self) -> Arrived:
-        assert self._message is not None
-        arrived = Arrived(self._source, self._message)
-        self._announced = self._body = self._message = None
-        return arrived
+
+def _damaged(available: int) -> InternalError:
+    return InternalError(
+        "ring between two workers",
+        got=f"{available} bytes in it",
+        expected="no more than its size",
+        remedy="See whether a worker writes outside its own memory.",
+    )

@@ -13,6 +13,7 @@ them back when the last process that holds them ends, however it ends: there is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import weakref
@@ -41,8 +42,9 @@ class Bell:
         os.eventfd_write(self.fd, 1)
 
     def still(self) -> None:
-        """The owner's: forget the rings so far. Only after the bell was found ringing."""
-        os.eventfd_read(self.fd)
+        """The owner's: forget the rings so far."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
         """Close this process's hold; a second call does nothing."""
