@@ -107,7 +107,9 @@ def ping_pong(side: Side, worker: int, size: int, count: int, pace_s: float) -> 
     return {"wall_s": statistics.median(trips[-count:]) / 2, "cpu_s": cpu / count / 2}
 
 
-def in_processes(connect: Connect, size: int, count: int, pace_s: float, forked: Callable[[], None]) -> dict[str, float]:
+def in_processes(
+    connect: Connect, size: int, count: int, pace_s: float, forked: Callable[[], None]
+) -> dict[str, float]:
     """Two forked workers; the time of the first, the processor time of both."""
     children = []
     for worker in range(2):
@@ -142,7 +144,9 @@ def our_gloo(size: int, count: int, pace_s: float) -> dict[str, float]:
     """Our endpoint over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
-        return in_processes(lambda k, n: side_of(GlooEndpoint(k, 2, store, PATIENCE_S)), size, count, pace_s, lambda: None)
+        return in_processes(
+            lambda k, n: side_of(GlooEndpoint(k, 2, store, PATIENCE_S)), size, count, pace_s, lambda: None
+        )
 
 
 def our_shm(size: int, count: int, pace_s: float) -> dict[str, float]:
@@ -199,7 +203,9 @@ def table(rows: list[dict[str, Any]], mode: str, number: str) -> str:
 @contextmanager
 def told() -> Iterator[None]:
     """Say what it is measured on, and how busy that is before and after."""
-    model = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?")
+    model = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
+    )
     sys.stdout.write(f"{os.cpu_count()} x {model}, Linux {platform.release()}, torch {torch.__version__}\n")
     sys.stdout.write(f"load before: {os.getloadavg()[0]:.2f}\n")
     yield

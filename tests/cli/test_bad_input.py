@@ -110,7 +110,7 @@ OPTIONS = {
     "no micro-batches": (("--micro-batches", "0"), "micro_batches", "at least 1"),
     "a predictor that nobody asks": (("--rule", "gpipe", "--predictor", "paper"), "predictor", "'gpipe'"),
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),
-    "an unknown transport": (("--transport", "nccl"), "transport", "memory, gloo"),
+    "an unknown transport": (("--transport", "nccl"), "transport", "memory, shm, gloo"),
     "no steps": (("--steps", "0"), "--steps", "at least 1"),
     "negative epochs": (("--epochs", "-1"), "--epochs", "at least 1"),
     "both lengths": (("--steps", "3", "--epochs", "1"), "--steps and --epochs", "one of them"),

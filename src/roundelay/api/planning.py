@@ -30,7 +30,7 @@ from roundelay.runtime.reader import first_batch
 from roundelay.schedules import schedule_named
 
 DEADLINE_S = 300.0
-LINKS = {"memory": (2e-5, 1e11), "gloo": (4e-4, 1.5e9)}
+LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9)}
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host."""
 
 

@@ -33,7 +33,10 @@ Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
 ]
 Transport = Annotated[
-    str | None, typer.Option(help="memory (threads of one process) or gloo (processes). [default: memory]")
+    str | None,
+    typer.Option(
+        help="memory (threads of one process), shm (processes, shared memory) or gloo (processes). [default: memory]"
+    ),
 ]
 Steps = Annotated[
     int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")

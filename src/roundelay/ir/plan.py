@@ -72,7 +72,7 @@ class Plan:
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         micro_batches: M, micro-batches of a full batch.
-        transport: ``memory`` (threads of one process) or ``gloo`` (processes).
+        transport: ``memory`` (threads of one process), ``shm`` (processes that share memory) or ``gloo`` (processes).
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.

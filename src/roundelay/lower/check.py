@@ -26,7 +26,7 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
-TRANSPORTS = ("memory", "gloo")
+TRANSPORTS = ("memory", "shm", "gloo")
 
 LONGEST_S = 3.2e7
 """No wait may last longer."""

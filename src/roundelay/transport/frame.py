@@ -166,7 +166,9 @@ def decode(head: Head, body: memoryview) -> tuple[Message, list[torch.Tensor]]:
     tensors = [torch.empty_strided(t.shape, t.strides, dtype=t.dtype) for t in layout.tensors]
     if layout.inside_bytes:
         _fill(tensors, layout, body[inside_at:])
-    apart = [t for t, described in zip(tensors, layout.tensors, strict=True) if described.nbytes and not described.inside]
+    apart = [
+        t for t, described in zip(tensors, layout.tensors, strict=True) if described.nbytes and not described.inside
+    ]
     if len(tensors) == len(layout.kinds):
         return Message(head.channel, header, tuple(tensors)), apart
     return Message(head.channel, header, _values(layout, tensors, layout.numbers.unpack_from(body, numbers_at))), apart

@@ -143,14 +143,21 @@ class Wiring:
         if not hasattr(os, "eventfd"):
             raise _unable("no eventfd")
         self.num_workers = num_workers
-        workers = range(num_workers)
+        self.board = Board(num_workers)
+        self.rings: dict[tuple[int, int], Ring] = {}
+        self.arrived: list[Bell] = []
+        self.freed: list[Bell] = []
+        self.lifelines: list[Lifeline] = []
         try:
-            self.board = Board(max(1, num_workers))
-            self.rings = {(a, b): Ring(ring_bytes) for a in workers for b in workers if a != b}
-            self.arrived = [Bell() for _ in workers]
-            self.freed = [Bell() for _ in workers]
-            self.lifelines = [Lifeline() for _ in workers]
+            for worker in range(num_workers):
+                self.arrived.append(Bell())
+                self.freed.append(Bell())
+                self.lifelines.append(Lifeline())
+                for other in range(num_workers):
+                    if other != worker:
+                        self.rings[worker, other] = Ring(ring_bytes)
         except OSError as fault:
+            self.close()
             raise _unable(str(fault)) from fault
 
     def keep(self, worker: int) -> None:
