@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundelay.runtime.party import Party, lead
-from roundelay.runtime.processes import run_processes
+from roundelay.runtime.processes import run_processes, run_sharing
 from roundelay.runtime.tally import Listener
 from roundelay.runtime.threads import run_threads
 from roundelay.runtime.worker import Task, Wrap, unchanged
 
 Launcher = Callable[[Task, Listener, Wrap], None]
 
-LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "gloo": run_processes}
+LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "shm": run_sharing, "gloo": run_processes}
 """Transport to what starts, hears and ends its workers."""
 
 

@@ -1,9 +1,9 @@
 """Messages as bytes: what a transport between processes puts on the wire, and how it reads it back.
 
 A frame is a fixed head and a body. A message's body is its header, its layout (the kind of each value, dtype and shape
-of each tensor), its numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the frame,
-straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's, and every
-number that sizes memory is checked.
+of each tensor), its numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the
+frame, straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's,
+and every number that sizes memory is checked.
 
 The messages of a channel look alike, so layouts are written and read once and remembered: a pure function's results.
 """

@@ -230,13 +230,9 @@ class Inlet:
             self._announced = head
             self._decode(head, self._ring.view(self.taken + wire.HEAD_BYTES, head.length))
         self._take(wire.HEAD_BYTES + head.length)
-        return (
-            None
-            if head.kind == wire.MESSAGE
-            else Granted(self._source, head.channel)
-            if head.kind == wire.GRANT
-            else Ended()
-        )
+        if head.kind == wire.MESSAGE:
+            return None
+        return Granted(self._source, head.channel) if head.kind == wire.GRANT else Ended()
 
     def _decode(self, head: wire.Head, body: memoryview) -> None:
         self._message, apart = wire.decode(head, body)

@@ -171,8 +171,13 @@ class Wiring:
 
     def close(self) -> None:
         """Close all that this process holds; a second call does nothing."""
-        for part in (*self.lifelines, *self.arrived, *self.freed, *self.rings.values(), self.board):
-            part.close()
+        for line in self.lifelines:
+            line.close()
+        for bell in (*self.arrived, *self.freed):
+            bell.close()
+        for ring in self.rings.values():
+            ring.close()
+        self.board.close()
 
 
 def open_pairs(num_workers: int, ring_bytes: int = RING_BYTES) -> Wiring:
