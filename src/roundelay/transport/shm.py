@@ -75,7 +75,7 @@ class ShmEndpoint(CheckedEndpoint):
         self._holding = threading.Lock()  # held by whoever starts or wakes the helper, or ends everything
         self._helper: threading.Thread | None = None
         self._left = False
-        self._idle = False  # whether no thread uses the rings any more
+        self._idle = False  # whether everything may be closed: it has ended, and no thread writes any more
         self._hopeful = True  # whether the next wait may be a short one
         self._looked = 0.0
 
@@ -114,7 +114,7 @@ class ShmEndpoint(CheckedEndpoint):
             delivery = self._sleep(deadline)
             if delivery is None and time.monotonic() >= deadline:
                 break
-        return delivery
+        return None if self._left else delivery
 
     def _scan(self) -> Delivery | None:
         """What one of the others has said, each in turn."""
@@ -242,17 +242,17 @@ class ShmEndpoint(CheckedEndpoint):
                 self._helper.join(ABORT_GRACE_S)
                 idle.append(not self._helper.is_alive())
             self._bell.ring()
-        self._idle = all(idle)
         self._wiring.lifelines[self.worker].release()
+        self._idle = all(idle)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Close everything, unless another thread is reading: then that one does it."""
-        if self._reading.acquire(blocking=False):
+        """Close everything, unless another thread is reading: then that one does it when it stops."""
+        while self._idle and self._reading.acquire(blocking=False):
             try:
                 with self._holding:
-                    if self._idle:
-                        self._wiring.close()
+                    self._wiring.close()
+                    self._idle = False
             finally:
                 self._reading.release()
 
