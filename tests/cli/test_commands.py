@@ -91,7 +91,7 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
     assert alone["programs"] is None
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: str) -> None:
     said = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport)
     assert said.code == 0, said.err
@@ -102,7 +102,7 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
     assert told["equal"]
     assert (told["tensors"], told["steps"], told["losses"]) == (43, 5, 5)
     pids = {worker["pid"] for worker in told["workers"]} | {told["reference"]["pid"]}
-    assert len(pids) == (3 if transport == "gloo" else 1)
+    assert len(pids) == (1 if transport == "memory" else 3)
     assert len({worker["thread"] for worker in told["workers"]}) == 2
     assert all(worker["bytes_received"] > 0 for worker in told["workers"])
     assert told["reference"] == {"pid": os.getpid(), "bytes_received": 0}
@@ -166,7 +166,7 @@ class Noise(Dataset):
         return {"x": x, "y": (x[0] > 0).long()}
 """
     job = job_file(workplace, "batches=lambda epoch: DataLoader(Noise(), 8, shuffle=True, num_workers=1)", data)
-    for transport in ("memory", "gloo"):
+    for transport in ("memory", "shm", "gloo"):
         said = here(capsys, "verify", job, "--transport", transport, "--steps", 3)
         assert "bit-equal" in said.out, said.told
         loaders = [path.suffix[1:] for path in workplace.glob("pid.*")]

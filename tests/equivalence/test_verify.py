@@ -148,7 +148,7 @@ def test_only_synchronous_rules_drain_at_the_end_of_an_epoch(rule: str) -> None:
     assert drained == (rule in ("gpipe", "1f1b"))
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 @pytest.mark.parametrize("frozen", ["first", "last", "all but one"])
 def test_frozen_parameters_stay_what_they_are(frozen: str, transport: str) -> None:
     entry = ZOO["mlp"]

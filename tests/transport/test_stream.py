@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 
@@ -144,11 +145,9 @@ def test_any_bytes_are_read_or_refused(noise: bytes) -> None:
     pipe = Pipe()
     pipe.ring.put(0, bytearray(noise))
     pipe.ring.counters[TAIL] = len(noise)
-    try:
+    with contextlib.suppress(InternalError):  # and by nothing else
         while pipe.inlet.read() is not None:
             pass
-    except InternalError as error:
-        assert error.got
 
 
 @pytest.mark.parametrize("tail", [LEAST_BYTES + 1, 2**63])
