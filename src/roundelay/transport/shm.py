@@ -114,7 +114,11 @@ class ShmEndpoint(CheckedEndpoint):
             delivery = self._sleep(deadline)
             if delivery is None and time.monotonic() >= deadline:
                 break
-        return None if self._left else delivery
+        return None if self._has_left() else delivery
+
+    def _has_left(self) -> bool:
+        """Whether another thread has ended this endpoint meanwhile."""
+        return self._left
 
     def _scan(self) -> Delivery | None:
         """What one of the others has said, each in turn."""

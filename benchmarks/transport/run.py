@@ -8,30 +8,25 @@ shm endpoint, and memory (two threads). Two measurements for each size:
   pipeline that computes: the receiver sleeps when a message comes.
 
 The tensor that arrives is a new one of torch's own, as a stage needs it; bare gloo receives into the same tensor again.
-
-Usage: ``python benchmarks/transport/latency.py [--short] [--json FILE]``
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import alternate, asked, report, spread, table
 from roundelay.transport.contract import Arrived, Endpoint, Message
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.memory import memory_endpoints
@@ -174,62 +169,44 @@ def our_memory(size: int, count: int, pace_s: float) -> dict[str, float]:
 TRANSPORTS = {"raw gloo": raw_gloo, "our gloo": our_gloo, "our shm": our_shm, "memory": our_memory}
 
 
-def measure(repeats: int, share: float) -> Iterator[dict[str, Any]]:
-    """One row for each size, transport and repeat, the transports taking turns."""
-    for size, count in COUNTS.items():
-        for repeat in range(repeats):
-            for name, run in TRANSPORTS.items():
-                fast = run(SIZES[size], max(10, int(count * share)), 0.0)
-                paced = run(SIZES[size], max(10, int(PACED * share)), PACE_S)
-                yield {"size": size, "transport": name, "repeat": repeat, "fast": fast, "paced": paced}
+FORMS = (
+    ("Latency one way, us", "fast", "wall_s"),
+    ("Latency one way, receiver asleep, us", "paced", "wall_s"),
+    ("CPU time of both workers for one message, receiver asleep, us", "paced", "cpu_s"),
+)
 
 
-def table(rows: list[dict[str, Any]], mode: str, number: str) -> str:
-    """Medians in microseconds and, of shm, how many times less than gloo, as a Markdown table."""
-    head = ["size", *TRANSPORTS, "raw gloo / shm", "our gloo / shm"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for size in SIZES:
-        medians = {}
-        cells = []
-        for name in TRANSPORTS:
-            values = [row[mode][number] * 1e6 for row in rows if (row["size"], row["transport"]) == (size, name)]
-            medians[name] = statistics.median(values)
-            cells.append(f"{medians[name]:.0f} ({min(values):.0f}–{max(values):.0f})")
-        ratios = [f"{medians[name] / medians['our shm']:.1f}" for name in ("raw gloo", "our gloo")]
-        lines.append("| " + " | ".join([size, *cells, *ratios]) + " |")
-    return "\n".join(lines)
+def measured(size: str, share: float, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Microseconds by title and transport, the transports taking turns."""
+    found: dict[str, dict[str, list[float]]] = {title: {name: [] for name in TRANSPORTS} for title, _, _ in FORMS}
 
+    def once(name: str) -> float:
+        counts = {"fast": COUNTS[size], "paced": PACED}
+        got = {
+            mode: TRANSPORTS[name](SIZES[size], max(10, int(count * share)), PACE_S if mode == "paced" else 0.0)
+            for mode, count in counts.items()
+        }
+        for title, mode, number in FORMS:
+            found[title][name].append(1e6 * got[mode][number])
+        return got["fast"]["wall_s"]
 
-@contextmanager
-def told() -> Iterator[None]:
-    """Say what it is measured on, and how busy that is before and after."""
-    model = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
-    )
-    sys.stdout.write(f"{os.cpu_count()} x {model}, Linux {platform.release()}, torch {torch.__version__}\n")
-    sys.stdout.write(f"load before: {os.getloadavg()[0]:.2f}\n")
-    yield
-    sys.stdout.write(f"load after: {os.getloadavg()[0]:.2f}\n")
+    alternate({name: functools.partial(once, name) for name in TRANSPORTS}, repeats)
+    return {title: {name: values[1:] for name, values in by_name.items()} for title, by_name in found.items()}
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Latency and processor time of every transport of one host.")
-    parser.add_argument("--short", action="store_true", help="under a minute: three repeats, fewer messages")
-    parser.add_argument("--json", type=Path, help="write every row here")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    with told():
-        rows = list(measure(3 if given.short else 7, 0.3 if given.short else 1.0))
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
-    for title, mode, number in (
-        ("Latency one way, microseconds: median (least–most) of the repeats", "fast", "wall_s"),
-        ("Latency one way, receiver asleep", "paced", "wall_s"),
-        ("Processor time of both workers for one message, receiver asleep", "paced", "cpu_s"),
-        ("Processor time of both workers for one message, ping-pong", "fast", "cpu_s"),
-    ):
-        sys.stdout.write(f"\n{title}\n\n{table(rows, mode, number)}\n")
+    what = asked(__doc__ or "")
+    found = {size: measured(size, 0.2 if what.short else 1.0, what.repeats) for size in SIZES}
+    tables = []
+    for title, _, _ in FORMS:
+        rows = []
+        for size in SIZES:
+            by_name = found[size][title]
+            medians = {name: statistics.median(values) for name, values in by_name.items()}
+            ratios = [f"{medians[name] / medians['our shm']:.1f}" for name in ("raw gloo", "our gloo")]
+            rows.append([size, *(spread(values, 0) for values in by_name.values()), *ratios])
+        tables.append(f"{title}:\n\n" + table(["size", *TRANSPORTS, "raw gloo / shm", "our gloo / shm"], rows))
+    report(what, "\n\n".join(tables), {"us": found})
 
 
 if __name__ == "__main__":
