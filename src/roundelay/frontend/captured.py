@@ -40,6 +40,7 @@ class Captured:
     _inputs: Inputs
     _call: CallShape
     _pieces: dict[SegmentSpec, torch.fx.GraphModule] = field(default_factory=dict)
+    _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -70,6 +71,12 @@ class Captured:
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
 
     def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if shapes not in self._fitting:
+            self._check_new_sizes(tensors)
+            self._fitting.add(shapes)
+
+    def _check_new_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
         for i, (tensor, sizes) in enumerate(zip(tensors, self._exported.sizes, strict=True)):
             fits = tensor.ndim == len(sizes) and all(
                 s is None or s == n for s, n in zip(sizes, tensor.shape, strict=True)

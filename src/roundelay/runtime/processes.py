@@ -26,7 +26,7 @@ import torch
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
-from roundelay.runtime.threads import follow
+from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
@@ -246,6 +246,8 @@ class _Sender:
             data = to_bytes(report)
             _write_all(self._writing, struct.pack("<Q", len(data)))
             _write_all(self._writing, data)
+            if self._reports.empty():
+                time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
