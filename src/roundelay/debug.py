@@ -4,6 +4,8 @@
 
 ``ROUNDELAY_MALLOC``: ``keep`` leaves the C library's settings for memory alone; otherwise see :func:`better_malloc`.
 
+``ROUNDELAY_CACHE``: where measured profiles are kept, or ``none``; otherwise see :func:`cache_folder`.
+
 ``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :func:`launched`.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from roundelay.errors import UsageError
 
@@ -63,6 +66,21 @@ def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == "keep":
         return None
     return None if set(MALLOC) & set(now) else {**now, **MALLOC}
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """What is worth keeping between runs lies here; None if nothing may be kept, or there is no home to keep it in.
+
+    ``ROUNDELAY_CACHE`` names it, or says ``none``; by default it is ``roundelay`` in ``XDG_CACHE_HOME``, or in
+    ``.cache`` at home.
+    """
+    now = os.environ if environment is None else environment
+    said, shared, home = (now.get(name, "") for name in ("ROUNDELAY_CACHE", "XDG_CACHE_HOME", "HOME"))
+    if said:
+        return None if said == "none" else Path(said)
+    if os.path.isabs(shared):  # the standard has others ignored
+        return Path(shared) / "roundelay"
+    return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

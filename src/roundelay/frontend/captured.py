@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
-from roundelay.frontend.draws import keyed_call
+from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
@@ -121,6 +122,28 @@ class Captured:
             outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
         return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
 
+    def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
+        """Run the whole model operation by operation, with a tape, on copies of the buffers; returns the loss.
+
+        Args:
+            micro_batch: what to run it on.
+            each: called with every operation's number and a function that runs it; returns what that returns. The loss
+                is the last one.
+        """
+        values = self.values(micro_batch)
+        order = {op.name: i for i, op in enumerate(self.graph.ops)}
+
+        def call(node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+            target: Any = node.target
+            return each(order[node.name], partial(target, *args, **kwargs))
+
+        with torch.enable_grad():
+            made, _ = run_nodes(self._exported, [values[name] for name in self.graph.inputs], call=call)
+            values |= {name: made[name] for name in self.graph.outputs if name in order}
+            reads = [values[name] for name in (*self.graph.outputs, *self.graph.batch)]
+            result: list[torch.Tensor] = each(len(order), partial(self._loss_call(), *reads, Draw(0, 0)))
+        return result[0]
+
     def _stage_zero_inputs(self, spec: StageSpec) -> tuple[str, ...]:
         """Stage 0 reads the data: what its own segments read of it, and nothing of what it only passes on."""
         made = (*self.graph.inputs, *self.graph.batch)
@@ -141,8 +164,10 @@ class Captured:
         outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
         part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
-        call = self._keyed_loss if self._loss.reads.draws else self._plain_loss
-        return Segment(part, call, frozenset(), wanted, frozenset())
+        return Segment(part, self._loss_call(), frozenset(), wanted, frozenset())
+
+    def _loss_call(self) -> Callable[..., list[torch.Tensor]]:
+        return self._keyed_loss if self._loss.reads.draws else self._plain_loss
 
     def _plain_loss(self, *values: Any) -> list[torch.Tensor]:
         return self._loss(*values[:-1])

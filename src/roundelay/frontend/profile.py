@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from roundelay.frontend.captured import Captured
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import LOSS
-from roundelay.ir.stage import Partition, StageSpec
+from roundelay.ir.stage import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def profile(
         repeats: how often; the first run warms up.
     """
     functions = [captured.stage(spec) for spec in partition.stages]
+    parameters = captured.parameters()
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in functions]
     tapes = [0] * len(functions)
     for repeat in range(repeats + 1):
@@ -62,7 +63,7 @@ def profile(
             backward_s=max(
                 1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)
             ),
-            update_s=_touch(captured, spec),
+            update_s=touch(parameters[name] for name in spec.parameters),
             tape_bytes=tape,
         )
         for (forward, backward), tape, spec in zip(times, tapes, partition.stages, strict=True)
@@ -97,10 +98,9 @@ def _once(
     return list(zip(forwards, reversed(backwards), sizes, strict=True))
 
 
-def _touch(captured: Captured, spec: StageSpec) -> float:
-    """Seconds of three passes over the stage's weights."""
-    parameters = captured.parameters()
-    own = [parameters[n].detach() for n in spec.parameters]
+def touch(parameters: Iterable[torch.Tensor]) -> float:
+    """Seconds of three passes over some parameters, a stand-in for an update."""
+    own = [parameter.detach() for parameter in parameters]
     start = time.perf_counter()
     for _ in range(3):
         for parameter in own:
