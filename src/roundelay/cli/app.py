@@ -50,6 +50,7 @@ def train(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     steps: o.Steps = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
@@ -72,11 +73,12 @@ def train(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        cuts=cuts,
     )
     _exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
+    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
     if party is not None and not party.leads:
         attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         raise typer.Exit(attended)
@@ -93,6 +95,7 @@ def train(
         restarts=restarts,
         quiet=as_json,
         party=party,
+        reasons=reasons,
     )
     if as_json:
         show_json(summary)
@@ -107,6 +110,7 @@ def plan_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
     as_json: o.Json = False,
@@ -119,11 +123,12 @@ def plan_command(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        cuts=cuts,
     )
     o.alone("plan")
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, None, as_json)
-    text = plan.text(explain(captured, plan))
+    captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
+    text = plan.text(explain(captured, plan, reasons))
     if output is not None:
         write_text(output, text)
     if as_json:
@@ -176,6 +181,7 @@ def verify_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
@@ -192,11 +198,12 @@ def verify_command(
         predictor=predictor,
         backward=backward,
         transport=transport,
+        cuts=cuts,
     )
     _exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, plan_file, as_json)
+    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length_of(steps, epochs), start)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from roundelay.api import capture, plan
+from roundelay.api import capture
+from roundelay.api.planning import Planned, plan_with_reasons
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.debug import launched
@@ -38,6 +39,10 @@ Transport = Annotated[
         help="memory (threads of one process), shm (processes, shared memory) or gloo (processes). [default: memory]"
     ),
 ]
+Cuts = Annotated[
+    str | None,
+    typer.Option(help="measured, roofline, equal, or names of operations that end stages: a,b. [default: measured]"),
+]
 Steps = Annotated[
     int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")
 ]
@@ -58,6 +63,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     transport: str | None
+    cuts: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The choices that were made, by name."""
@@ -66,8 +72,8 @@ class Choices:
 
 def planned(
     job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool, party: Party | None = None
-) -> tuple[Captured, Plan]:
-    """Capture the job, and read the plan or make it; in a party the leader does, and the others run what it says.
+) -> tuple[Captured, Plan, tuple[str, ...]]:
+    """Capture the job, and read the plan or make it, with the reasons for its cuts; in a party the leader does, and the others run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
@@ -75,16 +81,16 @@ def planned(
     with doing("Capturing the model ...", quiet):
         captured = capture(job, seed=seed)
     if party is not None and not party.leads:
-        return captured, Plan.parse(party.take("plan"))
+        return captured, Plan.parse(party.take("plan")), ()
     if plan_file is not None:
-        chosen = _obey(read_plan(plan_file), choices)
+        chosen = Planned(_obey(read_plan(plan_file), choices))
     else:
         with doing("Planning and measuring the stages ...", quiet):
-            chosen = plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
-    show_choices(chosen)
+            chosen = plan_with_reasons(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+    show_choices(chosen.plan)
     if party is not None:
-        party.give("plan", chosen.text())
-    return captured, chosen
+        party.give("plan", chosen.plan.text())
+    return captured, chosen.plan, chosen.reasons
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
@@ -143,6 +149,13 @@ def read_plan(path: Path) -> Plan:
 
 def _obey(plan: Plan, choices: Choices) -> Plan:
     for name, value in choices.given().items():
+        if name == "cuts":
+            raise UsageError(
+                "--cuts beside --plan",
+                got=str(value),
+                expected="one of them: a plan says where it is cut",
+                remedy="Leave --cuts out, or edit the plan's segments.",
+            )
         said = plan.num_stages if name == "workers" else getattr(plan, name)
         if said != value:
             raise UsageError(

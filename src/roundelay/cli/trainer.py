@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def train_job(
     restarts: int,
     quiet: bool,
     party: Party | None = None,
+    reasons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -58,12 +60,13 @@ def train_job(
         restarts: how often a run that fails may go on from its last checkpoint.
         quiet: show nothing.
         party: the processes that a launcher has started, if one has; this one leads them.
+        reasons: for the plan's cuts.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
     session, folder = _begun(session, out, party)
     try:
-        folder.write_plan(plan.text(explain(captured, plan)))
+        folder.write_plan(plan.text(explain(captured, plan, reasons)))
         plain = _plain(job, seed, quiet) if baseline else []
         trained = _trained(session, folder, restarts, quiet, party)
     except BaseException:
