@@ -55,10 +55,10 @@ def given_stages(graph: Graph, asked: Asked) -> Stages | None:
     """
     if isinstance(asked, str):
         return None if asked in WAYS else tuple((name,) for name in _names(graph, asked))
-    if not isinstance(asked, Sequence) or any(isinstance(ends, str) for ends in asked):
+    if any(isinstance(ends, str) for ends in asked):
         raise PlanError(
             "the cuts",
-            got=repr(asked),
+            got=f"a list of {len(asked)} names, not of lists of names",
             expected=f"one of {', '.join(WAYS)}, names with commas between them, or a list of names for every stage",
             remedy='For example cuts="equal", or cuts=[["add_1"], ["linear_7"]].',
         )
@@ -123,7 +123,7 @@ def _told(prices: Prices, chosen: Cuts, equal: Cuts) -> Iterator[str]:
         yield f"stage {k}: {compute:.3f} ms of computing and {talk:.3f} ms of messages per micro-batch{slowest}"
     slow = prices.slowest_s(equal)
     yield f"cut into equal numbers of operations: {slow * 1e3:.3f} ms, {slow / max(times):.2f} times the slowest"
-    yield "no cut has a slowest stage more than 2 % faster; `--cuts roofline`, `--cuts equal`, `--cuts NAME,...` override"
+    yield "no slowest stage is more than 2 % faster; `--cuts roofline`, `--cuts equal`, `--cuts NAME,...` override it"
 
 
 def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:

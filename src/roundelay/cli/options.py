@@ -73,7 +73,9 @@ class Choices:
 def planned(
     job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool, party: Party | None = None
 ) -> tuple[Captured, Plan, tuple[str, ...]]:
-    """Capture the job, and read the plan or make it, with the reasons for its cuts; in a party the leader does, and the others run what it says.
+    """Capture the job, and read the plan or make it, with the reasons for its cuts.
+
+    In a party the leader does, and the others run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.

@@ -5,8 +5,9 @@ along the same chain. One step of this chain is a :class:`Hop`. Wherever the cut
 the stages of its two ends, and stays at home if they are the same: :mod:`roundelay.lower.partition` makes the edges
 from that, and :mod:`roundelay.planner.price` their price.
 
-Places are numbers of operations. Data is made at -1, before the first operation, by stage 0; the loss reads at n, behind
-the last one, in the last stage. A parameter is made where it is first used; later users get it as ``weight.NAME``.
+Places are numbers of operations. Data is made at -1, before the first operation, by stage 0; the loss reads at n,
+behind the last one, in the last stage. A parameter is made where it is first used; later users get it as
+``weight.NAME``.
 """
 
 from __future__ import annotations

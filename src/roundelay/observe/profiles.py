@@ -1,7 +1,7 @@
 """Profiles kept between plans, so that the same job on the same machine is cut in the same way every time.
 
 One JSON file per profile, named by a digest of all that it depends on and holding it in full. Whatever is wrong with
-the file, it counts as absent: the profile is then measured anew. A folder that cannot be written costs nothing but that.
+the file, it counts as absent: the profile is then measured anew. A folder that cannot be written costs nothing more.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A piece is what lies between two neighbouring boundaries, that is, legal cuts. Since the price of a stage depends on its
 own two ends alone (:mod:`roundelay.planner.price`), a dynamic programme is exact: ``best[d][j]``, the smallest slowest
 stage of the first j pieces in d stages, is the least over i of ``max(best[d - 1][i], price(i, j))``. It looks at
-O(D·C²) pairs for C legal cuts, fewer in practice: stages that compute for longer than the slowest of some known cut
-are left out.
+O(D·C²) pairs for C legal cuts, fewer in practice: what a known cut shows to be too slow by its computing alone is
+left out.
 
 Cuts whose slowest stage is within 2 % of the best are equally good, as prices are no better known than that. Among
 them the one with the fewest bytes over all edges wins, then the faster, then the one whose last cut comes first: a
@@ -37,7 +37,7 @@ def choose_cuts(prices: Prices, num_stages: int) -> Cuts:
         CaptureError: there are fewer than D pieces.
     """
     known = prices.slowest_s(nearest_cuts(prices.boundaries, prices.work, num_stages))
-    rows = _rows(prices, known * (1.0 + TIE))
+    rows = _rows(prices, num_stages, known * (1.0 + TIE))
     limit = _slowest(rows, num_stages) * (1.0 + TIE)
     return _leanest(prices, rows, num_stages, limit)
 
@@ -84,20 +84,31 @@ def names_of(graph: Graph, cuts: Cuts) -> tuple[str, ...]:
     return tuple(graph.ops[min(stop, len(graph.ops)) - 1].name for stop in cuts[1:])
 
 
-def _rows(prices: Prices, bound: float) -> _Rows:
-    """All stages that compute no longer than ``bound``."""
-    rows: _Rows = [[]]
-    for j in range(1, len(prices.boundaries)):
-        row = []
-        for i in range(j - 1, -1, -1):
-            start, stop = prices.boundaries[i], prices.boundaries[j]
-            if prices.compute_s(start, stop) > bound:
+def _rows(prices: Prices, num_stages: int, bound: float) -> _Rows:
+    """All stages that compute no longer than ``bound``, between boundaries at which some cut within it may lie."""
+    at = prices.boundaries
+    places = _places(prices, num_stages, bound)
+    rows: _Rows = [[] for _ in at]
+    for n, j in enumerate(places):
+        for i in reversed(places[:n]):
+            if prices.compute_s(at[i], at[j]) > bound:
                 break
-            price = prices.stage_s(start, stop)
+            price = prices.stage_s(at[i], at[j])
             if price <= bound:
-                row.append((i, price))
-        rows.append(row)
+                rows[j].append((i, price))
     return rows
+
+
+def _places(prices: Prices, num_stages: int, bound: float) -> list[int]:
+    """Boundaries, by index, before which k stages can compute all there is and behind which the others can."""
+    work, last, most = prices.work, len(prices.boundaries) - 1, bound * (1.0 + 1e-9)
+    done = [work[boundary] for boundary in prices.boundaries]
+    inner = [
+        i
+        for i in range(1, last)
+        if any(done[last] - (num_stages - k) * most <= done[i] <= k * most for k in range(1, num_stages))
+    ]
+    return [0, *inner, last]
 
 
 def _slowest(rows: _Rows, num_stages: int) -> float:
