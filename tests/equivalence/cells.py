@@ -137,6 +137,7 @@ class Bench:
                 micro_batches=1,
                 captured=self.captured,
                 deadline_s=DEADLINE_S,
+                cuts="roofline",
             )
         latency_s, bytes_per_s = LINKS[transport]
         return dataclasses.replace(
