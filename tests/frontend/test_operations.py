@@ -33,7 +33,7 @@ class Ticks:
     """A clock that advances by one whenever it is read."""
 
     def __init__(self) -> None:
-        self.perf_counter = itertools.count().__next__
+        self.perf_counter = self.thread_time = itertools.count().__next__
 
 
 def test_a_backward_belongs_to_the_operation_whose_forward_made_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 A stage per piece would be measured with the overhead of its own functions and with copies at cuts that will not be
 made, which for pieces of a few microseconds is most of it. So the whole model runs once through, uncut, as in one
 stage: a forward is timed operation by operation, and a backward from the moment at which autograd enters a node to
-that at which it enters the next. The nodes belong to the operation whose forward made them. The least of a few runs
-is kept: what disturbs a measurement makes it longer.
+that at which it enters the next. The nodes belong to the operation whose forward made them.
+
+Seconds are those of this thread on its core, so that other programs on a busy machine do not count. The least of a few
+runs is kept: what disturbs a measurement makes it longer.
 """
 
 from __future__ import annotations
@@ -39,24 +41,23 @@ def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5)
     runs = [_run(captured, micro_batch)]
     while len(runs) < repeats and time.perf_counter() - began < BUDGET_S:
         runs.append(_run(captured, micro_batch))
-    forward, backward = (tuple(map(min, zip(*part, strict=True))) for part in zip(*runs, strict=True))
-    return Profile(forward, backward, tuple(_updates(captured)))
+    return Profile(*(tuple(map(min, zip(*part, strict=True))) for part in zip(*runs, strict=True)))
 
 
-def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float]]:
-    """Seconds of each operation's forward and backward; the loss is the last one."""
+def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each operation's forward, backward and update; the loss is the last one."""
     forward = [0.0] * (len(captured.graph.ops) + 1)
     owners: dict[Any, int] = {}  # keeps the nodes, too: another look at a node that nobody keeps is another object
 
     def each(i: int, call: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         made = call()
-        forward[i] = time.perf_counter() - start
+        forward[i] = time.thread_time() - start
         _claim(made, i, owners)
         return made
 
     loss = captured.walk(micro_batch, each)
-    return forward, _backward(captured, loss, owners)
+    return forward, _backward(captured, loss, owners), list(_updates(captured))
 
 
 def _claim(made: Any, i: int, owners: dict[Any, int]) -> None:
@@ -75,13 +76,13 @@ def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) ->
     entered: list[tuple[float, int]] = []
 
     def enter(i: int, _: Any) -> None:
-        entered.append((time.perf_counter(), i))
+        entered.append((time.thread_time(), i))
 
     for node, i in owners.items():
         node.register_prehook(partial(enter, i))
     leaves = [p for p in captured.parameters().values() if p.requires_grad]
     torch.autograd.grad(loss, leaves, allow_unused=True)
-    for (start, i), (end, _) in pairwise((*entered, (time.perf_counter(), -1))):
+    for (start, i), (end, _) in pairwise((*entered, (time.thread_time(), -1))):
         seconds[i] += end - start
     return seconds
 
@@ -90,5 +91,5 @@ def _updates(captured: Captured) -> Iterator[float]:
     """Three passes over the parameters that each operation is the first to use, a stand-in for the optimizer."""
     parameters = captured.parameters()
     for op in captured.graph.ops:
-        yield touch([parameters.pop(name) for name in op.parameters if name in parameters])
+        yield touch([parameters.pop(name) for name in op.parameters if name in parameters], time.thread_time)
     yield 0.0
