@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from roundelay.ir.plan import Plan
 from roundelay.observe.metrics import read_metrics
 from roundelay.runtime.tamper import WAYS
-from tests.cli.harness import MLP, Said, finish, here, job_file, start
+from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
 FAST = ("--workers", 2, "--no-baseline")
@@ -70,6 +70,34 @@ def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace:
     assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
 
 
+def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: Capture, workplace: Path) -> None:
+    why = here(capsys, "plan", MLP, "--workers", 2).out
+    for words in ("# cuts: measured on this machine", "ms of computing", "the slowest", "equal numbers", "--cuts"):
+        assert words in why
+    assert "# cuts: predicted" in here(capsys, "plan", MLP, "--cuts", "roofline").out
+    named = here(capsys, "plan", MLP, "--cuts", "linear, linear_1").out
+    assert [stage.segments for stage in Plan.parse(named).stages] == [("linear",), ("linear_1",), ("linear_3",)]
+    run = here(capsys, "train", MLP, *FAST, "--steps", 1, "--cuts", "equal", "--out", "r", "--json")
+    assert run.code == 0, run.err
+    assert "# cuts: as equal" in Path("r/plan.toml").read_text()
+
+
+WRONG_CUTS = {
+    "unknown": (("plan", MLP, "--cuts", "linaer_1"), ("'linaer_1'", "linear_1")),
+    "beside a plan": (("train", MLP, "--plan", "plan.toml", "--cuts", "equal"), ("--cuts beside --plan", "segments")),
+    "another number": (("plan", MLP, "--cuts", "linear", "--workers", 3), ("2 stages", "3, one for each worker")),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CUTS)
+def test_wrong_cuts_are_told_on_one_screen(capsys: Capture, workplace: Path, what: str) -> None:
+    here(capsys, "plan", MLP, "-o", "plan.toml")
+    command, words = WRONG_CUTS[what]
+    said = here(capsys, *command)
+    assert said.code == 2
+    one_screen(said, *words)
+
+
 def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace: Path) -> None:
     here(capsys, "plan", MLP, "-o", "plan.toml")
     said = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--trace", "trace.json")
@@ -110,7 +138,7 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
-    said = here(capsys, "verify", MLP, "--workers", 2, "--steps", 4, "--tamper", way)
+    said = here(capsys, "verify", MLP, "--workers", 2, "--cuts", "roofline", "--steps", 4, "--tamper", way)
     assert said.code == 1
     assert "DIFFERENT" in said.out
     assert "bit-equal" not in said.out
