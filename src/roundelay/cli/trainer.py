@@ -163,6 +163,8 @@ def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: Task
             loss=event.loss,
             samples_per_second=event.samples_per_second,
             busy=event.busy,
+            learning_rates=event.learning_rates,
+            seconds=event.seconds,
         )
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
