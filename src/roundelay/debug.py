@@ -18,6 +18,12 @@ from pathlib import Path
 
 from roundelay.errors import UsageError
 
+VARIABLES = {
+    "ROUNDELAY_DEBUG": "shows on stderr what a run is made of, from 0 (nothing) to 4 (every event)",
+    "ROUNDELAY_MALLOC": "`keep` leaves the C library's settings for memory alone",
+}
+"""Roundelay's own variables, and what each does."""
+
 LEVELS = {
     "0": "nothing",
     "1": "the plan, and tracebacks",
@@ -87,6 +93,13 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     if os.path.isabs(shared):  # the standard has others ignored
         return Path(shared) / "roundelay"
     return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
+
+
+def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that are set and matter to a run: Roundelay's own, known or not, and a few of what it calls."""
+    now = os.environ if environment is None else environment
+    others = {*MALLOC, "GLOO_SOCKET_IFNAME", "CXX"}
+    return {name: now[name] for name in sorted(now) if name.startswith("ROUNDELAY_") or name in others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The four commands."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
+from roundelay.cli.doctor import doctor
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
@@ -213,6 +214,9 @@ def verify_command(
     else:
         show_verification(plan, result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
 
 
 def _exclusive(steps: int | None, epochs: int | None) -> None:
