@@ -25,6 +25,7 @@ from roundelay.cli.screen import announce, only_json, show_error, show_json, std
 from roundelay.cli.trainer import attend_job, train_job
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
+from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
 from roundelay.observe.trace import Span, write_trace
 from roundelay.runtime.tamper import WAYS
@@ -64,6 +65,9 @@ def train(
     restarts: Annotated[
         int, typer.Option(help="How often a run that fails goes on from its last checkpoint by itself.", min=0)
     ] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
@@ -78,6 +82,7 @@ def train(
     )
     _exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
+    curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
     captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
     if party is not None and not party.leads:
@@ -97,6 +102,7 @@ def train(
         quiet=as_json,
         party=party,
         reasons=reasons,
+        curves=curves,
     )
     if as_json:
         show_json(summary)

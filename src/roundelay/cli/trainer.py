@@ -17,12 +17,14 @@ from roundelay.api.keeping import evaluating
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
 from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.errors import UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.observe.curves import Curves, CurveWriter
 from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import Span, write_trace
@@ -44,6 +46,7 @@ def train_job(
     quiet: bool,
     party: Party | None = None,
     reasons: Sequence[str] = (),
+    curves: CurveWriter | None = None,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -61,6 +64,7 @@ def train_job(
         quiet: show nothing.
         party: the processes that a launcher has started, if one has; this one leads them.
         reasons: for the plan's cuts.
+        curves: TensorBoard's writer, if it is to draw the run.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
@@ -68,7 +72,7 @@ def train_job(
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         plain = _plain(job, seed, quiet) if baseline else []
-        trained = _trained(session, folder, restarts, quiet, party)
+        trained = _trained(session, folder, restarts, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -137,10 +141,14 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     return [one for one in found if one is not None]
 
 
-def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None) -> Trained:
+def _trained(
+    session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None, writer: CurveWriter | None
+) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
-        metrics.cut(session.extent.start_batch if folder.metrics.stat().st_size else 0)
+        start = session.extent.start_batch
+        metrics.cut(start if folder.metrics.stat().st_size else 0)
+        curves = None if writer is None else stack.enter_context(Curves(folder.tensorboard, writer, start))
         live = None if quiet else progress()
         bar = None if live is None else live.add_task("...", total=session.extent.batches)
         if live is not None:
@@ -148,6 +156,8 @@ def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool, pa
 
         def notify(event: Event) -> None:
             _note(event, metrics, live, bar)
+            if curves is not None:
+                draw(event, curves)
 
         def run(session: Session, notify: Notify) -> Trained:
             return session.run(notify=notify, save_to=folder.checkpoint, party=party)

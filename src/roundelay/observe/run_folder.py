@@ -99,6 +99,11 @@ class RunFolder:
         return self.path / "trace.json"
 
     @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's curves, where they were asked for."""
+        return self.path / "tensorboard"
+
+    @property
     def checkpoint(self) -> Path:
         """The folder of the last checkpoint."""
         return self.path / "checkpoint"
