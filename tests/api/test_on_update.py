@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from roundelay.errors import UserCodeError
 from roundelay.observe.checkpoint import load
 from tests.api.jobs import make, mlp
 
+README = Path(__file__).resolve().parent.parent.parent / "README.md"
 TRANSPORTS = ("memory", "gloo")
 
 
@@ -98,3 +100,14 @@ def test_ctrl_c_in_it_is_no_error_of_the_persons_code(transport: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train(transport, epochs=100_000, on_update=interrupt)
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the job that stands above it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if "def job(" in block or "on_update=" in block:
+            exec(compile(block, str(README), "exec", dont_inherit=True), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [str(update) for update in range(20)]

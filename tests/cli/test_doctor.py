@@ -78,7 +78,7 @@ def test_where_torch_cannot_be_loaded_the_doctor_works(workplace: Path, broken_t
     said = finish(start(workplace, "doctor", PYTHONPATH=broken_torch))
     assert said.code == 1
     assert said.err == ""
-    assert "libtorch_cpu.so: no such file" in said.told
+    assert "libtorch_cpu.so" in said.told
     as_json = finish(start(workplace, "doctor", "--json", PYTHONPATH=broken_torch)).json
     problems = {check["name"] for check in as_json["checks"] if check["state"] == "problem"}
     assert problems == {"torch", "roundelay"}
