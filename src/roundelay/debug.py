@@ -19,6 +19,7 @@ from pathlib import Path
 from roundelay.errors import UsageError
 
 VARIABLES = {
+    "ROUNDELAY_CACHE": "folder of what is kept between runs, such as measured profiles; `none` keeps nothing",
     "ROUNDELAY_DEBUG": "shows on stderr what a run is made of, from 0 (nothing) to 4 (every event)",
     "ROUNDELAY_MALLOC": "`keep` leaves the C library's settings for memory alone",
 }

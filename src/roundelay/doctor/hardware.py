@@ -12,7 +12,7 @@ LOW_MEMORY = 1 << 30
 """Bytes: torch itself takes some 300 MB, and every process of a run holds its stage beside it."""
 
 SMALL_SHM = 256 << 20
-"""Bytes: what a container is given by default (64 MiB) is too little for messages, and for a loader's processes."""
+"""Bytes: what a container is given by default (64 MiB) is too little for a loader's processes."""
 
 LOW_DISK, NO_DISK = 1 << 30, 64 << 20
 """Bytes for checkpoints, traces and metrics: little, and too little for anything."""
@@ -72,11 +72,11 @@ def loopback(machine: Machine) -> Finding:
 
 
 def shm(machine: Machine) -> Finding:
-    """Room for memory that processes share."""
+    """Room for what a DataLoader's processes hand over; workers' own shared memory has no name and lies elsewhere."""
     name, have = "shared memory", machine.shm
     if have is None or not have.writable:
         found = "there is no /dev/shm" if have is None else "/dev/shm cannot be written"
-        remedy = "Mount a tmpfs there; memory that processes share lies in it."
+        remedy = "Mount a tmpfs there; what a DataLoader's processes hand over lies in it."
         return Finding(name, found, "warning", remedy)
     found = f"/dev/shm has {size(have.total)}, {size(have.free)} free"
     if have.total < SMALL_SHM:
