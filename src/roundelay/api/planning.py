@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.quiet import without_dumps
@@ -92,7 +93,7 @@ def plan(
         cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``transport``, ``deadline_s``.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``transport``, ``deadline_s``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -114,7 +115,7 @@ def plan_with_reasons(
     """As :func:`plan`, with the reasons for the cuts."""
     captured = captured or capture(job, seed=seed)
     given = {name: value for name, value in choices.items() if value is not None}
-    unknown = set(given) - {"micro_batches", "predictor", "backward", "transport", "deadline_s"}
+    unknown = set(given) - {"micro_batches", "predictor", "backward", "compile", "transport", "deadline_s"}
     if unknown:
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
     asked = MEASURED if cuts is None else cuts
@@ -156,6 +157,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         rule=rule,
         predictor=given.get("predictor", next(iter(DISTANCES)) if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
+        compile=given.get("compile", False),
         micro_batches=given.get("micro_batches", 2 * num_stages if flushes else 1),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
@@ -209,6 +211,8 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     edges = tuple(_edge(captured.graph, edge, draft.micro_batches) for edge in stages.edges)
     checked = replace(draft, edges=edges)
     check_plan(checked)
+    captured = for_plan(captured, draft)
+    compile_stages(job, captured, draft, stages, seed)
     with users_code("measuring the stages on the first micro-batch"), one_thread():
         measured = profile(captured, stages, sample, draft.backward)  # type: ignore[arg-type]
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured))
@@ -258,6 +262,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(f"stage {k}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
+    if plan.compile:
+        lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
     if rule.predicts and plan.backward == "stash":
         lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
     return [*lines, *reasons]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
 from roundelay.api.planning import capture, fitted
@@ -135,7 +136,8 @@ class Session:
     def __init__(
         self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
     ) -> None:
-        self.job, self.captured, self.plan, self.seed, self.start = job, captured, plan, seed, start
+        self.job, self.plan, self.seed, self.start = job, plan, seed, start
+        self.captured = for_plan(captured, plan)
         if start is not None and start.seed != seed:
             raise UsageError(
                 "--seed beside --from",
@@ -167,6 +169,7 @@ class Session:
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
+        self._compile(party)
         keeper = Keeper(self, save_to, evaluates=self.job.evaluate is not None and not audit)
 
         def listen(report: Report) -> None:
@@ -202,8 +205,16 @@ class Session:
         Raises:
             WorkerLostError: the leader is gone.
         """
+        self._compile(party)
         with one_thread():
             return attend(self._task(False, {}), party, unchanged)
+
+    def _compile(self, party: Party | None) -> None:
+        """Compile the stages that run in this process or in forks of it; a party goes on when all its members have."""
+        rank = None if party is None else party.rank
+        compile_stages(self.job, self.captured, self.plan, self.partition, self.seed, rank)
+        if party is not None and self.plan.compile:
+            party.gather("compiled")
 
     def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]]) -> Task:
         return Task(

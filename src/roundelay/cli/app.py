@@ -51,6 +51,7 @@ def train(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     steps: o.Steps = None,
@@ -77,6 +78,7 @@ def train(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
         cuts=cuts,
     )
@@ -116,6 +118,7 @@ def plan_command(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     seed: o.Seed = 0,
@@ -129,6 +132,7 @@ def plan_command(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
         cuts=cuts,
     )
@@ -187,6 +191,7 @@ def verify_command(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
@@ -204,6 +209,7 @@ def verify_command(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
         cuts=cuts,
     )

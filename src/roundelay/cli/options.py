@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from roundelay.api import capture
-from roundelay.api.planning import Planned, plan_with_reasons
+from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.debug import launched
@@ -32,6 +33,10 @@ Predictor = Annotated[
 ]
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
+]
+Compile = Annotated[
+    bool | None,
+    typer.Option("--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler and minutes."),
 ]
 Transport = Annotated[
     str | None,
@@ -62,6 +67,7 @@ class Choices:
     micro_batches: int | None
     predictor: str | None
     backward: str | None
+    compile: bool | None
     transport: str | None
     cuts: str | None = None
 
@@ -86,8 +92,13 @@ def planned(
         return captured, Plan.parse(party.take("plan")), ()
     if plan_file is not None:
         chosen = Planned(_obey(read_plan(plan_file), choices))
+        if chosen.plan.compile and party is None:
+            with doing("Compiling the stages ...", quiet):
+                stages = fitted(captured, chosen.plan)
+                compile_stages(job, for_plan(captured, chosen.plan), chosen.plan, stages, seed)
     else:
-        with doing("Planning and measuring the stages ...", quiet):
+        doings = "Planning, compiling and measuring" if choices.compile else "Planning and measuring"
+        with doing(f"{doings} the stages ...", quiet):
             chosen = plan_with_reasons(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
     show_choices(chosen.plan)
     if party is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch.fx
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
+from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
-from roundelay.frontend.segment import Segment
-from roundelay.frontend.stage import StageFunction
+from roundelay.frontend.segment import Call, Segment
+from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
 
@@ -31,6 +33,7 @@ class Captured:
     Args:
         model: the person's own module; its weights are never changed by capture or by stages.
         graph: what the planner and the lowering see.
+        mode: the backward mode that its stages are compiled for; None: they are not.
     """
 
     model: torch.nn.Module
@@ -42,6 +45,12 @@ class Captured:
     _call: CallShape
     _pieces: dict[SegmentSpec, torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
+    _compiled: dict[tuple[SegmentSpec, bool], Compiled] = field(default_factory=dict)
+    mode: Mode | None = None
+
+    def compiling(self, mode: Mode | None) -> Captured:
+        """The same model, whose stages are compiled for a backward mode, or not; what is compiled is shared."""
+        return changed(self, mode=mode)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -153,11 +162,19 @@ class Captured:
     def _segment(self, spec: SegmentSpec) -> Segment:
         if spec not in self._pieces:
             self._pieces[spec] = _piece(self._exported, self.graph, spec)
-        call = self._pieces[spec]
+        call = self._call_of(spec)
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
-        return Segment(spec, call.forward, trainable, wanted, mutated)
+        return Segment(spec, call, trainable, wanted, mutated)
+
+    def _call_of(self, spec: SegmentSpec) -> Call:
+        if self.mode is None:
+            return self._pieces[spec].forward
+        key = (spec, self.mode == "mixed")
+        if key not in self._compiled:
+            self._compiled[key] = Compiled(self._pieces[spec], saves_all=key[1])
+        return self._compiled[key]
 
     def _loss_segment(self, spec: StageSpec) -> Segment:
         end = len(self.graph.ops)

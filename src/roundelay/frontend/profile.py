@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from roundelay.frontend.captured import Captured
+from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import LOSS
@@ -68,6 +69,32 @@ def profile(
         )
         for (forward, backward), tape, spec in zip(times, tapes, partition.stages, strict=True)
     ]
+
+
+def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stage: int | None = None) -> None:
+    """Compile the segments of one stage, or of all, for the shapes of a micro-batch; what is compiled already stays.
+
+    Args:
+        captured: the model, with the mode to compile for.
+        partition: its stages.
+        micro_batch: of the size that will be trained on.
+        stage: its number; None for all.
+
+    Raises:
+        CaptureError: a stage cannot be compiled.
+    """
+    assert captured.mode is not None
+    plain = captured.compiling(None)
+    functions = [
+        _learning(captured.stage(spec)) if stage in (None, spec.stage) else plain.stage(spec)
+        for spec in partition.stages
+    ]
+    _once(captured, partition, functions, micro_batch, captured.mode)
+
+
+def _learning(function: StageFunction) -> StageFunction:
+    segments = (replace(s, call=s.call.learn) if isinstance(s.call, Compiled) else s for s in function.segments)
+    return replace(function, segments=tuple(segments))
 
 
 def _once(

@@ -71,6 +71,7 @@ class Plan:
         rule: update rule.
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
+        compile: whether stages are compiled before they run.
         micro_batches: M, micro-batches of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory) or ``gloo`` (processes).
         deadline_s: seconds after which a silent wait is an error.
@@ -85,6 +86,7 @@ class Plan:
     rule: str
     predictor: str
     backward: str
+    compile: bool
     micro_batches: int
     transport: str
     deadline_s: float
