@@ -1,8 +1,8 @@
 """Segments compiled by torch's inductor, for exactly the shapes that they were compiled for.
 
-A segment's graph goes to ``compile_fx``, the back end of ``torch.compile``, without the front end: it is a graph already,
-so nothing has to be traced, guarded or recompiled behind anybody's back. The result is called under autograd like the
-piece itself, so tape, backward modes and weights as arguments stay what they are.
+A segment's graph goes to ``compile_fx``, the back end of ``torch.compile``, without the front end: it is a graph
+already, so nothing has to be traced, guarded or recompiled behind anybody's back. The result is called under autograd
+like the piece itself, so tape, backward modes and weights as arguments stay what they are.
 
 Every compilation happens in :meth:`Compiled.learn`, before workers start. Afterwards a call whose tensors have other
 shapes than those learned (a short batch at an epoch's end) is computed by the uncompiled piece. Which of the two it is
@@ -47,7 +47,8 @@ class Compiled:
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Call it; see :attr:`roundelay.frontend.segment.Segment.call`."""
         made = self.known.get(_key(args))
-        return self.piece.forward(*args) if made is None else made(*_tensors(args))  # type: ignore[no-any-return]
+        results: Sequence[Any] = self.piece.forward(*args) if made is None else made(*_tensors(args))
+        return results
 
     def learn(self, *args: Any) -> Sequence[Any]:
         """Call it, compiled for these shapes from now on.
@@ -77,10 +78,11 @@ class Compiled:
                 from torch._inductor.compile_fx import compile_fx  # imports for seconds: only who compiles waits
 
                 with _settings(self.saves_all):
-                    made: Call = compile_fx(graph, _tensors(args))
+                    made: Any = compile_fx(graph, _tensors(args))
         except Exception as error:  # whatever torch, the compiler or an operator without a lowering says
             raise _uncompilable(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
-        return made
+        called: Call = made
+        return called
 
 
 def check_compiler() -> None:
@@ -130,11 +132,19 @@ def _bound(piece: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphMo
     places = [node for node in graph.nodes if node.op == "placeholder"]
     for node, arg in zip(places[:-1], args[:-1], strict=True):
         if not isinstance(arg, torch.Tensor):
-            for user in list(node.users):
-                user.args = torch.fx.node.map_arg(user.args, lambda n, old=node, new=arg: new if n is old else n)
-                user.kwargs = torch.fx.node.map_arg(user.kwargs, lambda n, old=node, new=arg: new if n is old else n)
+            _substitute(node, arg)
             graph.erase_node(node)
     return torch.fx.GraphModule(piece, graph)
+
+
+def _substitute(node: torch.fx.Node, value: Any) -> None:
+    """Put a value in the place of a node, wherever it is used."""
+
+    def of(other: torch.fx.Node) -> Any:
+        return value if other is node else other
+
+    for user in list(node.users):
+        user.args, user.kwargs = torch.fx.node.map_arg((user.args, user.kwargs), of)
 
 
 @contextmanager
@@ -145,7 +155,7 @@ def _settings(saves_all: bool) -> Iterator[None]:
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
-    from torch.hub import tqdm
+    from torch.hub import tqdm  # type: ignore[attr-defined]
 
     partitioner = _keep_all() if saves_all else None
     interval = getattr(tqdm, "monitor_interval", None)
