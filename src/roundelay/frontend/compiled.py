@@ -57,9 +57,7 @@ class Compiled:
             CaptureError: it cannot be compiled.
         """
         key = _key(args)
-        if key in self.known:
-            return self(*args)
-        made = self._compiled(args)
+        made = self.known.get(key) or self._compiled(args)
         try:
             results = made(*_tensors(args))
         except Exception as error:  # some operators compile, and fail when they are called
