@@ -69,13 +69,13 @@ def near(one: Done, other: Done) -> bool:
     """Whether loss, gradients and buffers are equal up to rounding."""
     pairs = [(one.loss, other.loss), *((g, other.grads[n]) for n, g in one.grads.items())]
     pairs += [(b, other.buffers[n]) for n, b in one.buffers.items()]
-    return one.grads.keys() == other.grads.keys() and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs
-    )
+    return one.grads.keys() == other.grads.keys() and all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
 @pytest.mark.parametrize("mode", ["stash", "recompute", "mixed"])
-def test_every_mode_differentiates_where_it_does_uncompiled_at_any_weights_and_with_the_same_dropout(mode: Mode) -> None:
+def test_every_mode_differentiates_where_it_does_uncompiled_at_any_weights_and_with_the_same_dropout(
+    mode: Mode,
+) -> None:
     captured, stages = compiled(mode)
     first, later = weights_of(captured, FAR), weights_of(captured, FAR, seed=9)
     for draw in (Draw(11, 5), Draw((1 << 64) - 3, 6), Draw(-4, 1 << 40)):
