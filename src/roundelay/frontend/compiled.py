@@ -61,14 +61,14 @@ class Compiled:
         try:
             results = made(*_tensors(args))
         except Exception as error:  # some operators compile, and fail when they are called
-            raise _uncompilable(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
+            raise self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
         self.known[key] = made
         return results
 
     def _compiled(self, args: Sequence[Any]) -> Call:
         odd = next((node for node in self.piece.graph.nodes if node.target is keyed_call), None)
         if odd is not None:
-            raise _uncompilable(f"the random operation {odd.args[0]}, whose numbers only the uncompiled operator draws")
+            raise self._refused(f"the random operation {odd.args[0]}, whose numbers only the uncompiled operator draws")
         graph = _bound(self.piece, args)
         try:
             with warnings.catch_warnings(), torch.enable_grad():
@@ -78,9 +78,18 @@ class Compiled:
                 with _settings(self.saves_all):
                     made: Any = compile_fx(graph, _tensors(args))
         except Exception as error:  # whatever torch, the compiler or an operator without a lowering says
-            raise _uncompilable(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
+            raise self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
         called: Call = made
         return called
+
+    def _refused(self, why: str) -> CaptureError:
+        names = [node.name for node in self.piece.graph.nodes if node.op == "call_function"]
+        return CaptureError(
+            f"compiling operations {names[0]} to {names[-1]}",
+            got=why,
+            expected="operations that torch.compile's inductor can compile",
+            remedy="Leave --compile out (compile = false in the plan): the model trains without it.",
+        )
 
 
 def check_compiler() -> None:
@@ -100,15 +109,6 @@ def check_compiler() -> None:
             expected="a C++ compiler that can be called, such as g++",
             remedy="Install one (Debian: apt install g++), name it in CXX, or leave --compile out.",
         ) from error
-
-
-def _uncompilable(why: str) -> CaptureError:
-    return CaptureError(
-        "compiling a stage",
-        got=why,
-        expected="operations that torch.compile's inductor can compile",
-        remedy="Leave --compile out (compile = false in the plan): the model trains without it.",
-    )
 
 
 def _key(args: Sequence[Any]) -> Key:
