@@ -49,6 +49,43 @@ def test_train_leaves_a_whole_run_folder_and_latest_points_at_it(capsys: Capture
     assert "4 updates" in said.out
 
 
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_train_tells_where_the_time_and_the_memory_of_each_worker_went(
+    capsys: Capture, workplace: Path, transport: str
+) -> None:
+    said = here(capsys, "train", MLP, *FAST, "--steps", 5, "--out", "run", "--transport", transport)
+    assert said.code == 0, said.err
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert len(summary["shares"]) == len(summary["memory"]) == 2
+    for busy, row in zip(summary["busy"], summary["shares"], strict=True):
+        assert row["forward"] + row["backward"] + row["update"] == pytest.approx(row["busy"])
+        assert row["busy"] + row["data"] + row["bubble"] + row["wait"] == pytest.approx(1.0)
+        assert busy == row["busy"] > 0
+    assert summary["shares"][0]["data"] > 0 == summary["shares"][1]["data"]
+    for row in summary["memory"]:
+        predicted = dict(row["predicted"])
+        assert predicted.pop("total") == sum(predicted.values())
+        assert predicted["optimizer"] > 2 * predicted["weights"]  # Adam: two tensors, and a count
+        assert row["peak_rss_bytes"] >= row["rss_at_start_bytes"] > row["private_bytes"] > predicted["weights"]
+        assert row["process_shared"] == (transport == "memory")
+    assert "bubble" in said.out
+    assert "predicted" in said.out
+    assert ("threads of one process" in said.told) == (transport == "memory")
+
+
+def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "evaluate=lambda model: {'weight': 2.5}")
+    said = here(capsys, "train", job, *FAST, "--epochs", 2, "--out", "run")
+    assert said.code == 0, said.err
+    lines = read_metrics(Path("run/evaluations.jsonl"))
+    assert [(line["update"], line["epoch"], line["metrics"]) for line in lines] == [
+        (5, 0, {"weight": 2.5}),
+        (11, 1, {"weight": 2.5}),
+    ]
+    times = [line["time"] for line in read_metrics(Path("run/metrics.jsonl"))]
+    assert times == sorted(times)
+
+
 def test_json_prints_exactly_one_object_and_out_chooses_the_folder(capsys: Capture, workplace: Path) -> None:
     said = here(capsys, "train", MLP, *FAST, "--epochs", 1, "--out", "elsewhere/mine", "--json")
     assert said.code == 0, said.err
@@ -107,7 +144,7 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
     assert "B0'" in said.out
     assert said.out.count("program") >= 2 or said.out.count("worker 1") >= 2
     spans = [e for e in json.loads(Path("trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update"}
+    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update", "idle"}
     assert all(span["args"]["batch"] == span["args"]["micro-batch"] for span in spans)  # M = 1
     told = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--json", "--batches", 3).json
     assert told["grid"].startswith("stage 0 | F0")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
-from roundelay.observe.shares import Gap, gaps_of, shares_of
-from roundelay.observe.trace import Span
+from roundelay.observe.shares import gaps_of, shares_of
+from roundelay.observe.trace import Gap, Span
 from roundelay.sim import simulate
 from tests.lower.plans import FEW, counts_for, edge_of, plan_of, plans
 
@@ -71,7 +71,10 @@ def test_a_slot_that_is_not_free_is_bubble_until_its_message_has_been_read() -> 
 def test_of_several_neighbours_the_last_one_counts() -> None:
     spans = [span(0, "forward", 0, 0, 1), span(1, "forward", 0, 1, 3), span(2, "forward", 0, 4, 5)]
     edges = (edge_of(0, 1), edge_of(0, 2), edge_of(1, 2))
-    assert [gap for gap in gaps_of(spans, edges, 3) if gap.worker == 2] == [Gap(2, "bubble", 0, 3), Gap(2, "wait", 3, 4)]
+    assert [gap for gap in gaps_of(spans, edges, 3) if gap.worker == 2] == [
+        Gap(2, "bubble", 0, 3),
+        Gap(2, "wait", 3, 4),
+    ]
 
 
 @pytest.mark.parametrize("offset", [-30.0, 30.0])

@@ -27,6 +27,7 @@ from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
+from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.runtime.tamper import WAYS
 from roundelay.viz import LEGEND, staircase
@@ -170,7 +171,8 @@ def simulate_command(
             Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.version, i.distance, i.start_s, i.end_s, 0)
             for i in simulation.intervals
         ]
-        write_trace(trace, spans)
+        names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}
+        write_trace(trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages), names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None
     if as_json:

@@ -17,30 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from roundelay.ir.plan import EdgePlan
-from roundelay.observe.trace import Span
+from roundelay.observe.trace import Gap, Span
 
 SLACK_S = 1e-6
 """Seconds by which an instruction may seem to begin before it was possible, for rounding; more, and clocks differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Time in which a worker does nothing.
-
-    Args:
-        worker: which one.
-        kind: ``bubble``, ``wait``, or ``idle`` where the two cannot be told apart.
-        start_s: when it began.
-        end_s: when it ended.
-    """
-
-    worker: int
-    kind: Literal["bubble", "wait", "idle"]
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +136,7 @@ def _needs(span: Span, edges: Sequence[EdgePlan]) -> Iterator[_Key]:
 
 def _one_clock(spans: Sequence[Span], edges: Sequence[EdgePlan], ends: Mapping[_Key, float]) -> bool:
     """Whether no instruction begins before what it needs has ended, as it can seem to only on another host's clock."""
-    return all(
-        ends.get(key, span.start_s) <= span.start_s + SLACK_S for span in spans for key in _needs(span, edges)
-    )
+    return all(ends.get(key, span.start_s) <= span.start_s + SLACK_S for span in spans for key in _needs(span, edges))
 
 
 def _split(worker: int, start: float, end: float, possible: float, shared: bool) -> Iterator[Gap]:
