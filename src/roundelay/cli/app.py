@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import webbrowser
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
 from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span, write_trace
+from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
 from roundelay.viz import LEGEND, staircase
 
@@ -228,6 +230,26 @@ def verify_command(
     else:
         show_verification(plan, result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+@app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it. [default: report.html in the folder]")
+    ] = None,
+    opened: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the web browser.")] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Draw a run as one HTML page: loss, throughput, timeline, memory."""
+    text, path = page(run), output or run / "report.html"
+    write_text(path, text)
+    if as_json:
+        show_json({"path": str(path), "bytes": len(text.encode())})
+    else:
+        stderr.print(f"Wrote {path}.", markup=False)
+    if opened:
+        webbrowser.open(path.resolve().as_uri())
 
 
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
