@@ -78,7 +78,7 @@ def _bar(bar: Sequence[Part], across: Axis, y: float, told: Callable[[float], st
         )
         if length > 7 * len(text) + 8:
             made.append(
-                f'<text class="inside" x="{x + length / 2:.1f}" y="{y + THICK - 4.4:.1f}" '
+                f'<text class="inside {part.look}" x="{x + length / 2:.1f}" y="{y + THICK - 4.4:.1f}" '
                 f'text-anchor="middle">{escape(text)}</text>'
             )
         at += part.value
@@ -87,7 +87,7 @@ def _bar(bar: Sequence[Part], across: Axis, y: float, told: Callable[[float], st
 
 def _axis(across: Axis, bottom: float, width: int, told: Callable[[float], str]) -> list[str]:
     made = []
-    for value in ticks(across, max(3, int(width / 130))):
+    for value in ticks(across, max(4, int(width / 110))):
         x = across.place(value)
         made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
         anchor = "end" if x > width - RIGHT - 10 else "middle"

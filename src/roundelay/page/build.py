@@ -15,10 +15,12 @@ from roundelay.page import sections as s
 from roundelay.page.look import SCRIPT, STYLE
 from roundelay.page.read import Run, read_run
 from roundelay.page.scale import seconds, short
+from roundelay.page.steady import shown
 from roundelay.page.timeline import Window
 from roundelay.sim import simulate
 
-SHOWN = 12
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""What the page may load: nothing but what stands in it, whatever a run has been called."""
 
 
 def page(path: Path) -> str:
@@ -42,6 +44,7 @@ def page(path: Path) -> str:
     ]
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<style>{STYLE}</style></head>\n<body><main>{''.join(body)}<footer>Written by roundelay report; this file "
         f"needs nothing but itself.</footer></main><script>{SCRIPT}</script></body></html>\n"
@@ -50,7 +53,8 @@ def page(path: Path) -> str:
 
 def predicted(plan: Plan) -> Window:
     """A stretch of the simulated run, behind its start."""
-    batches = -(-4 * SHOWN // plan.micro_batches) + plan.num_stages
+    count = shown(plan.micro_batches)
+    batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
     made = simulate(plan, programs_of(plan), stream(counts)).intervals
     batch = {header.g: header.batch for header in stream(counts)}
@@ -60,9 +64,8 @@ def predicted(plan: Plan) -> Window:
         if i.opcode != "read"
     ]
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.worker == 0)
-    shown = min(36, max(SHOWN, plan.micro_batches * 3 // 2))
-    begin = starts[len(starts) // 2 - shown // 2]
-    end = max(starts[min(len(starts) - 1, len(starts) // 2 - shown // 2 + shown)], begin + 1e-6)
+    first = len(starts) // 2 - count // 2
+    begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
     gaps = [g for g in gaps_of(spans, plan.edges, plan.num_stages) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     return Window(begin, end, inside, gaps, plan.num_stages)

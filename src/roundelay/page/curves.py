@@ -46,14 +46,20 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 def smoothed(points: Points, half_life: float) -> Points:
-    """The exponential moving average, whose weights halve every ``half_life`` points, unbiased from the start."""
+    """The moving average whose weights halve every ``half_life`` points to either side, so that it does not lag."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
     keep = 0.5 ** (1.0 / half_life)
+    before, after = _decayed([y for _, y in finite], keep), _decayed([y for _, y in reversed(finite)], keep)[::-1]
+    return [(x, (b[0] + a[0] - y) / (b[1] + a[1] - 1.0)) for (x, y), b, a in zip(finite, before, after, strict=True)]
+
+
+def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """Up to each value: the sum of all with weights 1, keep, keep^2 ... backwards, and the sum of the weights."""
     total = weight = 0.0
     made = []
-    for x, y in points:
-        if math.isfinite(y):
-            total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
-            made.append((x, total / weight))
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1.0
+        made.append((total, weight))
     return made
 
 
@@ -88,11 +94,11 @@ def figure(curves: Sequence[Curve], width: int, height: int, x_label: str, y_lab
 def _grid(across: Axis, up: Axis, width: int, height: int, x_label: str) -> list[str]:
     bottom = height - BOTTOM
     parts = []
-    for value in ticks(up, 6):
+    for value in ticks(up, max(4, int((bottom - TOP) / 30))):
         y = up.place(value)
         parts.append(f'<line class="grid" x1="{LEFT:g}" x2="{width - RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7:g}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in ticks(across, max(3, int(width / 85))):
+    for value in ticks(across, max(4, int(width / 60))):
         x = across.place(value)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom:g}" y2="{bottom + 4:g}"/>')
         anchor = "end" if x > width - RIGHT - 12 else "middle"

@@ -9,9 +9,9 @@ STYLE = """
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --page: #14171a; --card: #1c2024; --ink: #e4e6e8; --soft: #9aa3ab; --line: #30363c; --bubble: #282d32;
+    --page: #14171a; --card: #1c2024; --ink: #e4e6e8; --soft: #9aa3ab; --line: #30363c; --bubble: #2d3339;
     --forward: #6495c4; --backward: #d3a15a; --update: #76a471; --data: #9a8cc0; --wait: #d27a6e;
-    --inside: #101315; --a: #7fb2e0; --b: #e08a7e; --c: #86c08a; --thin: #41596f;
+    --inside: #101315; --a: #7fb2e0; --b: #e08a7e; --c: #86c08a; --thin: #4c6a85;
   }
 }
 * { box-sizing: border-box; }
@@ -23,7 +23,7 @@ main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 56px; }
 header { margin-bottom: 22px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; font-weight: 650; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 0 0 2px; font-weight: 650; }
-h3 { font-size: 14px; margin: 0 0 6px; font-weight: 600; }
+h3 { font-size: 14px; margin: 14px 0 6px; font-weight: 600; }
 p { margin: 0 0 10px; color: var(--soft); max-width: 78ch; }
 .state {
   display: inline-block; vertical-align: 4px; margin-left: 10px; padding: 1px 10px; border-radius: 99px;
@@ -38,7 +38,7 @@ section {
 .facts dt { color: var(--soft); font-size: 13px; }
 .facts dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px 26px; }
-.many { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr)); gap: 18px 26px; }
+.many { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(300px, 100%), 1fr)); gap: 18px 26px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 6px 0 8px; padding: 0; list-style: none; }
 .legend li { font-size: 13px; color: var(--soft); display: flex; align-items: center; gap: 6px; }
 .legend i { width: 12px; height: 12px; border-radius: 3px; display: inline-block; }
@@ -46,6 +46,7 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 svg text.tick { fill: var(--soft); }
 svg text.inside { fill: var(--inside); pointer-events: none; }
+svg text.inside.bubble, svg text.inside.thin { fill: var(--ink); }
 .grid { stroke: var(--line); stroke-width: 1; }
 .axis { stroke: var(--soft); stroke-width: 1; opacity: .6; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
@@ -77,9 +78,13 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 pre { margin: 10px 0 0; font: 12.5px/1.5 ui-monospace, monospace; overflow-x: auto; }
 summary { cursor: pointer; font-weight: 650; font-size: 17px; }
 footer { color: var(--soft); font-size: 13px; }
-.narrow { display: none; }
-@media (max-width: 620px) {
+.middle, .narrow { display: none; }
+@media (max-width: 980px) {
   .wide { display: none; }
+  .middle { display: block; }
+}
+@media (max-width: 620px) {
+  .middle { display: none; }
   .narrow { display: block; }
   main { padding: 18px 10px 40px; }
   section { padding: 14px 12px; }

@@ -77,7 +77,7 @@ def ticks(axis: Axis, most: int) -> list[float]:
 def _step(least: float) -> float:
     """The smallest round number that is no less."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
+    return next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power >= least * (1 - 1e-9))
 
 
 def short(value: float) -> str:
@@ -106,5 +106,5 @@ def size(num_bytes: float) -> str:
     """Bytes for people, in powers of ten, as the plan's comments have them."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(num_bytes) >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
+            return f"{num_bytes / factor:.3g} {unit}"
     return f"{num_bytes:.0f} B"

@@ -13,7 +13,7 @@ from roundelay.page.read import Run
 from roundelay.page.scale import short, size
 from roundelay.page.timeline import Window, first, timeline
 
-WIDE, HALF, NARROW = 1040, 520, 350
+WIDE, HALF, MIDDLE, NARROW = 1040, 520, 680, 350
 TALL = 270
 MOST_METRICS = 6
 
@@ -43,9 +43,10 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return '<ul class="legend">' + "".join(f'<li><i class="{b}"></i>{escape(a)}</li>' for a, b in entries) + "</ul>"
 
 
-def both(draw: Callable[[int], str], wide: int) -> str:
-    """A figure for wide and one for narrow screens; the style shows one of them."""
-    return f'<div class="wide">{draw(wide)}</div><div class="narrow">{draw(NARROW)}</div>'
+def each(draw: Callable[[int], str], wide: int) -> str:
+    """A figure for wide, middling and narrow screens, so that its letters keep their size; the style shows one."""
+    sizes = {"wide": wide, "middle": MIDDLE if wide >= HALF else wide, "narrow": NARROW}
+    return "".join(f'<div class="{look}">{draw(width)}</div>' for look, width in sizes.items())
 
 
 def loss(run: Run) -> str:
@@ -83,7 +84,7 @@ def evaluated(run: Run, name: str, over_time: bool) -> Points:
 
 
 def _plot(curves: Sequence[Curve], x_label: str, y_label: str, *, zero: bool = False) -> str:
-    drawn = both(lambda width: figure(curves, width, TALL, x_label, y_label, zero=zero), HALF)
+    drawn = each(lambda width: figure(curves, width, TALL, x_label, y_label, zero=zero), HALF)
     return f"<div>{drawn}</div>"
 
 
@@ -95,7 +96,7 @@ def evaluations(run: Run) -> str:
     figures = []
     for name in names[:MOST_METRICS]:
         points = [Curve(name, "b", evaluated(run, name, False), dots=True)]
-        drawn = both(lambda width, points=points, name=name: figure(points, width, 200, "update", name), 340)  # type: ignore[misc]
+        drawn = each(lambda width, points=points, name=name: figure(points, width, 200, "update", name), 340)  # type: ignore[misc]
         figures.append(f"<div><h3>{escape(name)}</h3>{drawn}</div>")
     left = f" The first {MOST_METRICS} of {len(names)} are drawn." if len(names) > MOST_METRICS else ""
     return section("Evaluations", note("What the job's own evaluate said." + left) + _grid(figures, "many"))
@@ -117,7 +118,7 @@ def throughput(run: Run) -> str:
         threads, rate = max(plain.items(), key=lambda item: float(item[1]))
         curves.append(Curve(f"plain PyTorch, {threads} thread(s)", "b", [(points[0][0], rate), (points[-1][0], rate)]))
         entries.append((curves[-1].name, "b"))
-    drawn = both(lambda width: figure(curves, width, 230, "update", "samples per second", zero=True), WIDE)
+    drawn = each(lambda width: figure(curves, width, 230, "update", "samples per second", zero=True), WIDE)
     return section("Throughput", note("Rows trained per second.") + legend(entries) + drawn)
 
 
@@ -132,7 +133,7 @@ def shares(run: Run) -> str:
         "because another stage is slower. Wait: something could have been done, but messages, the worker's own loop or "
         "a busy machine took their time. Data: waiting for the loader."
     )
-    drawn = both(lambda width: bars(groups, width, 1.0, lambda v: f"{v:.0%}", "shares of time per worker"), WIDE)
+    drawn = each(lambda width: bars(groups, width, 1.0, lambda v: f"{v:.0%}", "shares of time per worker"), WIDE)
     entries = [(kind, kind) for kind in _KINDS]
     if any(row.get("wait") is None for row in rows):
         told += note("The workers' clocks differ (several hosts): bubble and wait cannot be told apart.")
@@ -170,7 +171,7 @@ def schedule(run: Run, predicted: Window) -> str:
 
 
 def _stretch(window: Window, label: str) -> str:
-    return both(lambda width: timeline(window if width > NARROW else first(window, 0.34), width, label), WIDE)
+    return each(lambda width: timeline(first(window, width / WIDE), width, label), WIDE)
 
 
 def memory(run: Run) -> str:
@@ -186,7 +187,7 @@ def memory(run: Run) -> str:
     )
     if any(row.get("process_shared") for row in rows):
         told += note("The workers were threads of one process: what is measured is that of all of them together.")
-    drawn = both(lambda width: bars(groups, width, most, size, "bytes per worker"), WIDE)
+    drawn = each(lambda width: bars(groups, width, most, size, "bytes per worker"), WIDE)
     entries = [*_ITEMS.items(), ("held privately", "thin")]
     return section("Memory", told + legend(entries) + drawn + _table(rows))
 

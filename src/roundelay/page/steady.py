@@ -11,12 +11,17 @@ from roundelay.errors import UsageError
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.timeline import Window
 
-SHOWN = 12
-"""Micro-batches in a window; more where a batch has more."""
+LEAST, MOST = 12, 36
+"""Fewest and most micro-batches in a window."""
 
 _WHEN = re.compile(r'"ts":(-?[\d.]+),"dur":([\d.]+)')
 _FIRST = '"cat":"forward","pid":0,'
 _MICRO = 1e6
+
+
+def shown(micro_batches: int) -> int:
+    """Micro-batches in a window: a batch and a half, within limits."""
+    return min(MOST, max(LEAST, micro_batches * 3 // 2))
 
 
 def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | None:
@@ -25,7 +30,7 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
     Args:
         path: a trace as `write_trace` makes it, one event on a line.
         num_workers: D.
-        micro_batches: M: a window shows a batch and a half, between 12 and 36 micro-batches.
+        micro_batches: M.
 
     Raises:
         UsageError: it is no such trace.
@@ -34,7 +39,7 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
         starts = _forwards(path)
         if not starts:
             return None
-        begin, end = _stretch(starts, min(36, max(SHOWN, micro_batches * 3 // 2)))
+        begin, end = _stretch(starts, shown(micro_batches))
         events = _between(path, begin, end)
         spans = [_span(event) for event in events if event["cat"] != "idle"]
         gaps = [_gap(event) for event in events if event["cat"] == "idle"]
@@ -61,12 +66,12 @@ def _forwards(path: Path) -> list[float]:
     return sorted(found)
 
 
-def _stretch(starts: list[float], shown: int) -> tuple[float, float]:
+def _stretch(starts: list[float], count: int) -> tuple[float, float]:
     """Begin and end of a window of so many micro-batches around the middle of the run, in microseconds."""
-    first = max(0, (len(starts) - shown) // 2)
-    last = min(len(starts) - 1, first + shown)
+    first = max(0, (len(starts) - count) // 2)
+    last = min(len(starts) - 1, first + count)
     period = (starts[last] - starts[first]) / (last - first) if last > first else _MICRO
-    ends = starts[last] if last - first == shown else starts[last] + 3 * period
+    ends = starts[last] if last - first == count else starts[last] + 3 * period
     return starts[first], max(ends, starts[first] + 1.0)
 
 

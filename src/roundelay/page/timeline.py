@@ -121,7 +121,7 @@ def _axis(across: Axis, bottom: float, width: int) -> list[str]:
     unit, factor = ("s", 1.0) if across.high - across.low >= 2.0 else ("ms", 1e3)
     inner = Axis(0.0, (across.high - across.low) * factor, across.start, across.end)
     made = []
-    for value in ticks(inner, max(3, int(width / 95))):
+    for value in ticks(inner, max(4, int(width / 80))):
         x = inner.place(value)
         made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
         anchor = "end" if x > width - RIGHT - 10 else "middle"
