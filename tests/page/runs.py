@@ -74,7 +74,9 @@ def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
         "samples_per_second": 123.0,
         "plain_samples_per_second": {"1": 50.0, "2": 82.0},
         "wall_s": 10.5,
-        "shares": [share.as_json() for share in shares_of(spans, plan.edges, plan.num_stages)],
+        "shares": [
+            share.as_json() for share in shares_of(spans, gaps_of(spans, plan.edges, plan.num_stages), plan.num_stages)
+        ],
         "memory": [
             {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}
             for part in ledger(plan, [200] * plan.num_stages)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from roundelay.api.memory import memory_of, optimizer_bytes
 from roundelay.api.training import Session, Trained
 from roundelay.cli.screen import amount, stdout, table
+from roundelay.ir.plan import Plan
 from roundelay.observe.shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
 
@@ -16,9 +18,9 @@ def spans_of(trained: Trained) -> list[Span]:
     return [Span(k, *event[:8]) for k, events in sorted(trained.events.items()) for event in events]
 
 
-def gaps_between(trained: Trained) -> list[Gap]:
-    """What lies between the instructions."""
-    return gaps_of(spans_of(trained), trained.plan.edges, trained.plan.num_stages)
+def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
+    """What lies between the instructions of a run."""
+    return gaps_of(spans, plan.edges, plan.num_stages)
 
 
 def stage_names(session: Session) -> dict[int, str]:
@@ -31,10 +33,10 @@ def stage_names(session: Session) -> dict[int, str]:
     }
 
 
-def accounts(session: Session, trained: Trained) -> dict[str, Any]:
-    """Fields of the summary: ``shares`` and ``memory``, each one entry per worker."""
+def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
+    """Fields of the summary, each one entry per worker: ``busy``, ``shares`` and ``memory``."""
     plan = trained.plan
-    shares = shares_of(spans_of(trained), plan.edges, plan.num_stages)
+    shares = shares_of(spans, gaps, plan.num_stages)
     of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan.predictor)
     return {
         "busy": [share.busy for share in shares],

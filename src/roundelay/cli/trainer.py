@@ -81,8 +81,10 @@ def train_job(
             folder.discard()  # nothing was trained: leave nothing half-made
         raise
     show_run(trained)
-    summary = _summary(plan, trained, plain, folder) | accounts(session, trained)
-    write_trace(folder.trace, spans_of(trained), gaps=gaps_between(trained), names=stage_names(session))
+    spans = spans_of(trained)
+    gaps = gaps_between(spans, plan)
+    summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps)
+    write_trace(folder.trace, spans, gaps=gaps, names=stage_names(session))
     folder.write_summary(summary)
     if not quiet:
         _show(plan, trained, summary)

@@ -15,6 +15,8 @@ The six add up to 1. A gap behind the last instruction is bubble.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +63,7 @@ class Shares:
         return {"busy": self.busy, **computed, "data": self.data, "bubble": self.bubble, "wait": self.wait}
 
 
-_Key = tuple[int, str, int]
+_Needs = dict[tuple[int, str], list[tuple[int, int]]]
 
 
 def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Gap]:
@@ -74,32 +76,32 @@ def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) 
     """
     if not spans:
         return []
-    ends = {(s.worker, s.opcode, s.g): s.end_s for s in spans}
-    shared = _one_clock(spans, edges, ends)
-    by_worker: dict[int, list[Span]] = {k: [] for k in range(num_workers)}
-    for span in spans:
-        by_worker[span.worker].append(span)
+    possible = _possible(spans, edges)
+    # on one clock nothing begins before what it needs has ended; another host's clock can make it seem so
+    shared = all(turn <= span.start_s + SLACK_S for span, turn in zip(spans, possible, strict=True))
+    by_worker: dict[int, list[tuple[Span, float]]] = {k: [] for k in range(num_workers)}
+    for span, turn in zip(spans, possible, strict=True):
+        by_worker[span.worker].append((span, turn))
     begin, end = min(s.start_s for s in spans), max(s.end_s for s in spans)
     found: list[Gap] = []
     for worker, mine in by_worker.items():
         at = begin
-        for span in mine:
-            possible = max((ends[key] for key in _needs(span, edges) if key in ends), default=at)
-            found += _split(worker, at, span.start_s, possible, shared)
+        for span, turn in mine:
+            if span.start_s > at:
+                found += _split(worker, at, span.start_s, turn, shared)
             at = span.end_s
         found += _split(worker, at, end, end, shared)
     return found
 
 
-def shares_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Shares]:
+def shares_of(spans: Sequence[Span], gaps: Sequence[Gap], num_workers: int) -> list[Shares]:
     """Where each worker's time went; see the module's docstring.
 
     Args:
-        spans: of the whole run, each worker's in order.
-        edges: what travels between the stages, as the plan has it.
+        spans: of the whole run.
+        gaps: what :func:`gaps_of` finds between them.
         num_workers: D.
     """
-    gaps = gaps_of(spans, edges, num_workers)
     begin = min((s.start_s for s in spans), default=0.0)
     total = max((s.end_s for s in spans), default=0.0) - begin
     seconds: dict[tuple[int, str], float] = {}
@@ -121,22 +123,37 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     return Shares(**inside, data=share("read"), idle=idle, wait=None if unknown else wait)
 
 
-def _needs(span: Span, edges: Sequence[EdgePlan]) -> Iterator[_Key]:
-    """The neighbours' instructions that must have ended: those that make its messages, those that free its slots."""
+def _needs(edges: Sequence[EdgePlan]) -> _Needs:
+    """(worker, opcode) to the neighbours' instructions that must have ended, as (neighbour, micro-batches before).
+
+    They are those that make its messages, and those that free its slots. Both have its own opcode.
+    """
+    found: _Needs = defaultdict(list)
     for edge in edges:
-        if span.opcode == "forward" and edge.target == span.worker:
-            yield edge.source, "forward", span.g
-        elif span.opcode == "forward" and edge.source == span.worker:
-            yield edge.target, "forward", span.g - edge.slots
-        elif span.opcode == "backward" and edge.gradient and edge.source == span.worker:
-            yield edge.target, "backward", span.g
-        elif span.opcode == "backward" and edge.gradient and edge.target == span.worker:
-            yield edge.source, "backward", span.g - edge.slots
+        found[edge.target, "forward"].append((edge.source, 0))
+        found[edge.source, "forward"].append((edge.target, edge.slots))
+        if edge.gradient:
+            found[edge.source, "backward"].append((edge.target, 0))
+            found[edge.target, "backward"].append((edge.source, edge.slots))
+    return found
 
 
-def _one_clock(spans: Sequence[Span], edges: Sequence[EdgePlan], ends: Mapping[_Key, float]) -> bool:
-    """Whether no instruction begins before what it needs has ended, as it can seem to only on another host's clock."""
-    return all(ends.get(key, span.start_s) <= span.start_s + SLACK_S for span in spans for key in _needs(span, edges))
+def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
+    """When each instruction became possible; minus infinity for one that needs nobody."""
+    ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    for s in spans:
+        ends[s.worker, s.opcode][s.g] = s.end_s
+    needs = {
+        (k, opcode): [(ends[neighbour, opcode], before) for neighbour, before in entries]
+        for (k, opcode), entries in _needs(edges).items()
+    }
+    made = []
+    for s in spans:
+        turn = -math.inf
+        for found, before in needs.get((s.worker, s.opcode), ()):
+            turn = max(turn, found.get(s.g - before, turn))
+        made.append(turn)
+    return made
 
 
 def _split(worker: int, start: float, end: float, possible: float, shared: bool) -> Iterator[Gap]:
