@@ -108,6 +108,9 @@ def test_a_summary_of_another_time_is_read_as_far_as_it_goes(tmp_path: Path) -> 
     folder = finished(tmp_path)
     edit(folder.summary, shares=None, memory="much", plain_samples_per_second=None, wall_s="long")
     assert "Not there." in page(folder.path)
+    odd = {"predicted": ["much"], "private_bytes": "x"}
+    edit(folder.summary, shares=[{"busy": None}] * 3, memory=[odd] * 3, plain_samples_per_second={"1": "fast", "2": 0})
+    Read(page(folder.path))
 
 
 def test_clocks_that_differ_are_told(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
@@ -13,7 +13,7 @@ from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span
 from roundelay.page import sections as s
 from roundelay.page.look import SCRIPT, STYLE
-from roundelay.page.read import Run, read_run
+from roundelay.page.read import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
 from roundelay.page.steady import shown
 from roundelay.page.timeline import Window
@@ -95,17 +95,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("updates", f"{last.number + 1}"),
         ("loss, first to last", f"{short(first.loss)} → {short(last.loss)}"),
     ]
-    rate = run.summary.get("samples_per_second", last.rate)
-    facts.append(("samples/s", _number(rate)))
-    plain = run.summary.get("plain_samples_per_second")
-    if isinstance(plain, dict) and plain and isinstance(rate, int | float):
-        facts.append(("against plain PyTorch", f"{rate / max(map(float, plain.values())):.2f} ×"))
-    wall = run.summary.get("wall_s", last.at_s)
-    facts.append(("time", seconds(wall) if isinstance(wall, int | float) and wall == wall else "-"))
+    told = numbers(run.summary)
+    rate, wall = told.get("samples_per_second", last.rate), told.get("wall_s", last.at_s)
+    facts.append(("samples/s", short(rate)))
+    if run.plain():
+        facts.append(("against plain PyTorch", f"{rate / max(run.plain().values()):.2f} ×"))
+    facts.append(("time", seconds(wall) if math.isfinite(wall) else "-"))
     if run.evaluations:
-        facts += [(name, _number(value)) for name, value in list(run.evaluations[-1].metrics.items())[: s.MOST_METRICS]]
+        facts += [(name, short(value)) for name, value in list(run.evaluations[-1].metrics.items())[: s.MOST_METRICS]]
     return facts
-
-
-def _number(value: Any) -> str:
-    return short(float(value)) if isinstance(value, int | float) else "-"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 
 from roundelay.page.scale import Axis, fitting, short, ticks
 
@@ -45,21 +46,14 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     return kept
 
 
-def smoothed(points: Points, half_life: float) -> Points:
-    """The moving average whose weights halve every ``half_life`` points to either side, so that it does not lag."""
+def smoothed(points: Points, reach: int) -> Points:
+    """The mean over ``reach`` points to either side, fewer near the ends but as many on both, so that it never lags."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
-    keep = 0.5 ** (1.0 / half_life)
-    before, after = _decayed([y for _, y in finite], keep), _decayed([y for _, y in reversed(finite)], keep)[::-1]
-    return [(x, (b[0] + a[0] - y) / (b[1] + a[1] - 1.0)) for (x, y), b, a in zip(finite, before, after, strict=True)]
-
-
-def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Up to each value: the sum of all with weights 1, keep, keep^2 ... backwards, and the sum of the weights."""
-    total = weight = 0.0
+    sums = [0.0, *accumulate(y for _, y in finite)]
     made = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1.0
-        made.append((total, weight))
+    for i, (x, _) in enumerate(finite):
+        side = min(reach, i, len(finite) - 1 - i)
+        made.append((x, (sums[i + side + 1] - sums[i - side]) / (2 * side + 1)))
     return made
 
 

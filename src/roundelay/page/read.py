@@ -58,6 +58,10 @@ class Run:
     summary: Mapping[str, Any] = field(hash=False)
     window: Window | None
 
+    def plain(self) -> dict[str, float]:
+        """Samples per second of plain PyTorch, by threads."""
+        return {name: rate for name, rate in numbers(self.summary.get("plain_samples_per_second")).items() if rate > 0}
+
 
 def read_run(path: Path) -> Run:
     """Read a run's folder, whether the run has ended, has failed or is still going on.
@@ -122,6 +126,12 @@ def _number(value: Any) -> float:
     """A number, or NaN for anything else."""
     ordinary = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if ordinary else math.nan
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The numbers of an object, by name; none of anything else."""
+    found = {str(name): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
+    return {name: part for name, part in found.items() if math.isfinite(part)}
 
 
 def _summary(path: Path) -> Mapping[str, Any]:

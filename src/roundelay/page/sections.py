@@ -9,8 +9,8 @@ from typing import Any
 
 from roundelay.page.bars import Group, Part, bars
 from roundelay.page.curves import Curve, Points, figure, smoothed
-from roundelay.page.read import Run
-from roundelay.page.scale import short, size
+from roundelay.page.read import Run, numbers
+from roundelay.page.scale import size
 from roundelay.page.timeline import Window, first, timeline
 
 WIDE, HALF, MIDDLE, NARROW = 1040, 520, 680, 350
@@ -51,9 +51,9 @@ def each(draw: Callable[[int], str], wide: int) -> str:
 
 def loss(run: Run) -> str:
     """The loss over updates and over time."""
-    half_life = max(2.0, len(run.updates) / 50)
+    reach = max(1, len(run.updates) // 40)
     told = note(
-        f"Mean loss of each batch, and its moving average (weights halve every {short(half_life)} updates). "
+        f"Mean loss of each batch, and smoothed: the mean over {reach} updates to either side. "
         "Evaluations whose name contains “loss” stand beside it."
     )
     numbers = [(float(u.number), u.loss) for u in run.updates]
@@ -62,14 +62,15 @@ def loss(run: Run) -> str:
     looks = dict(zip(names, "bc", strict=False))
 
     def curves(points: Points, over_time: bool) -> list[Curve]:
-        made = [Curve("loss", "thin", points), Curve("smoothed", "a", smoothed(points, half_life))]
+        made = [Curve("loss", "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
         return made + [Curve(n, look, evaluated(run, n, over_time), dots=True) for n, look in looks.items()]
 
     entries = [("loss", "thin"), ("smoothed", "a"), *looks.items()]
-    parts = [_plot(curves(numbers, False), "update", "loss")]
+    wide = HALF if times else WIDE
+    parts = [_plot(curves(numbers, False), "update", wide)]
     if times:
-        parts.append(_plot(curves(times, True), "seconds", "loss"))
-    return section("Loss", told + legend(entries) + f'<div class="pair">{"".join(parts)}</div>')
+        parts.append(_plot(curves(times, True), "seconds", wide))
+    return section("Loss", told + legend(entries) + _grid(parts, "pair"))
 
 
 def metric_names(run: Run) -> list[str]:
@@ -83,9 +84,8 @@ def evaluated(run: Run, name: str, over_time: bool) -> Points:
     return [point for point in made if math.isfinite(point[0])]
 
 
-def _plot(curves: Sequence[Curve], x_label: str, y_label: str, *, zero: bool = False) -> str:
-    drawn = each(lambda width: figure(curves, width, TALL, x_label, y_label, zero=zero), HALF)
-    return f"<div>{drawn}</div>"
+def _plot(curves: Sequence[Curve], x_label: str, wide: int) -> str:
+    return f"<div>{each(lambda width: figure(curves, width, TALL, x_label, 'loss'), wide)}</div>"
 
 
 def evaluations(run: Run) -> str:
@@ -113,9 +113,9 @@ def throughput(run: Run) -> str:
         return section("Throughput", note("Not known yet: it takes a second update."))
     curves = [Curve("samples/s", "a", points)]
     entries = [("this run, over the last few seconds", "a")]
-    plain = run.summary.get("plain_samples_per_second")
-    if isinstance(plain, dict) and plain:
-        threads, rate = max(plain.items(), key=lambda item: float(item[1]))
+    plain = run.plain()
+    if plain:
+        threads, rate = max(plain.items(), key=lambda item: item[1])
         curves.append(Curve(f"plain PyTorch, {threads} thread(s)", "b", [(points[0][0], rate), (points[-1][0], rate)]))
         entries.append((curves[-1].name, "b"))
     drawn = each(lambda width: figure(curves, width, 230, "update", "samples per second", zero=True), WIDE)
@@ -141,11 +141,13 @@ def shares(run: Run) -> str:
 
 
 def _time(row: Mapping[str, Any]) -> list[Part]:
-    found = {kind: row.get(kind) for kind in _KINDS}
-    known = {kind: float(value) for kind, value in found.items() if isinstance(value, int | float)}
+    known = {kind: value for kind, value in numbers(row).items() if kind in _KINDS}
     if "wait" not in known:
         known["bubble"] = max(0.0, 1.0 - sum(known.values()))
-    return [Part("idle" if kind == "bubble" and "wait" not in known else kind, kind, v) for kind, v in known.items()]
+    return [
+        Part("idle" if kind == "bubble" and "wait" not in known else kind, kind, known.get(kind, 0.0))
+        for kind in _KINDS
+    ]
 
 
 _LATER = "Not there. {}: a run that has failed, or is still going on, has none."
@@ -161,8 +163,8 @@ def schedule(run: Run, predicted: Window) -> str:
     body += legend(looks)
     if run.window is None:
         body += note(
-            "No trace of this run. trace.json is written when a run ends; `roundelay simulate plan.toml --trace "
-            "trace.json` writes one of what the plan predicts."
+            "No trace of this run. trace.json is written when a run ends; roundelay simulate plan.toml --trace FILE "
+            "writes one of what the plan predicts."
         )
     else:
         body += "<h3>As it ran, in the middle of the run</h3>" + _stretch(run.window, "schedule as it ran")
@@ -193,21 +195,18 @@ def memory(run: Run) -> str:
 
 
 def _held(row: Mapping[str, Any]) -> list[list[Part]]:
-    predicted = row.get("predicted") or {}
-    items = [Part(name, look, float(predicted.get(name) or 0)) for name, look in _ITEMS.items()]
-    return [items, [Part("held privately", "thin", float(row.get("private_bytes") or 0))]]
+    predicted = numbers(row.get("predicted"))
+    items = [Part(name, look, predicted.get(name, 0.0)) for name, look in _ITEMS.items()]
+    return [items, [Part("held privately", "thin", numbers(row).get("private_bytes", 0.0))]]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = ("", "predicted", "held privately", "peak resident", "resident at the start")
     lines = []
     for k, row in enumerate(rows):
-        predicted = row.get("predicted") or {}
-        values = [
-            predicted.get("total"),
-            *(row.get(n) for n in ("private_bytes", "peak_rss_bytes", "rss_at_start_bytes")),
-        ]
-        cells = "".join(f"<td>{size(v) if isinstance(v, int | float) else '-'}</td>" for v in values)
+        values = {"total": numbers(row.get("predicted")).get("total"), **numbers(row)}
+        told = (values.get(name) for name in ("total", "private_bytes", "peak_rss_bytes", "rss_at_start_bytes"))
+        cells = "".join(f"<td>{'-' if value is None else size(value)}</td>" for value in told)
         lines.append(f"<tr><td>worker {k}</td>{cells}</tr>")
     head = "".join(f"<th>{name}</th>" for name in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
