@@ -35,7 +35,11 @@ Module = Callable[[int, int], nn.Module]
 
 
 def run(schedule: str, size: int, micro_batches: int, steps: int, width: int, module: Module) -> list[dict[str, Any]]:
-    """Train; for each rank the seconds of every step, and its CPU seconds behind the first."""
+    """Train one step to warm up, then ``steps``; for each rank the times at which steps ended, and CPU seconds.
+
+    Both count from the end of the first step. No barrier stands between the steps: a rank begins its next step as soon
+    as it is done, as in real training.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pids = []
         for rank in range(size):
@@ -68,19 +72,17 @@ def _rank(
     loss = nn.functional.mse_loss
     runner = kind(stages if len(stages) > 1 else stages[0], micro_batches, loss_fn=loss)
     x, y = torch.randn(4 * micro_batches, width), torch.randn(4 * micro_batches, width)
-    times, cpu = [], 0.0
+    ends, cpu = [], 0.0
     for step in range(steps + 1):
-        dist.barrier()
-        if step == 1:
-            cpu = _cpu()
-        start = time.perf_counter()
         args = (x,) if 0 in held else ()
         runner.step(*args, **({"target": y, "losses": []} if count - 1 in held else {}))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    found = {"times": times[1:], "cpu_s": _cpu() - cpu}
+        if step == 0:
+            cpu = _cpu()
+        ends.append(time.perf_counter())
+    found = {"ends": ends, "cpu_s": _cpu() - cpu}
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -80,6 +80,14 @@ def nothing_left_behind(grace: float = GRACE) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured once is kept for the whole session, so that a job planned twice is cut twice in the same way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROUNDELAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def session_leaves_nothing_behind() -> Iterator[None]:
     """Holds fixtures that outlive a test to the same rule."""
     with nothing_left_behind():

@@ -309,7 +309,8 @@ def test_adamw_to_the_bit(setting: str, lam: float, amsgrad: bool) -> None:
     optimizer, weight, last = trained(make, dtype=torch.float32)
     state, s, u = optimizer.state[weight], len(SCHEDULE), 4
     second = state["max_exp_avg_sq"] if amsgrad else state["exp_avg_sq"]
-    under = (second.sqrt() / math.sqrt(1 - 0.5**u)).add_(1e-6)
+    c = math.sqrt(1 - 0.5**u)
+    under = second.sqrt().add_(1e-6 * c)
     if setting == "improved":
         a, b = 1.0, 0.0
         for i in range(1, s + 1):
@@ -320,9 +321,9 @@ def test_adamw_to_the_bit(setting: str, lam: float, amsgrad: bool) -> None:
         a = 1.0 - s * SCHEDULE[0] * lam if setting == "paper" else 1.0
         b = s * SCHEDULE[0] / (1 - 0.9**u)
     if a == 1.0:
-        literal = torch.addcdiv(weight.detach(), state["exp_avg"], under, value=-b)
+        literal = torch.addcdiv(weight.detach(), state["exp_avg"], under, value=-(b * c))
     else:
-        literal = torch.mul(weight.detach(), a).addcdiv_(state["exp_avg"], under, value=-b)
+        literal = torch.mul(weight.detach(), a).addcdiv_(state["exp_avg"], under, value=-(b * c))
     assert_same_bits(ahead(optimizer, weight, SCHEDULE, last, setting), literal)
 
 

@@ -8,7 +8,6 @@ each, in autograd nodes of their own, as its zero-bubble schedules need it.
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,13 +18,14 @@ from torch import nn
 
 import roundelay
 from benchmarks import rival
-from benchmarks.common import alternate, asked, report, spread, table
+from benchmarks.common import alternate, asked, report, slope, spread, table
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_backward, do_forward
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
+SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours pipedream", "ours pipeoptim mixed")
 
 
 class Sleep(torch.autograd.Function):
@@ -59,10 +59,10 @@ class Sleeper(nn.Module):
 
 
 def theirs(schedule: str, steps: int) -> float:
-    """Milliseconds of one step of 8 micro-batches."""
+    """Milliseconds of 8 micro-batches, which is one step: the slope between the ends of the first step and the last."""
     held = len(rival.SCHEDULES[schedule][1](0, D))
     found = rival.run(schedule, D, M, steps, WIDTH, lambda stage, count: Sleeper(1 / held))
-    return 1e3 * statistics.median(max(times) for times in zip(*(rank["times"] for rank in found), strict=True))
+    return 1e3 * slope(list(enumerate(found[0]["ends"])))
 
 
 def job() -> roundelay.Job:
@@ -110,7 +110,7 @@ def asleep(seconds: float, handler: Callable[[Context, Run], MicroBatch | None])
 
 
 def ours(rule: str, backward: str, transport: str, updates: int) -> float:
-    """Milliseconds of 8 micro-batches, from the middle of the run, where it is steady."""
+    """Milliseconds of 8 micro-batches: the slope over the batches' ends at the last stage, from the second batch on."""
     back = B + (F if backward == "recompute" and rule != "gpipe" else 0.0)
     handlers = {"forward": asleep(F, do_forward), "backward": asleep(back, do_backward)}
     trained = session(rule, backward, transport, updates).run(
@@ -118,13 +118,12 @@ def ours(rule: str, backward: str, transport: str, updates: int) -> float:
     )
     last = D - 1
     ends = [event[6] for event in trained.events[last] if event[0] == "backward" and event[1] % M == M - 1]
-    steps = [later - earlier for earlier, later in itertools.pairwise(ends)]
-    return 1e3 * statistics.median(steps[1:])
+    return 1e3 * slope(list(enumerate(ends[1:])))
 
 
 def main() -> None:
     what = asked(__doc__ or "", 5)
-    updates = 5 if what.short else 8
+    updates = 3 if what.short else 8
     mine = {
         "gpipe": ("gpipe", "stash", M * (F + B) + (D - 1) * (F + B)),
         "1f1b": ("1f1b", "stash", M * (F + B) + (D - 1) * (F + B)),
@@ -136,10 +135,12 @@ def main() -> None:
     bounds = dict.fromkeys(("torch GPipe", "torch 1F1B"), (M + D - 1) * (F + B))
     candidates: dict[str, Callable[[], float]] = {}
     for name in rival.SCHEDULES:
-        candidates[f"torch {name}"] = functools.partial(theirs, name, 3 if what.short else 5)
+        candidates[f"torch {name}"] = functools.partial(theirs, name, 2 if what.short else 5)
     for name, (rule, backward, bound) in mine.items():
         candidates[f"ours {name}"] = functools.partial(ours, rule, backward, "gloo", updates)
         bounds[f"ours {name}"] = bound
+    if what.short:
+        candidates = {name: candidates[name] for name in SHORT}
     found = alternate(candidates, what.repeats)
     base = statistics.median(found["torch 1F1B"])
     rows = []

@@ -1,7 +1,9 @@
 """Stage functions against eager autograd: forward and backward of a transformer block, a ResNet block and an LSTM.
 
 The captured stage (weights as arguments, a tape, gradients returned) and the original module (``loss.backward()``) take
-turns on the same batch, one intra-op thread, without an optimizer step.
+turns on the same batch, one intra-op thread, without an optimizer step. The last columns are of the compiled stage in
+mode ``stash``, and of the seconds until it is compiled: with what inductor has cached from earlier runs, unless
+TORCHINDUCTOR_CACHE_DIR names an empty folder.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch import nn
 
 import roundelay
 from benchmarks.common import asked, report, table
+from roundelay.errors import CaptureError
 from roundelay.frontend import Captured, Draw
+from roundelay.frontend.profile import compile_for
 from roundelay.ir.graph import LOSS
 from roundelay.lower.partition import partition
 
@@ -101,6 +105,16 @@ def staged(captured: Captured, batch: dict[str, torch.Tensor], mode: Any) -> Cal
     return once
 
 
+def compiled(captured: Captured, batch: dict[str, torch.Tensor]) -> tuple[Callable[[], None] | None, str]:
+    """The same, compiled, and how long that took; nothing, and why, where inductor cannot do it."""
+    start, captured = time.perf_counter(), captured.compiling("stash")
+    try:
+        compile_for(captured, partition(captured.graph, [(captured.graph.ops[-1].name,)]), batch)
+    except CaptureError:
+        return None, "refused"
+    return staged(captured, batch, "stash"), f"{time.perf_counter() - start:.1f}"
+
+
 def seconds(once: Callable[[], None]) -> float:
     start = time.perf_counter()
     once()
@@ -109,7 +123,7 @@ def seconds(once: Callable[[], None]) -> float:
 
 def main() -> None:
     what = asked(__doc__ or "", 5)
-    times = 40 if what.short else 100
+    times = 16 if what.short else 100
     rows, numbers = [], {}
     for name, (build, shape) in BLOCKS.items():
         torch.manual_seed(0)
@@ -120,6 +134,8 @@ def main() -> None:
         captured = roundelay.capture(job)
         candidates = {"eager": lambda model=model, batch=batch: eager(model, batch)}
         candidates |= {mode: staged(captured, batch, mode) for mode in MODES}
+        fast, start_s = compiled(captured, batch)
+        candidates |= {"compiled": fast} if fast is not None else {}
         found: dict[str, list[float]] = {key: [] for key in candidates}
         for turn in range(times * what.repeats + 5):
             for key, once in candidates.items():
@@ -127,10 +143,12 @@ def main() -> None:
                 if turn >= 5:
                     found[key].append(taken)
         base = statistics.median(found["eager"])
-        ratios = [f"{statistics.median(found[mode]) / base:.3f}" for mode in MODES]
-        rows.append([name, f"{1e3 * base:.2f}", *ratios])
+        ratios = [f"{statistics.median(found[mode]) / base:.3f}" for mode in (*MODES, "compiled") if mode in found]
+        ratios += ["refused"] * (fast is None)
+        rows.append([name, f"{1e3 * base:.2f}", *ratios, start_s])
         numbers[name] = found
-    report(what, table(["", "eager, ms", *(f"{mode}, x eager" for mode in MODES)], rows), {"seconds": numbers})
+    columns = ["", "eager, ms", *(f"{mode}, x eager" for mode in (*MODES, "compiled")), "compiling, s"]
+    report(what, table(columns, rows), {"seconds": numbers})
 
 
 if __name__ == "__main__":

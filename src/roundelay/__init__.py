@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundelay.api import capture, empty_weights, load, plan, simulate, train, verify
+    from roundelay.api import Updated, capture, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import RoundelayError
     from roundelay.ir.plan import Plan
     from roundelay.ir.rule import UpdateRule, register_rule
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Updated": "roundelay.api",
     "capture": "roundelay.api",
     "empty_weights": "roundelay.api",
     "load": "roundelay.api",
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "RoundelayError",
     "UpdateRule",
+    "Updated",
     "capture",
     "empty_weights",
     "load",

@@ -4,6 +4,8 @@
 
 ``ROUNDELAY_MALLOC``: ``keep`` leaves the C library's settings for memory alone; otherwise see :func:`better_malloc`.
 
+``ROUNDELAY_CACHE``: where measured profiles are kept, or ``none``; otherwise see :func:`cache_folder`.
+
 ``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :func:`launched`.
 """
 
@@ -12,8 +14,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from roundelay.errors import UsageError
+
+VARIABLES = {
+    "ROUNDELAY_CACHE": "folder of what is kept between runs, such as measured profiles; `none` keeps nothing",
+    "ROUNDELAY_DEBUG": "shows on stderr what a run is made of, from 0 (nothing) to 4 (every event)",
+    "ROUNDELAY_MALLOC": "`keep` leaves the C library's settings for memory alone",
+}
+"""Roundelay's own variables, and what each does."""
 
 LEVELS = {
     "0": "nothing",
@@ -63,6 +73,34 @@ def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == "keep":
         return None
     return None if set(MALLOC) & set(now) else {**now, **MALLOC}
+
+
+def malloc_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of :data:`MALLOC` that hold for this process: what computes, computes faster or slower with them."""
+    now = os.environ if environment is None else environment
+    return {name: now[name] for name in MALLOC if name in now}
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """What is worth keeping between runs lies here; None if nothing may be kept, or there is no home to keep it in.
+
+    ``ROUNDELAY_CACHE`` names it, or says ``none``; by default it is ``roundelay`` in ``XDG_CACHE_HOME``, or in
+    ``.cache`` at home.
+    """
+    now = os.environ if environment is None else environment
+    said, shared, home = (now.get(name, "") for name in ("ROUNDELAY_CACHE", "XDG_CACHE_HOME", "HOME"))
+    if said:
+        return None if said == "none" else Path(said)
+    if os.path.isabs(shared):  # the standard has others ignored
+        return Path(shared) / "roundelay"
+    return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
+
+
+def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that are set and matter to a run: Roundelay's own, known or not, and a few of what it calls."""
+    now = os.environ if environment is None else environment
+    others = {*MALLOC, "GLOO_SOCKET_IFNAME", "CXX"}
+    return {name: now[name] for name in sorted(now) if name.startswith("ROUNDELAY_") or name in others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

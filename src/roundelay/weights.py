@@ -251,8 +251,9 @@ def _adam(now: Tensor, group: dict[str, Any], state: dict[str, Any], setting: st
         reach = len(outlook.rates) * outlook.rates[0]
         a, b = 1.0 - reach * lam, reach / (1 - beta1**updates)
     second = _reals(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-    root = second.sqrt().div_(math.sqrt(1 - beta2**updates)).add_(float(group["eps"]))
-    moved = _along_ratio(_reals(now), _reals(state["exp_avg"]), root, a, b)
+    correction = math.sqrt(1 - beta2**updates)  # of the second moment: both sides of the ratio times it, a pass less
+    root = second.sqrt().add_(float(group["eps"]) * correction)
+    moved = _along_ratio(_reals(now), _reals(state["exp_avg"]), root, a, b * correction)
     return torch.view_as_complex(moved) if now.is_complex() else moved
 
 

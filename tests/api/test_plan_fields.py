@@ -34,7 +34,7 @@ def given() -> tuple[Job, Captured, Plan]:
     """A job, captured, and a plan of three stages with times that depend on no measurement."""
     job = make(mlp())
     captured = roundelay.capture(job)
-    made = roundelay.plan(job, workers=3, captured=captured, micro_batches=2, backward="stash")
+    made = roundelay.plan(job, workers=3, captured=captured, micro_batches=2, backward="stash", cuts="roofline")
     stages = tuple(
         dataclasses.replace(stage, forward_s=0.002, backward_s=0.004, update_s=0.001) for stage in made.stages
     )
@@ -148,12 +148,22 @@ def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
     return refused({"edges.slots": 0})
 
 
+def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Without a compiler it is refused; tests/api/test_compiling.py shows that the compiled stages are what runs."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        run(edited({"compile": False}))
+        return refused({"compile": True}, run)
+
+
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "format": lambda _: refused({"format": 2}),
     "model": lambda _: refused({"model": "0" * 24}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
     "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),
+    "compile": compiles,
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,

@@ -96,7 +96,7 @@ def test_a_length_that_lies_behind_or_data_that_are_gone_are_refused(tmp_path: P
         train(make(), 2, epochs=1, resume=tmp_path / "c")
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_the_same_plan_and_seed_give_the_same_bits_and_another_seed_others(transport: str) -> None:
     text = roundelay.plan(make(), workers=3, transport=transport).text()
     one, two, other = (

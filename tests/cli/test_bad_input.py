@@ -110,7 +110,7 @@ OPTIONS = {
     "no micro-batches": (("--micro-batches", "0"), "micro_batches", "at least 1"),
     "a predictor that nobody asks": (("--rule", "gpipe", "--predictor", "paper"), "predictor", "'gpipe'"),
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),
-    "an unknown transport": (("--transport", "pigeon"), "transport", "memory, gloo, nccl"),
+    "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
     "devices for other stages": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 stages"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from roundelay.ir.plan import Plan
 from roundelay.observe.metrics import read_metrics
 from roundelay.runtime.tamper import WAYS
-from tests.cli.harness import MLP, Said, finish, here, job_file, start
+from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
 FAST = ("--workers", 2, "--no-baseline")
@@ -49,6 +49,43 @@ def test_train_leaves_a_whole_run_folder_and_latest_points_at_it(capsys: Capture
     assert "4 updates" in said.out
 
 
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_train_tells_where_the_time_and_the_memory_of_each_worker_went(
+    capsys: Capture, workplace: Path, transport: str
+) -> None:
+    said = here(capsys, "train", MLP, *FAST, "--steps", 5, "--out", "run", "--transport", transport)
+    assert said.code == 0, said.err
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert len(summary["shares"]) == len(summary["memory"]) == 2
+    for busy, row in zip(summary["busy"], summary["shares"], strict=True):
+        assert row["forward"] + row["backward"] + row["update"] == pytest.approx(row["busy"])
+        assert row["busy"] + row["data"] + row["bubble"] + row["wait"] == pytest.approx(1.0)
+        assert busy == row["busy"] > 0
+    assert summary["shares"][0]["data"] > 0 == summary["shares"][1]["data"]
+    for row in summary["memory"]:
+        predicted = dict(row["predicted"])
+        assert predicted.pop("total") == sum(predicted.values())
+        assert predicted["optimizer"] > 2 * predicted["weights"]  # Adam: two tensors, and a count
+        assert row["peak_rss_bytes"] >= row["rss_at_start_bytes"] > row["private_bytes"] > predicted["weights"]
+        assert row["process_shared"] == (transport == "memory")
+    assert "bubble" in said.out
+    assert "predicted" in said.out
+    assert ("threads of one process" in said.told) == (transport == "memory")
+
+
+def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "evaluate=lambda model: {'weight': 2.5}")
+    said = here(capsys, "train", job, *FAST, "--epochs", 2, "--out", "run")
+    assert said.code == 0, said.err
+    lines = read_metrics(Path("run/evaluations.jsonl"))
+    assert [(line["update"], line["epoch"], line["metrics"]) for line in lines] == [
+        (5, 0, {"weight": 2.5}),
+        (11, 1, {"weight": 2.5}),
+    ]
+    times = [line["time"] for line in read_metrics(Path("run/metrics.jsonl"))]
+    assert times == sorted(times)
+
+
 def test_json_prints_exactly_one_object_and_out_chooses_the_folder(capsys: Capture, workplace: Path) -> None:
     said = here(capsys, "train", MLP, *FAST, "--epochs", 1, "--out", "elsewhere/mine", "--json")
     assert said.code == 0, said.err
@@ -70,6 +107,34 @@ def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace:
     assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
 
 
+def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: Capture, workplace: Path) -> None:
+    why = here(capsys, "plan", MLP, "--workers", 2).out
+    for words in ("# cuts: measured on this machine", "ms of computing", "the slowest", "equal numbers", "--cuts"):
+        assert words in why
+    assert "# cuts: predicted" in here(capsys, "plan", MLP, "--cuts", "roofline").out
+    named = here(capsys, "plan", MLP, "--cuts", "linear, linear_1").out
+    assert [stage.segments for stage in Plan.parse(named).stages] == [("linear",), ("linear_1",), ("linear_3",)]
+    run = here(capsys, "train", MLP, *FAST, "--steps", 1, "--cuts", "equal", "--out", "r", "--json")
+    assert run.code == 0, run.err
+    assert "# cuts: as equal" in Path("r/plan.toml").read_text()
+
+
+WRONG_CUTS = {
+    "unknown": (("plan", MLP, "--cuts", "linaer_1"), ("'linaer_1'", "linear_1")),
+    "beside a plan": (("train", MLP, "--plan", "plan.toml", "--cuts", "equal"), ("--cuts beside --plan", "segments")),
+    "another number": (("plan", MLP, "--cuts", "linear", "--workers", 3), ("2 stages", "3, one for each worker")),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CUTS)
+def test_wrong_cuts_are_told_on_one_screen(capsys: Capture, workplace: Path, what: str) -> None:
+    here(capsys, "plan", MLP, "-o", "plan.toml")
+    command, words = WRONG_CUTS[what]
+    said = here(capsys, *command)
+    assert said.code == 2
+    one_screen(said, *words)
+
+
 def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace: Path) -> None:
     here(capsys, "plan", MLP, "-o", "plan.toml")
     said = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--trace", "trace.json")
@@ -79,8 +144,9 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
     assert "B0'" in said.out
     assert said.out.count("program") >= 2 or said.out.count("worker 1") >= 2
     spans = [e for e in json.loads(Path("trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update"}
-    assert all(span["args"]["batch"] == span["args"]["micro-batch"] for span in spans)  # M = 1
+    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update", "idle"}
+    instructions = [span for span in spans if span["cat"] != "idle"]
+    assert all(span["args"]["batch"] == span["args"]["micro-batch"] for span in instructions)  # M = 1
     told = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--json", "--batches", 3).json
     assert told["grid"].startswith("stage 0 | F0")
     assert len(told["programs"]) == len(told["per_worker"]) == told["workers"] == 2
@@ -91,7 +157,7 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
     assert alone["programs"] is None
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: str) -> None:
     said = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport)
     assert said.code == 0, said.err
@@ -102,7 +168,7 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
     assert told["equal"]
     assert (told["tensors"], told["steps"], told["losses"]) == (43, 5, 5)
     pids = {worker["pid"] for worker in told["workers"]} | {told["reference"]["pid"]}
-    assert len(pids) == (3 if transport == "gloo" else 1)
+    assert len(pids) == (1 if transport == "memory" else 3)
     assert len({worker["thread"] for worker in told["workers"]}) == 2
     assert all(worker["bytes_received"] > 0 for worker in told["workers"])
     assert told["reference"] == {"pid": os.getpid(), "bytes_received": 0}
@@ -110,7 +176,7 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
-    said = here(capsys, "verify", MLP, "--workers", 2, "--steps", 4, "--tamper", way)
+    said = here(capsys, "verify", MLP, "--workers", 2, "--cuts", "roofline", "--steps", 4, "--tamper", way)
     assert said.code == 1
     assert "DIFFERENT" in said.out
     assert "bit-equal" not in said.out
@@ -166,7 +232,7 @@ class Noise(Dataset):
         return {"x": x, "y": (x[0] > 0).long()}
 """
     job = job_file(workplace, "batches=lambda epoch: DataLoader(Noise(), 8, shuffle=True, num_workers=1)", data)
-    for transport in ("memory", "gloo"):
+    for transport in ("memory", "shm", "gloo"):
         said = here(capsys, "verify", job, "--transport", transport, "--steps", 3)
         assert "bit-equal" in said.out, said.told
         loaders = [path.suffix[1:] for path in workplace.glob("pid.*")]

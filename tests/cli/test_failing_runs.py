@@ -123,7 +123,7 @@ def whole_or_nothing(updates: bool) -> None:
             assert json.loads((run / "checkpoint" / "checkpoint.json").read_text())["kind"] == "roundelay checkpoint"
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 @pytest.mark.parametrize("case", CASES)
 def test_an_exception_on_a_worker_is_told_with_its_place(
     capsys: Capture, workplace: Path, case: str, transport: str

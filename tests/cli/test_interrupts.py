@@ -96,7 +96,7 @@ def two_in_training(workplace: Path, *args: object) -> Iterator[list[tuple[Path,
         yield runs
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_ctrl_c_in_training_ends_everything(workplace: Path, transport: str) -> None:
     with two_in_training(workplace, "--transport", transport) as runs:
         os.killpg(runs[0][1].pid, signal.SIGINT)  # as a terminal does

@@ -78,7 +78,7 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
 }
 STAGES = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 3, 4)
-TRANSPORTS = ("memory", "gloo")
+TRANSPORTS = ("memory", "shm", "gloo")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(ZOO),
     "variant": tuple(VARIANTS),
@@ -91,7 +91,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One configuration; gloo stands for gloo with deliveries delayed at random."""
+    """One configuration; between processes, deliveries are delayed at random."""
 
     model: str
     variant: str
@@ -137,6 +137,7 @@ class Bench:
                 micro_batches=1,
                 captured=self.captured,
                 deadline_s=DEADLINE_S,
+                cuts="roofline",
             )
         latency_s, bytes_per_s = LINKS[transport]
         return dataclasses.replace(
@@ -157,7 +158,7 @@ class Bench:
     def verify(self, plan: Plan, job: Job | None = None, **options: Any) -> Verification:
         """Verify from the first weights on; ``options``: ``steps``, ``epochs``, ``seed``, ``tamper``, ``wrap``."""
         self.restore()
-        given = {"steps": STEPS, "wrap": delays(0) if plan.transport == "gloo" else None} | options
+        given = {"steps": STEPS, "wrap": None if plan.transport == "memory" else delays(0)} | options
         length = Length(steps=None if "epochs" in given else given["steps"], epochs=given.get("epochs"))
         session = Session(job or self.job(), self.captured, plan, given.get("seed", 0), length)
         return verify_session(session, given.get("tamper"), given["wrap"])

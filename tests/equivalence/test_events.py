@@ -182,7 +182,7 @@ def test_slots_are_seen_in_the_trace() -> None:
     assert traces == [simulated(plan).events for plan in plans]
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_workers_compute_at_the_same_time(transport: str) -> None:
     place = bench("mlp")
     plan = place.plan(VARIANTS["pipedream"], 2, 3, transport)

@@ -49,9 +49,16 @@ def test_a_run_equals_its_reference(cell: Cell) -> None:
     assert len(pids) == (1 if cell.transport == "memory" else cell.stages)
 
 
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("model", ZOO)
-def test_every_model_runs_over_gloo(model: str) -> None:
-    assert any(cell.model == model and cell.transport == "gloo" for cell in CELLS)
+def test_every_model_runs_between_processes(model: str, transport: str) -> None:
+    assert any(cell.model == model and cell.transport == transport for cell in CELLS)
+
+
+def test_a_run_through_shared_memory_needs_no_luck_with_its_timing() -> None:
+    """As it is, without the delays of the cells."""
+    place = bench("skip")
+    held(place.verify(place.plan(RECOMPUTE, 4, 3, "shm"), wrap=None))
 
 
 def warm_up(optimizer: Optimizer) -> LambdaLR:
@@ -141,7 +148,7 @@ def test_only_synchronous_rules_drain_at_the_end_of_an_epoch(rule: str) -> None:
     assert drained == (rule in ("gpipe", "1f1b"))
 
 
-@pytest.mark.parametrize("transport", ["memory", "gloo"])
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 @pytest.mark.parametrize("frozen", ["first", "last", "all but one"])
 def test_frozen_parameters_stay_what_they_are(frozen: str, transport: str) -> None:
     entry = ZOO["mlp"]

@@ -59,7 +59,7 @@ class Case:
 def draw(seed: int) -> Case:
     """A random case."""
     dice = random.Random(seed)
-    transport, workers = dice.choice(["memory", "gloo", "gloo"]), dice.choice([2, 3])
+    transport, workers = dice.choice(["memory", "gloo", "shm", "shm"]), dice.choice([2, 3])
     launcher = transport == "memory" or dice.random() < 0.3
     if launcher:
         victim, fault = -1, dice.choice(["SIGKILL", "SIGTERM", "SIGINT"])

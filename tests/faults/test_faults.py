@@ -37,12 +37,14 @@ def test_a_fault_at_random_ends_a_run_well(seed: int, tmp_path: Path, server: Se
 
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL", "SIGTERM"])
-@pytest.mark.parametrize("moment", ["start", "training"])
-def test_a_signal_to_a_worker_is_told_with_its_number(fault: str, moment: str, tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize(("moment", "transport"), [("start", "gloo"), ("start", "shm"), ("training", "shm")])
+def test_a_signal_to_a_worker_is_told_with_its_number(
+    fault: str, moment: str, transport: str, tmp_path: Path, server: Server
+) -> None:
     number = {"start": 0, "training": 9}[moment]
-    case = Case("gloo", 3, moment, 1, fault, number, 0.0)
+    case = Case(transport, 3, moment, 1, fault, number, 0.0)
     if moment == "start":  # as soon as the workers are there
-        pid = server.train(tmp_path, "--workers", 3, "--transport", "gloo", "--epochs", 400, "--out", "run")
+        pid = server.train(tmp_path, "--workers", 3, "--transport", transport, "--epochs", 400, "--out", "run")
         while len(members(pid)) < 4:
             assert members(pid)
         os.kill(members(pid)[2], getattr(signal, fault))

@@ -43,6 +43,7 @@ def plan_of(
         "rule": rule,
         "predictor": "improved" if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
+        "compile": False,
         "micro_batches": micro_batches,
         "transport": "memory",
         "deadline_s": 60.0,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from roundelay.errors import RunError, UsageError
+from roundelay.observe.memory import resident_bytes
 from roundelay.observe.metrics import read_metrics
 from roundelay.observe.run_folder import RunFolder
 
@@ -151,3 +152,30 @@ def test_discarding_leaves_a_newer_runs_link_alone(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "new")
     old.discard()
     assert (tmp_path / "latest").readlink() == Path("new")
+
+
+def test_evaluations_are_added_and_those_that_will_be_made_again_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    folder.cut_evaluations(0)
+    assert not folder.evaluations.exists()
+    for update in (5, 11, 17):
+        folder.add_evaluation(update, update // 6, {"accuracy": update / 20, "odd": float("nan")})
+    folder.cut_evaluations(12)
+    found = [(line["update"], line["epoch"], line["metrics"]) for line in read_metrics(folder.evaluations)]
+    assert found == [(5, 0, {"accuracy": 0.25, "odd": None}), (11, 1, {"accuracy": 0.55, "odd": None})]
+
+
+def test_resident_bytes_grow_with_what_is_touched_and_the_peak_stays() -> None:
+    before = resident_bytes()
+    if before is None:
+        pytest.skip("no /proc/self/status here")
+    held = bytearray(b"x") * 64_000_000
+    during = resident_bytes()
+    assert during is not None
+    assert during[0] > before[0] + 40_000_000
+    assert len(held) == 64_000_000
+    del held
+    after = resident_bytes()
+    assert after is not None
+    assert after[1] > before[0] + 40_000_000  # the kernel counts both a little apart
+    assert after[0] < after[1] - 20_000_000

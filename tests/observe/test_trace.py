@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.observe import trace
-from roundelay.observe.trace import Flow, Span, flows_of, overlap_seconds, write_trace
+from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, write_trace
 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
@@ -66,9 +66,38 @@ def test_a_span_is_a_complete_event_in_microseconds_from_the_first(tmp_path: Pat
         "tid": 0,
         "ts": 500_000.0,
         "dur": 250_000.0,
-        "args": {"micro-batch": 3, "batch": 0, "version": 2, "distance": 1, "bytes": 64},
+        "args": {"stage": 1, "micro-batch": 3, "batch": 0, "version": 2, "distance": 1, "bytes": 64},
     }
     assert (second["name"], second["ts"], second["dur"]) == ("F 12", 0.0, 1.0)
+
+
+def test_a_process_tells_what_its_stage_computes(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", pipeline(2, 1), names={1: 'up to "head"'})
+    events = phase(json.loads((tmp_path / "t.json").read_text())["traceEvents"], "M")
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["worker 0 (stage 0)", 'worker 1 (stage 1: up to "head")']
+
+
+def test_an_update_tells_the_version_that_it_makes(tmp_path: Path) -> None:
+    first, second = phase(written(tmp_path, [span(0, "update", 0, 0, 1), span(0, "forward", 0, 1, 2)]), "X")
+    assert (first["args"]["version"], first["args"]["makes version"]) == (2, 3)
+    assert "makes version" not in second["args"]
+
+
+def test_gaps_are_events_between_the_spans_unless_nobody_could_see_them(tmp_path: Path) -> None:
+    spans = [span(0, "forward", 0, 10.0, 11.0), span(0, "forward", 1, 13.0, 14.0)]
+    gaps = [Gap(0, "bubble", 11.0, 12.5), Gap(0, "wait", 12.5, 13.0), Gap(0, "wait", 14.0, 14.000_004)]
+    write_trace(tmp_path / "t.json", spans, gaps=gaps)
+    events = phase(json.loads((tmp_path / "t.json").read_text())["traceEvents"], "X")
+    idle = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in events if e["cat"] == "idle"]
+    assert idle == [("bubble", 0, 1e6, 1.5e6), ("wait", 0, 2.5e6, 0.5e6)]
+
+
+def test_every_event_of_a_trace_is_a_line(tmp_path: Path) -> None:
+    """So that a long one can be read line by line."""
+    events = written(tmp_path, pipeline(2, 2))
+    lines = (tmp_path / "t.json").read_text().splitlines()[1:-1]
+    assert [json.loads(line.rstrip(",")) for line in lines] == events
 
 
 def test_an_update_is_named_by_its_batch_and_any_other_by_its_micro_batch(tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ def test_the_last_bit_is_that_of_the_fixed_operations() -> None:
     assert not torch.equal(got, weight - (0.1 * 0.9 + 0.1 * (0.9 * 0.9) + 0.1 * (0.9 * 0.9 * 0.9)) * v)
     state = {"exp_avg": v, "exp_avg_sq": second, "step": torch.tensor(3.0)}
     adamw = past(AdamW, {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}, state=state)
-    denominator = (second.sqrt() / (1 - 0.99**3) ** 0.5).add_(1e-8)
-    expected = torch.mul(weight, 1 - 2 * 0.1 * 0.1).addcdiv_(v, denominator, value=-(2 * 0.1 / (1 - 0.9**3)))
+    c = (1 - 0.99**3) ** 0.5
+    denominator = second.sqrt().add_(1e-8 * c)
+    expected = torch.mul(weight, 1 - 2 * 0.1 * 0.1).addcdiv_(v, denominator, value=-(2 * 0.1 / (1 - 0.9**3) * c))
     assert torch.equal(predict("paper", weight, adamw, Ahead(2, lambda i: 0.1)), expected)
 
 

@@ -1,4 +1,4 @@
-"""Runs one body per worker over any transport: threads in memory, forked processes over gloo, lanes beside or not."""
+"""Runs one body per worker over any transport: threads, forked processes, lanes beside their frames or not."""
 
 from __future__ import annotations
 
@@ -24,8 +24,22 @@ from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.lanes import Lane, Place, Wait, open_lanes
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
+from roundelay.transport.ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.shm import ShmEndpoint
+from roundelay.transport.wiring import open_pairs
 
-KINDS = ("memory", "delayed memory", "gloo", "delayed gloo", "nccl over gloo")
+KINDS = (
+    "memory",
+    "delayed memory",
+    "gloo",
+    "delayed gloo",
+    "shm",
+    "delayed shm",
+    "narrow shm",
+    "nccl over gloo",
+)
+"""Narrow: through rings that hold next to nothing, so that senders keep most of what they send."""
+
 PATIENCE_S = 30.0
 MAX_DELAY_S = 0.004
 
@@ -49,7 +63,7 @@ def run_workers(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[Any]:
 
 def die(kind: str) -> NoReturn:
     """End this worker without a word."""
-    if "gloo" in kind:
+    if "memory" not in kind:
         os.kill(os.getpid(), signal.SIGKILL)
     raise Death
 
@@ -128,18 +142,29 @@ def _run_threads(kind: str, bodies: Sequence[Body]) -> list[dict[str, Any]]:
 
 
 def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[dict[str, Any]]:
+    wiring = open_pairs(len(bodies), LEAST_BYTES if "narrow" in kind else RING_BYTES) if "shm" in kind else None
+
     def connect(worker: int) -> Endpoint:
+        if wiring is not None:
+            return _wrap(kind, ShmEndpoint(worker, wiring, PATIENCE_S))
         inner = GlooEndpoint(worker, len(bodies), str(tmp_path / "rendezvous"), PATIENCE_S)
         if "nccl" in kind:
             return with_lanes(inner, len(bodies), tmp_path)
         return _wrap(kind, inner)
 
-    return fork_all([lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)])
+    tasks = [lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)]
+    return fork_all(tasks, wiring.close if wiring is not None else lambda: None)
 
 
-def fork_all(tasks: Sequence[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What each task returned in a forked child of its own; no child outlives this call."""
+def fork_all(
+    tasks: Sequence[Callable[[], dict[str, Any]]], forked: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """What each task returned in a forked child of its own; no child outlives this call.
+
+    `forked` is called here when all are forked.
+    """
     children = [_fork(task) for task in tasks]
+    forked()
     deadline = time.monotonic() + PATIENCE_S
     try:
         texts = [_read(pipe, deadline) for _, pipe in children]

@@ -65,6 +65,6 @@ def test_a_message_with_one_wrong_byte_is_read_or_refused(place: int, byte: int)
 @pytest.mark.parametrize("shape", [(-1,), (MAX_MESSAGE_BYTES,), (2**40, 2**40), (0, 2**62)])
 def test_a_shape_that_no_message_has_takes_no_memory(shape: tuple[int, ...]) -> None:
     description = struct.pack(f"<BBB{len(shape)}q", 4, 0, len(shape), *shape)
-    head = wire.Head(wire.MESSAGE, values=1, length=len(description))
+    head = wire.Head(wire.MESSAGE, layout=len(description), length=len(description))
     with pytest.raises(InternalError, match="shape"):
         wire.decode(head, memoryview(description))

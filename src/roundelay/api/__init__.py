@@ -4,6 +4,7 @@ Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes th
 weights in it.
 """
 
+from roundelay.api.gathering import Updated
 from roundelay.api.loading import load
 from roundelay.api.planning import capture, default_workers, plan
 from roundelay.api.simulating import simulate
@@ -11,4 +12,4 @@ from roundelay.api.training import train
 from roundelay.api.verifying import verify
 from roundelay.api.weights_file import empty_weights
 
-__all__ = ["capture", "default_workers", "empty_weights", "load", "plan", "simulate", "train", "verify"]
+__all__ = ["Updated", "capture", "default_workers", "empty_weights", "load", "plan", "simulate", "train", "verify"]

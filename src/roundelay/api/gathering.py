@@ -16,15 +16,17 @@ from roundelay.runtime.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One batch has been through the last stage.
+    """One batch has been through the last stage, whose loss is known; told once per update, in their order.
 
     Args:
-        update: its number t.
-        epoch: its epoch.
+        update: its number t, from 0; a run that continues a checkpoint goes on counting.
+        epoch: its epoch, from 0.
         loss: its mean loss.
-        rows: its rows.
+        rows: its samples.
         samples_per_second: over the last few seconds.
-        busy: share of its time that each worker has computed so far.
+        busy: share of its time, 0 to 1, that each worker has computed so far.
+        learning_rates: of this update, one per parameter group of the optimizer.
+        seconds: since this run began.
     """
 
     update: int
@@ -33,6 +35,8 @@ class Updated:
     rows: int
     samples_per_second: float
     busy: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Restarted:
 
 Event = Updated | Evaluated | Saved | NotSaved | Restarted
 Notify = Callable[[Event], None]
+Rates = Callable[[int], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +107,12 @@ class Gatherer:
         num_stages: D.
         notify: told of every update.
         on_snapshot: told when every stage has handed over its state of one version.
+        rates: from an update's number to its learning rates.
     """
 
-    def __init__(self, num_stages: int, notify: Notify, on_snapshot: Callable[[Snapshot], None]) -> None:
-        self.num_stages, self.notify, self.on_snapshot = num_stages, notify, on_snapshot
+    def __init__(self, num_stages: int, notify: Notify, on_snapshot: Callable[[Snapshot], None], rates: Rates) -> None:
+        self.num_stages, self.notify, self.on_snapshot, self.rates = num_stages, notify, on_snapshot, rates
+        self._began = time.perf_counter()
         #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
         self.micro_losses: dict[int, tuple[float, float]] = {}
         #: (update, epoch, mean loss, rows, seconds since the start)
@@ -148,8 +155,18 @@ class Gatherer:
         self._parts = []
         self.times.append(time.perf_counter())
         rate = self._rate(header.batch_rows)
-        self.updates.append(Updated(header.batch, header.epoch, mean, header.batch_rows, rate, tuple(self._busy)))
-        self.notify(self.updates[-1])
+        made = Updated(
+            update=header.batch,
+            epoch=header.epoch,
+            loss=mean,
+            rows=header.batch_rows,
+            samples_per_second=rate,
+            busy=tuple(self._busy),
+            learning_rates=self.rates(header.batch),
+            seconds=self.times[-1] - self._began,
+        )
+        self.updates.append(made)
+        self.notify(made)
 
     def _rate(self, rows: int) -> float:
         """Samples per second over the last few seconds."""

@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.quiet import without_dumps
 from roundelay.api.threads import one_thread
 from roundelay.api.weights_file import check_filled, fill
-from roundelay.errors import PlanError, RoundelayError, UserCodeError
+from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
-from roundelay.frontend.batch import split
+from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.profile import StageProfile, profile
-from roundelay.ir.graph import WEIGHT, Graph
+from roundelay.ir.graph import Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.check import CPU, check_fit, check_plan
+from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
+from roundelay.planner.price import Terms
 from roundelay.planner.prove import prove
-from roundelay.planner.stages import choose_cuts, slots
+from roundelay.planner.stages import slots
 from roundelay.runtime.device import named
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler
 from roundelay.runtime.reader import first_batch
 from roundelay.schedules import schedule_named
 
 DEADLINE_S = 300.0
-LINKS = {"memory": (2e-5, 1e11), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
+LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
 frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
 
-CHOICES = {"micro_batches", "predictor", "backward", "transport", "deadline_s", "devices"}
+CHOICES = {"micro_batches", "predictor", "backward", "compile", "transport", "deadline_s", "devices"}
 
 
 def default_workers() -> int:
@@ -65,6 +70,14 @@ def capture(job: Job, *, seed: int = 0) -> Captured:
         return captured
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and the reasons for its cuts in words."""
+
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+
+
 def plan(
     job: Job,
     *,
@@ -72,7 +85,7 @@ def plan(
     rule: str = "pipeoptim",
     seed: int = 0,
     captured: Captured | None = None,
-    cuts: Sequence[Sequence[str]] | None = None,
+    cuts: Asked | None = None,
     **choices: Any,
 ) -> Plan:
     """Plan a job: choose what is not given, measure the stages, and prove the result.
@@ -83,47 +96,107 @@ def plan(
         rule: update rule.
         seed: for the sample batch.
         captured: the job's model if it has been captured before.
-        cuts: operations that end the segments of every stage, instead of balanced ones.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``transport``, ``deadline_s``, ``devices``.
+        cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
+            (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
+            those that end the segments of every stage, in a list for each.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``transport``, ``deadline_s``,
+            ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
         PlanError: the choices do not go together.
     """
+    return plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices).plan
+
+
+def plan_with_reasons(
+    job: Job,
+    *,
+    workers: int | None = None,
+    rule: str = "pipeoptim",
+    seed: int = 0,
+    captured: Captured | None = None,
+    cuts: Asked | None = None,
+    **choices: Any,
+) -> Planned:
+    """As :func:`plan`, with the reasons for the cuts."""
     captured = captured or capture(job, seed=seed)
-    row = rule_named(rule)
-    num_stages = default_workers() if workers is None else workers
-    if num_stages < 1:
-        raise PlanError("workers", got=str(num_stages), expected="at least 1", remedy="Give --workers 1 or more.")
-    flushes = schedule_named(row.schedule).window == "batch"
     given = {name: value for name, value in choices.items() if value is not None}
     unknown = set(given) - CHOICES
     if unknown:
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
+    asked = MEASURED if cuts is None else cuts
+    stages = given_stages(captured.graph, asked)
+    num_stages = _num_stages(workers, stages)
+    draft = _draft(captured.graph.fingerprint, rule, num_stages, given)
+    devices = named(given.get("devices"), num_stages, draft.transport)
+    chosen = (
+        Cut(stages, ("cuts: as given",))
+        if stages is not None
+        else _cut(job, captured, draft, str(asked), num_stages, seed)
+    )
+    cut_up = replace(draft, stages=_uncounted(chosen.stages, devices))
+    return Planned(_measured(job, captured, cut_up, seed), chosen.reasons)
+
+
+def _num_stages(workers: int | None, stages: Stages | None) -> int:
+    if workers is not None and workers < 1:
+        raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
+    if stages is None:
+        return default_workers() if workers is None else workers
+    if workers not in (None, len(stages)):
+        raise PlanError(
+            "the cuts",
+            got=f"{len(stages)} stages",
+            expected=f"{workers}, one for each worker",
+            remedy="Name one operation fewer than there are workers, or leave the number of workers out.",
+        )
+    return len(stages)
+
+
+def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> Plan:
+    """The plan without stages and edges."""
+    row = rule_named(rule)
+    flushes = schedule_named(row.schedule).window == "batch"
     transport = given.get("transport", "memory")
-    ends = cuts or [(end,) for end in choose_cuts(captured.graph, num_stages)]
-    devices = named(given.get("devices"), len(ends), transport)
     latency_s, bytes_per_s = LINKS.get(transport, LINKS["gloo"])
-    draft = Plan(
+    return Plan(
         format=FORMAT,
-        model=captured.graph.fingerprint,
+        model=model,
         rule=rule,
         predictor=given.get("predictor", next(iter(DISTANCES)) if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
+        compile=given.get("compile", False),
         micro_batches=given.get("micro_batches", 2 * num_stages if flushes else 1),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
-        stages=tuple(map(_unmeasured, ends, devices)),
+        stages=(),
         edges=(),
     )
-    return _measured(job, captured, draft, seed)
 
 
-def _unmeasured(ends: Sequence[str], device: str) -> StagePlan:
-    nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
-    return StagePlan(segments=tuple(ends), device=device, parameter_bytes=0, tape_bytes=0, **nothing)
+def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
+    """Stages of which only the ends and the devices are known yet."""
+    nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "update_s"), 0.0)
+    nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes"), 0)
+    return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
+
+
+def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, seed: int) -> Cut:
+    terms = Terms(
+        backward=draft.backward,
+        micro_batches=draft.micro_batches,
+        latency_s=draft.latency_s,
+        bytes_per_s=draft.bytes_per_s,
+    )
+    return cut(captured, asked, num_stages, terms, lambda: _sample(job, draft, seed))
+
+
+def _sample(job: Job, draft: Plan, seed: int) -> Batch:
+    """The first micro-batch of the size that will be trained on."""
+    return split(first_batch(job.batches, seed), max(1, draft.micro_batches))[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -143,31 +216,18 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
 def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     """The draft with edges, measured seconds and bytes."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages])
-    sample = split(first_batch(job.batches, seed), max(1, draft.micro_batches))[0]
+    sample = _sample(job, draft, seed)
     edges = tuple(_edge(captured.graph, edge, draft.micro_batches) for edge in stages.edges)
-    checked = _with(draft, edges, ())
+    checked = replace(draft, edges=edges)
     check_plan(checked)
-    try:
-        with one_thread():
-            devices = [torch.device(name) for name in draft.devices]
-            measured = profile(captured, stages, sample, draft.backward, devices)  # type: ignore[arg-type]
-    except RoundelayError:
-        raise
-    except Exception as error:  # the person's own code
-        raise UserCodeError(
-            "measuring the stages on the first micro-batch",
-            got=f"{type(error).__name__}: {error}",
-            expected="a model and a loss that can be computed again and again",
-            remedy="Correct the model or the loss; ROUNDELAY_DEBUG=1 shows the traceback.",
-        ) from error
-    made = _with(draft, edges, _stages(captured.graph, draft, stages, measured))
+    captured = for_plan(captured, draft)
+    compile_stages(job, captured, draft, stages, seed)
+    devices = [torch.device(name) for name in draft.devices]
+    with users_code("measuring the stages on the first micro-batch"), one_thread():
+        measured = profile(captured, stages, sample, draft.backward, devices)  # type: ignore[arg-type]
+    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured))
     prove(made)
     return made
-
-
-def _with(draft: Plan, edges: tuple[EdgePlan, ...], stages: tuple[StagePlan, ...]) -> Plan:
-    values = {name: getattr(draft, name) for name in draft.__dataclass_fields__}
-    return Plan(**(values | {"edges": edges, "stages": stages or draft.stages}))
 
 
 def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
@@ -195,25 +255,14 @@ def _edge(graph: Graph, edge: Edge, micro_batches: int) -> EdgePlan:
         source=edge.source,
         target=edge.target,
         slots=slots(edge.source, edge.target),
-        forward_bytes=sum(_bytes(graph, name) for name in edge.values) // _share(graph, micro_batches),
-        backward_bytes=sum(_bytes(graph, name) for name in edge.gradients) // _share(graph, micro_batches),
+        forward_bytes=message_bytes(graph, edge.values, micro_batches),
+        backward_bytes=message_bytes(graph, edge.gradients, micro_batches),
         gradient=bool(edge.gradients),
     )
 
 
-def _share(graph: Graph, micro_batches: int) -> int:
-    """How many micro-batches the sample, a whole batch, is cut into."""
-    return max(1, min(micro_batches, graph.sample_rows))
-
-
-def _bytes(graph: Graph, name: str) -> int:
-    if name.startswith(WEIGHT):
-        return graph.parameters[name.removeprefix(WEIGHT)].num_bytes
-    return graph.values[name].num_bytes
-
-
-def explain(captured: Captured, plan: Plan) -> list[str]:
-    """Comments for the plan's text: what it says, in words."""
+def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
+    """Comments for the plan's text: what it says, in words, and the reasons for its cuts if they are known."""
     rule = rule_named(plan.rule)
     lines = [
         f"{type(captured.model).__name__} on {plan.num_stages} workers by rule {plan.rule} ({rule.source}).",
@@ -225,9 +274,11 @@ def explain(captured: Captured, plan: Plan) -> list[str]:
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
+    if plan.compile:
+        lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
     if rule.predicts and plan.backward == "stash":
         lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
-    return lines
+    return [*lines, *reasons]
 
 
 def _module(graph: Graph, name: str) -> str:

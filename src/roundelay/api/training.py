@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.gathering import Evaluated, Gatherer, Notify, Snapshot, Updated
+from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.errors import CheckpointError, UsageError
+from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -23,6 +24,7 @@ from roundelay.observe.files import present
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
+from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
 from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
@@ -65,7 +67,7 @@ class Trained:
     workers: dict[int, dict[str, Any]] = field(hash=False)
 
 
-def train(
+def train(  # noqa: PLR0913  as many parameters as the command has options
     job: Job,
     *,
     plan: Plan | None = None,
@@ -74,8 +76,9 @@ def train(
     seed: int = 0,
     resume: str | Path | None = None,
     save_to: str | Path | None = None,
+    on_update: Callable[[Updated], None] | None = None,
 ) -> Trained:
-    """Train; to follow a run while it lasts, use :class:`Session` and its ``notify``.
+    """Train.
 
     Args:
         job: the job; its model has the trained weights afterwards.
@@ -85,16 +88,38 @@ def train(
         seed: of data order and of every random number in the model.
         resume: checkpoint to continue from, made with any number of stages.
         save_to: where to write a checkpoint after every epoch and at the end.
+        on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
+            slow one is told late. One that raises ends the training; the last checkpoint is whole.
 
     Raises:
         UsageError: something given cannot be used.
+        UserCodeError: ``on_update`` raises, or other code of the person's does on a worker.
         RunError: the run failed; the last checkpoint is whole.
     """
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
-    return session.run(notify=lambda event: None, save_to=None if save_to is None else Path(save_to))
+    return session.run(notify=_telling(on_update), save_to=None if save_to is None else Path(save_to))
+
+
+def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
+    """Pass on the updates among the events, and say whose error it is if the person's function raises."""
+
+    def notify(event: Event) -> None:
+        if on_update is None or not isinstance(event, Updated):
+            return
+        try:
+            on_update(event)
+        except Exception as error:  # the person's own code
+            raise UserCodeError(
+                f"on_update at update {event.update}",
+                got=f"{type(error).__name__}: {error}",
+                expected="a function of one roundelay.Updated that returns",
+                remedy="Correct the function; with save_to, the training goes on from its last checkpoint by resume.",
+            ) from error
+
+    return notify
 
 
 class Session:
@@ -112,7 +137,8 @@ class Session:
     def __init__(
         self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
     ) -> None:
-        self.job, self.captured, self.plan, self.seed, self.start = job, captured, plan, seed, start
+        self.job, self.plan, self.seed, self.start = job, plan, seed, start
+        self.captured = for_plan(captured, plan)
         if start is not None and start.seed != seed:
             raise UsageError(
                 "--seed beside --from",
@@ -146,6 +172,7 @@ class Session:
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
+        self._compile(party)
         keeper = Keeper(self, save_to, evaluates=self.job.evaluate is not None and not audit)
 
         def listen(report: Report) -> None:
@@ -155,7 +182,8 @@ class Session:
         def on_snapshot(snapshot: Snapshot) -> None:
             keeper.keep(snapshot, gatherer.epoch_starts)
 
-        gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot)
+        rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
+        gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot, rates.at)
         try:
             with one_thread():
                 run(self._task(audit, handlers or {}), listen, wrap, party)
@@ -180,8 +208,16 @@ class Session:
         Raises:
             WorkerLostError: the leader is gone.
         """
+        self._compile(party)
         with one_thread():
             return attend(self._task(False, {}), party, unchanged)
+
+    def _compile(self, party: Party | None) -> None:
+        """Compile the stages that run in this process or in forks of it; a party goes on when all its members have."""
+        rank = None if party is None else party.rank
+        compile_stages(self.job, self.captured, self.plan, self.partition, self.seed, rank)
+        if party is not None and self.plan.compile:
+            party.gather("compiled")
 
     def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]]) -> Task:
         return Task(

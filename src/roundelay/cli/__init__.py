@@ -1,4 +1,4 @@
-"""The command line: ``roundelay train | plan | simulate | verify``."""
+"""The command line: ``roundelay train | plan | simulate | verify | doctor``."""
 
 import importlib
 import os
@@ -17,7 +17,11 @@ def main() -> None:
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    importlib.import_module("roundelay.cli.app").main()
+    try:
+        app = importlib.import_module("roundelay.cli.app")
+    except Exception as error:  # torch is missing or broken
+        sys.exit(importlib.import_module("roundelay.cli.doctor").without_commands(error))
+    app.main()
 
 
 __all__ = ["main"]

@@ -1,9 +1,10 @@
-"""The four commands."""
+"""The commands."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import webbrowser
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,14 +19,18 @@ from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
+from roundelay.cli.doctor import doctor
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import attend_job, train_job
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.check import programs_of
+from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
+from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span, write_trace
+from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
 from roundelay.viz import LEGEND, staircase
 
@@ -49,7 +54,9 @@ def train(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     devices: o.Devices = None,
     steps: o.Steps = None,
     epochs: o.Epochs = None,
@@ -63,6 +70,9 @@ def train(
     restarts: Annotated[
         int, typer.Option(help="How often a run that fails goes on from its last checkpoint by itself.", min=0)
     ] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
@@ -72,13 +82,16 @@ def train(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
+        cuts=cuts,
         devices=devices,
     )
     _exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
+    curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
+    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
     if party is not None and not party.leads:
         attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         raise typer.Exit(attended)
@@ -95,6 +108,8 @@ def train(
         restarts=restarts,
         quiet=as_json,
         party=party,
+        reasons=reasons,
+        curves=curves,
     )
     if as_json:
         show_json(summary)
@@ -108,7 +123,9 @@ def plan_command(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     devices: o.Devices = None,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
@@ -121,13 +138,15 @@ def plan_command(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
+        cuts=cuts,
         devices=devices,
     )
     o.alone("plan")
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, None, as_json)
-    text = plan.text(explain(captured, plan))
+    captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
+    text = plan.text(explain(captured, plan, reasons))
     if output is not None:
         write_text(output, text)
     if as_json:
@@ -158,7 +177,8 @@ def simulate_command(
             Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.version, i.distance, i.start_s, i.end_s, 0)
             for i in simulation.intervals
         ]
-        write_trace(trace, spans)
+        names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}
+        write_trace(trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages), names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None
     if as_json:
@@ -179,7 +199,9 @@ def verify_command(
     micro_batches: o.MicroBatches = None,
     predictor: o.Predictor = None,
     backward: o.Backward = None,
+    compiled: o.Compile = None,
     transport: o.Transport = None,
+    cuts: o.Cuts = None,
     devices: o.Devices = None,
     steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
     epochs: o.Epochs = None,
@@ -196,13 +218,15 @@ def verify_command(
         micro_batches=micro_batches,
         predictor=predictor,
         backward=backward,
+        compile=compiled,
         transport=transport,
+        cuts=cuts,
         devices=devices,
     )
     _exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)
-    captured, plan = o.planned(job, choices, seed, plan_file, as_json)
+    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
@@ -212,6 +236,29 @@ def verify_command(
     else:
         show_verification(plan, result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+@app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it. [default: report.html in the folder]")
+    ] = None,
+    opened: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the web browser.")] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Draw a run as one HTML page: loss, throughput, timeline, memory."""
+    text, path = page(run), output or run / "report.html"
+    write_text(path, text)
+    if as_json:
+        show_json({"path": str(path), "bytes": len(text.encode())})
+    else:
+        stderr.print(f"Wrote {path}.", markup=False)
+    if opened:
+        webbrowser.open(path.resolve().as_uri())
+
+
+app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
 
 
 def _exclusive(steps: int | None, epochs: int | None) -> None:

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from roundelay.api import capture, plan
+from roundelay.api import capture
+from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.debug import launched
@@ -34,9 +36,20 @@ Predictor = Annotated[
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
 ]
+Compile = Annotated[
+    bool | None,
+    typer.Option("--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler and minutes."),
+]
 Transport = Annotated[
     str | None,
-    typer.Option(help="memory (threads of one process), gloo (processes) or nccl (under torchrun). [default: memory]"),
+    typer.Option(
+        help="memory (threads of one process), shm (processes, shared memory), gloo (processes) or nccl (torchrun). "
+        "[default: memory]"
+    ),
+]
+Cuts = Annotated[
+    str | None,
+    typer.Option(help="measured, roofline, equal, or names of operations that end stages: a,b. [default: measured]"),
 ]
 Devices = Annotated[
     str | None,
@@ -61,8 +74,10 @@ class Choices:
     micro_batches: int | None
     predictor: str | None
     backward: str | None
+    compile: bool | None
     transport: str | None
     devices: str | None
+    cuts: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The choices that were made, by name."""
@@ -71,8 +86,10 @@ class Choices:
 
 def planned(
     job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool, party: Party | None = None
-) -> tuple[Captured, Plan]:
-    """Capture the job, and read the plan or make it; in a party the leader does, and the others run what it says.
+) -> tuple[Captured, Plan, tuple[str, ...]]:
+    """Capture the job, and read the plan or make it, with the reasons for its cuts.
+
+    In a party the leader does, and the others run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
@@ -80,16 +97,21 @@ def planned(
     with doing("Capturing the model ...", quiet):
         captured = capture(job, seed=seed)
     if party is not None and not party.leads:
-        return captured, Plan.parse(party.take("plan"))
+        return captured, Plan.parse(party.take("plan")), ()
     if plan_file is not None:
-        chosen = _obey(read_plan(plan_file), choices)
+        chosen = Planned(_obey(read_plan(plan_file), choices))
+        if chosen.plan.compile and party is None:
+            with doing("Compiling the stages ...", quiet):
+                stages = fitted(captured, chosen.plan)
+                compile_stages(job, for_plan(captured, chosen.plan), chosen.plan, stages, seed)
     else:
-        with doing("Planning and measuring the stages ...", quiet):
-            chosen = plan(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
-    show_choices(chosen)
+        doings = "Planning, compiling and measuring" if choices.compile else "Planning and measuring"
+        with doing(f"{doings} the stages ...", quiet):
+            chosen = plan_with_reasons(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+    show_choices(chosen.plan)
     if party is not None:
-        party.give("plan", chosen.text())
-    return captured, chosen
+        party.give("plan", chosen.plan.text())
+    return captured, chosen.plan, chosen.reasons
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
@@ -159,6 +181,13 @@ def read_plan(path: Path) -> Plan:
 
 def _obey(plan: Plan, choices: Choices) -> Plan:
     for name, value in choices.given().items():
+        if name == "cuts":
+            raise UsageError(
+                "--cuts beside --plan",
+                got=str(value),
+                expected="one of them: a plan says where it is cut",
+                remedy="Leave --cuts out, or edit the plan's segments.",
+            )
         said: Any = plan.num_stages if name == "workers" else getattr(plan, name)
         if said != (named(value, plan.num_stages, plan.transport) if name == "devices" else value):
             raise UsageError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from roundelay.api.keeping import evaluating
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
 from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.cli.accounts import accounts, gaps_between, show_accounts, spans_of, stage_names
+from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.errors import UsageError, UserCodeError
@@ -23,9 +27,10 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import CPU
+from roundelay.observe.curves import Curves, CurveWriter
 from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
-from roundelay.observe.trace import Span, write_trace
+from roundelay.observe.trace import write_trace
 from roundelay.runtime.party import Party
 
 
@@ -43,6 +48,8 @@ def train_job(
     restarts: int,
     quiet: bool,
     party: Party | None = None,
+    reasons: Sequence[str] = (),
+    curves: CurveWriter | None = None,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -59,26 +66,31 @@ def train_job(
         restarts: how often a run that fails may go on from its last checkpoint.
         quiet: show nothing.
         party: the processes that a launcher has started, if one has; this one leads them.
+        reasons: for the plan's cuts.
+        curves: TensorBoard's writer, if it is to draw the run.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
     session, folder = _begun(session, out, party)
     try:
-        folder.write_plan(plan.text(explain(captured, plan)))
+        folder.write_plan(plan.text(explain(captured, plan, reasons)))
         on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
         plain = _plain(job, seed, quiet) if baseline and on_cpu else []
-        trained = _trained(session, folder, restarts, quiet, party)
+        trained = _trained(session, folder, restarts, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
             folder.discard()  # nothing was trained: leave nothing half-made
         raise
     show_run(trained)
-    summary = _summary(plan, trained, plain, folder)
-    write_trace(folder.trace, spans_of(trained))
+    spans = spans_of(trained)
+    gaps = gaps_between(spans, plan)
+    summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps)
+    write_trace(folder.trace, spans, gaps=gaps, names=stage_names(session))
     folder.write_summary(summary)
     if not quiet:
         _show(plan, trained, summary)
+        show_accounts(summary)
         _showcase(job, captured)
         stderr.print(f"Run folder: {folder.path} (runs/latest points at it)" if out is None else f"Run folder: {out}")
     return summary
@@ -136,17 +148,24 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
     return [one for one in found if one is not None]
 
 
-def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None) -> Trained:
+def _trained(
+    session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None, writer: CurveWriter | None
+) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
-        metrics.cut(session.extent.start_batch if folder.metrics.stat().st_size else 0)
+        start = session.extent.start_batch
+        metrics.cut(start if folder.metrics.stat().st_size else 0)
+        folder.cut_evaluations(start)
+        curves = None if writer is None else stack.enter_context(Curves(folder.tensorboard, writer, start))
         live = None if quiet else progress()
         bar = None if live is None else live.add_task("...", total=session.extent.batches)
         if live is not None:
             stack.callback(live.stop)
 
         def notify(event: Event) -> None:
-            _note(event, metrics, live, bar)
+            _note(event, folder, metrics, live, bar)
+            if curves is not None:
+                draw(event, curves)
 
         def run(session: Session, notify: Notify) -> Trained:
             return session.run(notify=notify, save_to=folder.checkpoint, party=party)
@@ -154,7 +173,7 @@ def _trained(session: Session, folder: RunFolder, restarts: int, quiet: bool, pa
         return run_restarting(session, restarts, run, notify, folder.checkpoint)
 
 
-def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: TaskID | None) -> None:
+def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progress | None, bar: TaskID | None) -> None:
     if isinstance(event, Updated):
         metrics.write(
             update=event.update,
@@ -162,17 +181,23 @@ def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: Task
             loss=event.loss,
             samples_per_second=event.samples_per_second,
             busy=event.busy,
+            learning_rates=event.learning_rates,
+            seconds=event.seconds,
+            time=round(time.time(), 3),
         )
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
             busy = " ".join(f"{share:.0%}" for share in event.busy)
             text = f"loss {event.loss:.4f}  {event.samples_per_second:.0f} samples/s  busy {busy}"
             live.update(bar, advance=1, description=text)
-    elif isinstance(event, Evaluated) and live is not None:
-        told = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
-        live.console.print(f"after update {event.updates}: {told}", markup=False)
+    elif isinstance(event, Evaluated):
+        folder.add_evaluation(event.updates - 1, event.epoch, event.metrics)
+        if live is not None:
+            told = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+            live.console.print(f"after update {event.updates}: {told}", markup=False)
     elif isinstance(event, Restarted):
         metrics.cut(event.updates)
+        folder.cut_evaluations(event.updates)
         if live is not None and bar is not None:
             live.stop()  # workers are forked now
             live.update(bar, completed=event.updates)
@@ -180,12 +205,7 @@ def _note(event: Event, metrics: MetricsWriter, live: Progress | None, bar: Task
     elif isinstance(event, NotSaved):
         stderr.print(f"No checkpoint at {event.path}: {event.reason}. The one before it is whole.", markup=False)
     else:
-        assert isinstance(event, (Saved, Evaluated))
-
-
-def spans_of(trained: Trained) -> list[Span]:
-    """Every instruction of a run as a span of its trace."""
-    return [Span(k, *event[:8]) for k, events in trained.events.items() for event in events]
+        assert isinstance(event, Saved)
 
 
 def activation_bytes(trained: Trained) -> list[int]:
@@ -216,7 +236,6 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
         "activation_bytes": activation_bytes(trained),
-        "busy": [trained.workers[k]["busy_s"] / wall[k] if wall[k] else 0.0 for k in sorted(wall)],
         "bytes_received": [sum(trained.workers[k]["bytes_received"].values()) for k in sorted(wall)],
         "wall_s": max(wall.values()),
         "run_folder": str(folder.path),
@@ -234,8 +253,7 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         ratio = f"  (this run: {summary['samples_per_second'] / rate:.2f} x)" if rate == max(plain.values()) else ""
         rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
     for k in range(plan.num_stages):
-        held, busy = amount(summary["activation_bytes"][k]), summary["busy"][k]
-        rows.append([f"worker {k}", f"busy {busy:.0%}, activations {held}"])
+        rows.append([f"worker {k}, activations", amount(summary["activation_bytes"][k])])
     title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, {summary['steps']} updates"
     stdout.print(table(title, ["", ""], rows))
 

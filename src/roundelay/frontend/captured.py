@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch.fx
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
-from roundelay.frontend.draws import keyed_call
+from roundelay.frontend.compiled import Compiled
+from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
-from roundelay.frontend.segment import Segment
-from roundelay.frontend.stage import StageFunction
+from roundelay.frontend.segment import Call, Segment
+from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
 
@@ -32,6 +34,7 @@ class Captured:
     Args:
         model: the person's own module; its weights are never changed by capture or by stages.
         graph: what the planner and the lowering see.
+        mode: the backward mode that its stages are compiled for; None: they are not.
     """
 
     model: torch.nn.Module
@@ -42,6 +45,13 @@ class Captured:
     _inputs: Inputs
     _call: CallShape
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
+    _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
+    _compiled: dict[tuple[SegmentSpec, torch.device, bool], Compiled] = field(default_factory=dict)
+    mode: Mode | None = None
+
+    def compiling(self, mode: Mode | None) -> Captured:
+        """The same model, whose stages are compiled for a backward mode, or not; what is compiled is shared."""
+        return changed(self, mode=mode)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -72,6 +82,12 @@ class Captured:
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
 
     def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if shapes not in self._fitting:
+            self._check_new_sizes(tensors)
+            self._fitting.add(shapes)
+
+    def _check_new_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
         for i, (tensor, sizes) in enumerate(zip(tensors, self._exported.sizes, strict=True)):
             fits = tensor.ndim == len(sizes) and all(
                 s is None or s == n for s, n in zip(sizes, tensor.shape, strict=True)
@@ -116,6 +132,28 @@ class Captured:
             outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
         return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
 
+    def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
+        """Run the whole model operation by operation, with a tape, on copies of the buffers; returns the loss.
+
+        Args:
+            micro_batch: what to run it on.
+            each: called with every operation's number and a function that runs it; returns what that returns. The loss
+                is the last one.
+        """
+        values = self.values(micro_batch)
+        order = {op.name: i for i, op in enumerate(self.graph.ops)}
+
+        def call(node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+            target: Any = node.target
+            return each(order[node.name], partial(target, *args, **kwargs))
+
+        with torch.enable_grad():
+            made, _ = run_nodes(self._exported, [values[name] for name in self.graph.inputs], call=call)
+            values |= {name: made[name] for name in self.graph.outputs if name in order}
+            reads = [values[name] for name in (*self.graph.outputs, *self.graph.batch)]
+            result: list[torch.Tensor] = each(len(order), partial(self._loss_call(), *reads, Draw(0, 0)))
+        return result[0]
+
     def _stage_zero_inputs(self, spec: StageSpec) -> tuple[str, ...]:
         """Stage 0 reads the data: what its own segments read of it, and nothing of what it only passes on."""
         made = (*self.graph.inputs, *self.graph.batch)
@@ -125,19 +163,29 @@ class Captured:
     def _segment(self, spec: SegmentSpec, device: torch.device) -> Segment:
         if (spec, device) not in self._pieces:
             self._pieces[spec, device] = placed(_piece(self._exported, self.graph, spec), device)
-        call = self._pieces[spec, device]
+        call = self._call_of(spec, device)
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
-        return Segment(spec, call.forward, trainable, wanted, mutated)
+        return Segment(spec, call, trainable, wanted, mutated)
+
+    def _call_of(self, spec: SegmentSpec, device: torch.device) -> Call:
+        if self.mode is None:
+            return self._pieces[spec, device].forward
+        key = (spec, device, self.mode == "mixed")
+        if key not in self._compiled:
+            self._compiled[key] = Compiled(self._pieces[spec, device], saves_all=self.mode == "mixed")
+        return self._compiled[key]
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
         end = len(self.graph.ops)
         outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
         part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
-        call = partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
-        return Segment(part, call, frozenset(), wanted, frozenset())
+        return Segment(part, self._loss_call(device), frozenset(), wanted, frozenset())
+
+    def _loss_call(self, device: torch.device = CPU) -> Callable[..., list[torch.Tensor]]:
+        return partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
 
     def _plain_loss(self, *values: Any) -> list[torch.Tensor]:
         return self._loss(*values[:-1])

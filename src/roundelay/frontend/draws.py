@@ -57,16 +57,47 @@ class Draw:
         made = torch.Generator(device) if device.type in _GENERATORS else torch.Generator()
         return made.manual_seed(self.key(position))
 
+    def tensor(self) -> torch.Tensor:
+        """Seed and g as two int64, which compiled code takes as an input; :meth:`of` reads them."""
+        seed = self.seed & _MASK
+        return torch.tensor([seed - (1 << 64) if seed >> 63 else seed, self.g])
 
-def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw, position: int) -> torch.Tensor:
+    @staticmethod
+    def of(numbers: torch.Tensor) -> Draw:
+        """The key that :meth:`tensor` wrote; ``key`` and ``generator`` do not see the difference."""
+        seed, g = numbers.tolist()
+        return Draw(seed, g)
+
+
+@torch.library.custom_op("roundelay::keyed_noise", mutates_args=())
+def keyed_noise(
+    draw: torch.Tensor, position: int, keep: float, size: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Ones with probability ``keep``, zeros elsewhere, under the key in ``draw``: opaque to a compiler."""
+    noise = torch.empty(size, dtype=dtype, device=device)
+    return noise.bernoulli_(keep, generator=Draw.of(draw).generator(position, device))
+
+
+@keyed_noise.register_fake
+def _(
+    draw: torch.Tensor, position: int, keep: float, size: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw | torch.Tensor, position: int) -> torch.Tensor:
     """``aten.dropout`` of a contiguous ``x`` with the mask drawn under the key; same shape as ``x``.
 
-    The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous.
+    The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous. The key
+    is a tensor (:meth:`Draw.tensor`) while the operation is compiled; the mask is the same one.
     """
     if not train or p == 0.0 or x.numel() == 0:
         return x
-    noise = torch.empty_like(x, memory_format=torch.contiguous_format)
-    noise.bernoulli_(1.0 - p, generator=draw.generator(position, x.device))
+    if isinstance(draw, Draw):
+        noise = torch.empty_like(x, memory_format=torch.contiguous_format)
+        noise.bernoulli_(1.0 - p, generator=draw.generator(position, x.device))
+    else:
+        noise = keyed_noise(draw, position, 1.0 - p, list(x.shape), x.dtype, x.device)
     return x * (noise.div_(1.0 - p) if p < 1.0 else noise)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 
 from roundelay.frontend.captured import Captured
+from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.placed import CPU
-from roundelay.frontend.stage import Mode
+from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 
@@ -54,7 +55,11 @@ def profile(
         repeats: how often; the first run warms up.
     """
     places = devices or [CPU] * len(partition.stages)
-    functions = [_Placed(captured, spec, place) for spec, place in zip(partition.stages, places, strict=True)]
+    parameters = captured.parameters()
+    functions = [
+        _Placed(captured.stage(spec, place), parameters, spec, place)
+        for spec, place in zip(partition.stages, places, strict=True)
+    ]
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in functions]
     tapes = [0] * len(functions)
     for repeat in range(repeats + 1):
@@ -70,7 +75,7 @@ def profile(
             backward_s=max(
                 1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)
             ),
-            update_s=_touch(function),
+            update_s=touch(function.parameters.values(), function.now_s),
             tape_bytes=tape,
         )
         for (forward, backward), tape, function in zip(times, tapes, functions, strict=True)
@@ -81,9 +86,10 @@ def profile(
 class _Placed:
     """A stage's functions and weights on its device."""
 
-    def __init__(self, captured: Captured, spec: StageSpec, place: torch.device) -> None:
-        parameters = captured.parameters()
-        self.function, self.place = captured.stage(spec, place), place
+    def __init__(
+        self, function: StageFunction, parameters: Mapping[str, torch.Tensor], spec: StageSpec, place: torch.device
+    ) -> None:
+        self.function, self.place = function, place
         self.parameters = {n: self.here(parameters[n]) for n in spec.parameters}
 
     def here(self, value: Any) -> Any:
@@ -95,6 +101,37 @@ class _Placed:
         if self.place.type == "cuda":
             torch.cuda.synchronize(self.place)
         return time.perf_counter()
+
+
+def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stage: int | None = None) -> None:
+    """Compile the segments of one stage, or of all, for the shapes of a micro-batch; what is compiled already stays.
+
+    Args:
+        captured: the model, with the mode to compile for.
+        partition: its stages.
+        micro_batch: of the size that will be trained on.
+        stage: its number; None for all.
+
+    Raises:
+        CaptureError: a stage cannot be compiled.
+    """
+    assert captured.mode is not None
+    plain, parameters = captured.compiling(None), captured.parameters()
+    stages = [
+        _Placed(
+            _learning(captured.stage(spec)) if stage in (None, spec.stage) else plain.stage(spec),
+            parameters,
+            spec,
+            CPU,
+        )
+        for spec in partition.stages
+    ]
+    _once(captured, stages, micro_batch, captured.mode)
+
+
+def _learning(function: StageFunction) -> StageFunction:
+    segments = (replace(s, call=s.call.learn) if isinstance(s.call, Compiled) else s for s in function.segments)
+    return replace(function, segments=tuple(segments))
 
 
 def _once(
@@ -124,11 +161,11 @@ def _once(
     return list(zip(forwards, reversed(backwards), sizes, strict=True))
 
 
-def _touch(stage: _Placed) -> float:
-    """Seconds of three passes over the stage's weights."""
-    own = [parameter.detach() for parameter in stage.parameters.values()]
-    start = stage.now_s()
+def touch(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of three passes over some parameters, a stand-in for an update."""
+    own = [parameter.detach() for parameter in parameters]
+    start = clock()
     for _ in range(3):
         for parameter in own:
             parameter.clone()
-    return stage.now_s() - start
+    return clock() - start

@@ -53,6 +53,12 @@ class Cleaned:
 
 
 Writes = dict[Node, tuple[Node, ...]]
+Call = Callable[[Node, Any, Any], Any]
+
+
+def _call(node: Node, args: Any, kwargs: Any) -> Any:
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 def run_nodes(
@@ -61,6 +67,7 @@ def run_nodes(
     watch: Callable[[Node], None] | None = None,
     *,
     copy_weights: bool = False,
+    call: Call = _call,
 ) -> tuple[dict[str, Any], Writes]:
     """Run the graph node by node on real tensors, and on copies of buffers and constants.
 
@@ -69,6 +76,7 @@ def run_nodes(
         tensors: the call's tensors.
         watch: called after each operation.
         copy_weights: run on copies of the parameters, too.
+        call: node, args and kwargs to the operation's value.
 
     Returns:
         Every node's value, placeholders included; and the values into which each operation that writes has written.
@@ -90,7 +98,7 @@ def run_nodes(
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
             before = {n: _version(env[n]) for n in node.all_input_nodes}
-            env[node] = node.target(*args, **kwargs)
+            env[node] = call(node, args, kwargs)
             declared = _declared_writes(node)
             written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
             writes |= {node: written} if written else {}

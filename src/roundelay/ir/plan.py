@@ -73,9 +73,10 @@ class Plan:
         rule: update rule.
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
+        compile: whether stages are compiled before they run.
         micro_batches: M, micro-batches of a full batch.
-        transport: ``memory`` (threads of one process), ``gloo`` (processes) or ``nccl`` (processes of a launcher,
-            one CUDA device each).
+        transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
+            ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
@@ -88,6 +89,7 @@ class Plan:
     rule: str
     predictor: str
     backward: str
+    compile: bool
     micro_batches: int
     transport: str
     deadline_s: float

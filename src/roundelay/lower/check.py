@@ -27,7 +27,9 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
-TRANSPORTS = ("memory", "gloo", "nccl")
+TRANSPORTS = ("memory", "shm", "gloo", "nccl")
+FORKING = ("shm", "gloo")
+"""Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -106,11 +108,18 @@ def _check_devices(plan: Plan) -> None:
                 expected="cpu, or cuda:0, cuda:1 and so on",
                 remedy="Correct the plan or --devices.",
             )
-        if plan.transport == "gloo" and name != CPU:
+        if name != CPU and plan.compile:
             raise PlanError(
                 f"stages[{k}].device of the plan",
-                got=f"{name} beside transport gloo",
-                expected="cpu: gloo carries tensors of the CPU, and its processes are forked",
+                got=f"{name} beside compile = true",
+                expected="cpu: compiled stages have been tried on the CPU only",
+                remedy="Choose --devices cpu, or leave --compile out.",
+            )
+        if name != CPU and plan.transport in FORKING:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=f"{name} beside transport {plan.transport}",
+                expected=f"cpu: {plan.transport} carries tensors of the CPU, and its processes are forked",
                 remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
             )
         if plan.transport == "nccl" and name == CPU:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from roundelay.errors import PlanError
-from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
+from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
+from roundelay.lower.crossing import Hop, hops, journeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
     spans = _spans(graph, stages)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)
-    chains = _chains(graph, [*spans, loss], owners)
-    edges = _edges(graph, chains, len(stages))
+    chains = _chains(graph, [*spans, loss])
+    edges = _edges(graph, spans, len(stages))
     return Partition(
         tuple(
             StageSpec(
@@ -102,44 +102,29 @@ def _owners(graph: Graph, spans: Sequence[_Span]) -> dict[str, _Span]:
     return owners
 
 
-def _chains(graph: Graph, spans: Sequence[_Span], owners: dict[str, _Span]) -> dict[str, list[_Span]]:
+def _chains(graph: Graph, spans: Sequence[_Span]) -> dict[str, list[_Span]]:
     """For every value that is read outside of the segment that makes it: its maker, then its readers in order.
 
-    Stage 0 makes inputs and batch tensors before its first segment, at the empty span (0, 0, 0).
+    Stage 0 makes inputs and batch tensors before its first segment, at the empty span (0, 0, 0); the loss, the last of
+    ``spans``, reads behind the last operation.
     """
-    makers = {op.name: span for span in spans for op in graph.ops[span.start : span.stop]}
-    makers |= dict.fromkeys((*graph.inputs, *graph.batch), _Span(0, 0, 0))
-    makers |= {WEIGHT + name: span for name, span in owners.items()}
-    chains: dict[str, list[_Span]] = {}
-    for span in spans:
-        reads = [name for op in graph.ops[span.start : span.stop] for name in op.reads]
-        reads += [WEIGHT + name for op in graph.ops[span.start : span.stop] for name in op.parameters]
-        reads += [*graph.outputs, *graph.batch] if span.start == span.stop else []
-        for name in dict.fromkeys(reads):
-            if makers[name] != span:
-                chains.setdefault(name, [makers[name]]).append(span)
-    return {name: chains[name] for name in makers if name in chains}
+    at = {-1: _Span(0, 0, 0), len(graph.ops): spans[-1]}
+    at |= {place: span for span in spans for place in range(span.start, span.stop)}
+    chains = {way.name: list(dict.fromkeys(at[place] for place in way.places)) for way in journeys(graph)}
+    return {name: chain for name, chain in chains.items() if len(chain) > 1}
 
 
-def _edges(graph: Graph, chains: dict[str, list[_Span]], num_stages: int) -> tuple[Edge, ...]:
-    travels: dict[tuple[int, int], list[str]] = {(k, k + 1): [] for k in range(num_stages - 1)}
-    for name, chain in chains.items():
-        for before, after in pairwise(chain):
-            if before.stage != after.stage:
-                travels.setdefault((before.stage, after.stage), []).append(name)
+def _edges(graph: Graph, spans: Sequence[_Span], num_stages: int) -> tuple[Edge, ...]:
+    at = {place: span.stage for span in spans for place in range(span.start, span.stop)}
+    at[len(graph.ops)] = num_stages - 1
+    travels: dict[tuple[int, int], list[Hop]] = {(k, k + 1): [] for k in range(num_stages - 1)}
+    for hop in hops(graph):
+        if at[hop.source] != at[hop.target]:
+            travels.setdefault((at[hop.source], at[hop.target]), []).append(hop)
     return tuple(
-        Edge(source, target, tuple(names), tuple(name for name in names if _flows_back(graph, name)))
-        for (source, target), names in sorted(travels.items())
+        Edge(source, target, tuple(hop.name for hop in parts), tuple(hop.name for hop in parts if hop.gradient))
+        for (source, target), parts in sorted(travels.items())
     )
-
-
-def _flows_back(graph: Graph, name: str) -> bool:
-    """Whether a gradient of this value travels back to where it came from."""
-    if name.startswith((INPUT, BATCH)):
-        return False
-    if name.startswith(WEIGHT):
-        return graph.parameters[name.removeprefix(WEIGHT)].trainable
-    return graph.values[name].requires_grad
 
 
 def _segment(graph: Graph, span: _Span, owners: dict[str, _Span], chains: dict[str, list[_Span]]) -> SegmentSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -58,6 +58,14 @@ class MetricsWriter:
             "busy": list(busy),
             **more,
         }
+        self.add(fields)
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Add one line of any fields; ``update`` must be among them.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         line = strict_json(fields).encode() + b"\n"
         try:
             while line:  # a disk that is almost full takes a part

@@ -89,6 +89,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """One JSON object per evaluation, if there was one."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def summary(self) -> Path:
         """The run in a few numbers, written at its end."""
         return self.path / "summary.json"
@@ -97,6 +102,11 @@ class RunFolder:
     def trace(self) -> Path:
         """Who computed what and when, for Perfetto."""
         return self.path / "trace.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's curves, where they were asked for."""
+        return self.path / "tensorboard"
 
     @property
     def checkpoint(self) -> Path:
@@ -129,6 +139,25 @@ class RunFolder:
             RunError: it cannot be written.
         """
         return MetricsWriter(self.metrics)
+
+    def add_evaluation(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Write what the job's ``evaluate`` said after an update.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with MetricsWriter(self.evaluations) as file:
+            file.add({"update": update, "epoch": epoch, "time": round(time.time(), 3), "metrics": dict(metrics)})
+
+    def cut_evaluations(self, updates: int) -> None:
+        """Drop the evaluations after update number ``updates`` and later ones: they will be made again.
+
+        Raises:
+            RunError: the file cannot be read or written.
+        """
+        if self.evaluations.exists():
+            with MetricsWriter(self.evaluations) as file:
+                file.cut(updates)
 
     def discard(self) -> None:
         """Undo :meth:`create` if nothing was written since; a file without bytes counts as nothing."""

@@ -1,15 +1,18 @@
 """Traces: who computed what and when, as a file for https://ui.perfetto.dev or chrome://tracing.
 
-The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, a complete event (``X``) per
-instruction, and arrows (``s`` to ``f``) along which activations and gradients went. Times are microseconds.
+The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, named after its stage; a
+complete event (``X``) per instruction, and below them one per gap between instructions, called ``wait`` or ``bubble``;
+and arrows (``s`` to ``f``) along which activations and gradients went. Times are microseconds. Every event is a line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from roundelay.observe.files import replacing_file
 
@@ -21,6 +24,9 @@ _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
 _MICRO = 1e6
+
+SHORT_S = 5e-6
+"""Gaps shorter than this many seconds are left out: nobody could see them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,23 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Time in which a worker does nothing.
+
+    Args:
+        worker: which one.
+        kind: ``bubble``, ``wait``, or ``idle`` where the two cannot be told apart.
+        start_s: when it began.
+        end_s: when it ended.
+    """
+
+    worker: int
+    kind: Literal["bubble", "wait", "idle"]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """One message: from the span that made it to the span that used it."""
 
@@ -69,13 +92,22 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
     return made
 
 
-def write_trace(path: Path, spans: Sequence[Span], flows: Iterable[Flow] | None = None) -> None:
+def write_trace(
+    path: Path,
+    spans: Sequence[Span],
+    flows: Iterable[Flow] | None = None,
+    *,
+    gaps: Iterable[Gap] = (),
+    names: Mapping[int, str] | None = None,
+) -> None:
     """Write a trace, event by event; its time begins with the first span.
 
     Args:
         path: the file; an old one stays until the new one is complete.
         spans: in any order.
         flows: the arrows; those of :func:`flows_of` unless given.
+        gaps: what lies between the spans.
+        names: worker to what its stage computes, for the process's name.
 
     Raises:
         RunError: it cannot be written.
@@ -84,7 +116,7 @@ def write_trace(path: Path, spans: Sequence[Span], flows: Iterable[Flow] | None 
     arrows = flows_of(spans) if flows is None else flows
     with replacing_file(path) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        events = _events(spans, arrows, begin)
+        events = chain(_processes(spans, names or {}), _events(spans, arrows, begin), _idle(gaps, begin))
         file.write(next(events, ""))
         file.writelines(",\n" + event for event in events)
         file.write("\n]}\n")
@@ -92,8 +124,6 @@ def write_trace(path: Path, spans: Sequence[Span], flows: Iterable[Flow] | None 
 
 def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Iterator[str]:
     """Each event as JSON. Written by hand: ``json.dumps`` takes several times as long, and only names need escapes."""
-    for worker in sorted({span.worker for span in spans}):
-        yield from _names(worker)
     titles = {opcode: json.dumps(_LETTERS.get(opcode, opcode))[1:-1] for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
     for s in spans:
@@ -101,16 +131,35 @@ def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Itera
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'
-            f'"args":{{"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},"distance":{s.distance},'
-            f'"bytes":{s.num_bytes}}}}}'
+            f'"args":{{"stage":{s.worker},"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},'
+            f'"distance":{s.distance},"bytes":{s.num_bytes}{_made(s)}}}}}'
         )
     for i, flow in enumerate(flows):
         yield from _arrow(i, flow, begin)
 
 
-def _names(worker: int) -> Iterator[str]:
+def _made(span: Span) -> str:
+    """An update reads one version and makes the next."""
+    return f',"makes version":{span.version + 1}' if span.opcode == "update" else ""
+
+
+def _idle(gaps: Iterable[Gap], begin: float) -> Iterator[str]:
+    for gap in gaps:
+        if gap.end_s - gap.start_s >= SHORT_S:
+            yield (
+                f'{{"ph":"X","name":"{gap.kind}","cat":"idle","pid":{gap.worker},"tid":0,'
+                f'"ts":{(gap.start_s - begin) * _MICRO:.3f},"dur":{(gap.end_s - gap.start_s) * _MICRO:.3f}}}'
+            )
+
+
+def _processes(spans: Sequence[Span], names: Mapping[int, str]) -> Iterator[str]:
+    for worker in sorted({span.worker for span in spans}):
+        yield from _names(worker, names.get(worker, ""))
+
+
+def _names(worker: int, stage: str) -> Iterator[str]:
     labels = {
-        "process_name": {"name": f"worker {worker} (stage {worker})"},
+        "process_name": {"name": f"worker {worker} (stage {worker}{': ' * bool(stage)}{stage})"},
         "process_sort_index": {"sort_index": worker},
         "thread_name": {"name": "instructions"},
     }

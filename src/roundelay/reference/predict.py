@@ -203,9 +203,10 @@ def _adam_family(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead)
         a = 1.0 - ahead.linear * lam if predictor == "paper" else 1.0
         b = ahead.linear / (1.0 - beta1**u)
     second = _pairs(past.state["max_exp_avg_sq" if past.group["amsgrad"] else "exp_avg_sq"])
-    denominator = (second.sqrt() / math.sqrt(1.0 - beta2**u)).add_(past.number("eps"))
+    c = math.sqrt(1.0 - beta2**u)
+    denominator = torch.add(torch.sqrt(second), past.number("eps") * c)  # times c, and so is b
     base = _pairs(weight) if a == 1.0 else torch.mul(_pairs(weight), a)
-    predicted = torch.addcdiv(base, _pairs(past.state["exp_avg"]), denominator, value=-b)
+    predicted = torch.addcdiv(base, _pairs(past.state["exp_avg"]), denominator, value=-(b * c))
     return torch.view_as_complex(predicted) if weight.is_complex() else predicted
 
 

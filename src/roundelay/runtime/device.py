@@ -24,7 +24,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.check import CPU
+from roundelay.lower.check import CPU, FORKING
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.transport.driver import Cuda, Driver, Event, Stream
 from roundelay.transport.lanes import Place
@@ -59,7 +59,7 @@ def named(devices: str | None, num_stages: int, transport: str) -> tuple[str, ..
     Raises:
         PlanError: the list is not one per stage, or a device is not here.
     """
-    text = devices or ("cuda" if present() and transport != "gloo" else CPU)
+    text = devices or ("cuda" if present() and transport not in FORKING else CPU)
     names = (text,) * num_stages if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and present():
         names = tuple(f"cuda:{k % present()}" for k in range(num_stages))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from roundelay.errors import UsageError
 from roundelay.runtime.party import Party, lead
-from roundelay.runtime.processes import run_processes
+from roundelay.runtime.processes import run_processes, run_sharing
 from roundelay.runtime.tally import Listener
 from roundelay.runtime.threads import run_threads
 from roundelay.runtime.worker import Task, Wrap, unchanged
@@ -32,7 +32,12 @@ def _refuse(task: Task, listen: Listener, wrap: Wrap) -> None:
     raise needs_launcher()
 
 
-LAUNCHERS: dict[str, Launcher] = {"memory": run_threads, "gloo": run_processes, "nccl": _refuse}
+LAUNCHERS: dict[str, Launcher] = {
+    "memory": run_threads,
+    "shm": run_sharing,
+    "gloo": run_processes,
+    "nccl": _refuse,
+}
 """Transport to what starts, hears and ends its workers."""
 
 

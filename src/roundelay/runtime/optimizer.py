@@ -105,22 +105,33 @@ class RateTable:
 
     def __init__(self, make: OptimizerFactory, schedule: SchedulerFactory | None, named: Named) -> None:
         self._optimizer = build_optimizer(make, named)
+        narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
+        self._optimizer.state.clear()
         self._scheduler = build_scheduler(schedule, self._optimizer)
         self._rates: list[tuple[float, ...]] = [self._now()]
 
     def rates(self, group: int, update: int, count: int) -> tuple[float, ...]:
         """lr(update), lr(update+1), ... of a group: ``count`` of them."""
+        return tuple(self.at(u)[group] for u in range(update, update + count))
+
+    def at(self, update: int) -> tuple[float, ...]:
+        """lr(update) of every group."""
         if self._scheduler is None:
-            return (self._rates[0][group],) * count
-        while len(self._rates) < update + count:
+            return self._rates[0]
+        while len(self._rates) <= update:
             self._optimizer.step()  # without gradients it changes nothing, but the scheduler wants to see it first
             with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
                 self._scheduler.step()
             self._rates.append(self._now())
-        return tuple(self._rates[u][group] for u in range(update, update + count))
+        return self._rates[update]
 
     def _now(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+def without_gradients(model: torch.nn.Module) -> Named:
+    """The model's parameters as objects of their own, which share the weights but no gradient."""
+    return [(n, torch.nn.Parameter(p.detach(), p.requires_grad)) for n, p in model.named_parameters()]
 
 
 def state_of(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:

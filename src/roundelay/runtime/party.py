@@ -98,6 +98,16 @@ class Party:
                 remedy="See what worker 0 told.",
             ) from error
 
+    def gather(self, what: str) -> None:
+        """Wait until every member has come so far.
+
+        Raises:
+            WorkerLostError: one never does.
+        """
+        self.give(f"{what} {self.restart} {self.rank}", "")
+        for rank in range(self.size):
+            self.take(f"{what} {self.restart} {rank}")
+
     def endpoint(self, line: str, deadline_s: float) -> Endpoint:
         """This process's end of one set of connections."""
         return GlooEndpoint(self.rank, self.size, self._meeting(line), deadline_s, self._interface)

@@ -1,4 +1,4 @@
-"""Workers as forked processes of this host, over gloo on loopback.
+"""Workers as forked processes of this host, over gloo on loopback or through shared memory.
 
 A forked worker starts in a fifth of a second, as everything is imported and captured already. Each has a pipe to the
 launcher; a *pump*, one thread of the launcher, reads them all and watches over the children: a worker that dies is
@@ -26,10 +26,12 @@ import torch
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
-from roundelay.runtime.threads import follow
+from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.shm import ShmEndpoint
+from roundelay.transport.wiring import open_pairs
 
 END_S = 3.0
 """Seconds that processes get to end by themselves once the run has ended or failed."""
@@ -56,7 +58,20 @@ def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
         _run(task, listen, connect)
 
 
-def _run(task: Task, listen: Listener, connect: Connect) -> None:
+def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
+    """Execute a task by processes that share memory; see :func:`roundelay.runtime.launch.run`."""
+    wiring = open_pairs(task.plan.num_stages)
+
+    def connect(worker: int) -> Endpoint:
+        return wrap(ShmEndpoint(worker, wiring, task.plan.deadline_s))
+
+    try:
+        _run(task, listen, connect, wiring.close)
+    finally:
+        wiring.close()
+
+
+def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tally = Tally(task.plan.num_stages, listen)
     children: list[Child] = []
@@ -64,6 +79,7 @@ def _run(task: Task, listen: Listener, connect: Connect) -> None:
     try:
         for k in range(task.plan.num_stages):
             _fork(task, k, connect, children)
+        forked()
         pump.start()
         follow(reports, tally)
     finally:
@@ -230,6 +246,8 @@ class _Sender:
             data = to_bytes(report)
             _write_all(self._writing, struct.pack("<Q", len(data)))
             _write_all(self._writing, data)
+            if self._reports.empty():
+                time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

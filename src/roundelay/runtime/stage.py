@@ -14,7 +14,7 @@ from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import StageSpec
-from roundelay.job import Job, Named
+from roundelay.job import Job
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
@@ -23,6 +23,7 @@ from roundelay.runtime.optimizer import (
     narrow,
     restore_state,
     state_of,
+    without_gradients,
 )
 from roundelay.weights import LastStep, Outlook, needs_displacement, needs_gradient, predict
 
@@ -79,7 +80,7 @@ class Stage:
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = build_scheduler(job.scheduler, self.optimizer)
-        self._rates = RateTable(job.optimizer, job.scheduler, _without_gradients(captured.model))
+        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model))
         for _ in range(initial.updates if self.scheduler is not None else 0):
             self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
@@ -253,8 +254,3 @@ class Stage:
                     self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
                 )
         return predicted
-
-
-def _without_gradients(model: torch.nn.Module) -> Named:
-    """The model's parameters as objects of their own, which share the weights but no gradient."""
-    return [(n, torch.nn.Parameter(p.detach(), p.requires_grad)) for n, p in model.named_parameters()]

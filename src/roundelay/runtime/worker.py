@@ -22,7 +22,7 @@ from roundelay.ir.program import Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.observe.digest import digest
-from roundelay.observe.memory import private_bytes
+from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.reader import Extent, read
@@ -118,6 +118,7 @@ class _Worker:
         self.channels = {c.id: c for c in program.channels}
         self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
         spec = task.partition.stages[worker]
+        self.resident = resident_bytes()
         stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial, device.place)
         data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
         self.data = device.feed(data)
@@ -247,7 +248,14 @@ class _Worker:
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": self.context.stage.tape_bytes(),
             "private_bytes": private_bytes(),
+            **_resident(self.resident),
         }
+
+
+def _resident(before: tuple[int, int] | None) -> dict[str, object]:
+    """Bytes that this process had in memory before it had a stage, and at most since it began."""
+    after = resident_bytes()
+    return {"rss_at_start_bytes": before and before[0], "peak_rss_bytes": after and after[1]}
 
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:

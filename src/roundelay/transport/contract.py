@@ -56,6 +56,8 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 """Every dtype a message may carry; a dtype's place in this tuple is its number on the wire."""
 
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Message:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the tensors; header, ints and floats are not counted, as no cost model prices them."""
-        return sum(value.nbytes for value in self.values if isinstance(value, torch.Tensor))
+        return sum([value.nbytes for value in self.values if isinstance(value, torch.Tensor)])
 
 
 @final
@@ -165,7 +167,8 @@ class Endpoint(ABC):
 class CheckedEndpoint(Endpoint):
     """What every real transport shares: checks, byte counters, the inbox and the end of life.
 
-    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``.
+    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``, or
+    has a ``_take`` of its own.
     """
 
     #: kinds of devices whose tensors it takes
@@ -196,9 +199,9 @@ class CheckedEndpoint(Endpoint):
     @final
     def send(self, to: int, message: Message) -> None:
         """Check, count and hand over `message`."""
-        check_message(message, self.carries)
+        payload_bytes = check_message(message, self.carries)
         self._check_sending(to)
-        self._sent[message.channel] += message.payload_bytes
+        self._sent[message.channel] += payload_bytes
         self._send(to, message)
 
     @final
@@ -208,10 +211,13 @@ class CheckedEndpoint(Endpoint):
         self._check_sending(to)
         self._grant(to, channel)
 
+    def _take(self, timeout_s: float) -> Delivery:
+        return take(self._inbox, timeout_s, self.worker)
+
     @final
     def receive(self, timeout_s: float) -> Delivery:
-        """The next delivery of the inbox, counted."""
-        delivery = take(self._inbox, timeout_s, self.worker)
+        """The next delivery, counted."""
+        delivery = self._take(timeout_s)
         if isinstance(delivery, Arrived):
             self._received[delivery.message.channel] += delivery.message.payload_bytes
         return delivery
@@ -300,35 +306,33 @@ def check_channel(channel: int) -> None:
         raise _bad("channel", repr(channel), "an int from 0 to 2**31 - 1")
 
 
-def check_message(message: Message, carries: tuple[str, ...]) -> None:
-    """Raise InternalError unless `message` keeps the contract; costs about a microsecond per value."""
+def check_message(message: Message, carries: tuple[str, ...]) -> int:
+    """The message's payload bytes; raise InternalError unless it keeps the contract. About a microsecond per value."""
     check_channel(message.channel)
     if len(message.header) > MAX_HEADER:
         raise _bad("header", f"{len(message.header)} numbers", f"at most {MAX_HEADER}")
     if len(message.values) > MAX_VALUES:
         raise _bad("values", f"{len(message.values)} of them", f"at most {MAX_VALUES}")
-    for number in message.header:
-        _check_int(number)
+    if message.header:
+        _check_ints(message.header)
     for value in message.values:
-        _check_value(value, carries)
-    if message.payload_bytes > MAX_MESSAGE_BYTES:
-        raise _bad("tensors", f"{message.payload_bytes} bytes", f"at most {MAX_MESSAGE_BYTES}")
+        if isinstance(value, torch.Tensor):
+            fault = _tensor_fault(value, carries)
+            if fault is not None:
+                raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
+        elif type(value) is int:
+            _check_ints((value,))
+        elif value is not None and type(value) is not float:
+            raise _bad("value", f"a {type(value).__name__}", "a tensor, an int, a float or None")
+    payload_bytes = message.payload_bytes
+    if payload_bytes > MAX_MESSAGE_BYTES:
+        raise _bad("tensors", f"{payload_bytes} bytes", f"at most {MAX_MESSAGE_BYTES}")
+    return payload_bytes
 
 
-def _check_int(number: int) -> None:
-    if not (type(number) is int and INT64_MIN <= number <= INT64_MAX):
-        raise _bad("integer", repr(number), "a plain int of 64 bits")
-
-
-def _check_value(value: Value, carries: tuple[str, ...]) -> None:
-    if isinstance(value, torch.Tensor):
-        fault = _tensor_fault(value, carries)
-        if fault is not None:
-            raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
-    elif type(value) is int:
-        _check_int(value)
-    elif value is not None and type(value) is not float:
-        raise _bad("value", f"a {type(value).__name__}", "a tensor, an int, a float or None")
+def _check_ints(numbers: tuple[int, ...]) -> None:
+    if {*map(type, numbers)} != {int} or min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
+        raise _bad("integer", f"one of {numbers!r}", "a plain int of 64 bits")
 
 
 def _tensor_fault(tensor: torch.Tensor, carries: tuple[str, ...]) -> str | None:
@@ -338,7 +342,7 @@ def _tensor_fault(tensor: torch.Tensor, carries: tuple[str, ...]) -> str | None:
         return "one that requires a gradient"
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return f"strides {tensor.stride()} for shape {tuple(tensor.shape)}, or a lazy conjugate or negative"
-    if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMENSIONS:
+    if tensor.dtype not in DTYPE_NUMBERS or tensor.dim() > MAX_DIMENSIONS:
         return f"dtype {tensor.dtype} with {tensor.dim()} dimensions"
     return None
 

@@ -1,0 +1,72 @@
+"""Compile a plan's stages before any worker starts.
+
+Here, in the process that starts the workers, and before it does: forked workers inherit what is compiled, threads share
+it, the reference is handed the same functions, and no deadline of the run has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from roundelay.api.quiet import without_dumps
+from roundelay.api.threads import one_thread
+from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.frontend import Captured
+from roundelay.frontend.batch import leaves, split
+from roundelay.frontend.compiled import check_compiler
+from roundelay.frontend.profile import compile_for
+from roundelay.ir.plan import Plan
+from roundelay.ir.stage import Partition
+from roundelay.job import Job
+from roundelay.runtime.reader import first_batch
+
+
+def for_plan(captured: Captured, plan: Plan) -> Captured:
+    """The model with stages that are compiled if the plan says so."""
+    return captured.compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
+
+
+def compile_stages(
+    job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, stage: int | None = None
+) -> None:
+    """Compile what the plan says, for the micro-batches of the run's first batch; does nothing a second time.
+
+    Args:
+        job: the job.
+        captured: its model, :func:`for_plan`.
+        plan: the plan.
+        stages: its stages.
+        seed: of the run.
+        stage: compile this one only.
+
+    Raises:
+        PlanError: there is no C++ compiler.
+        CaptureError: a stage cannot be compiled.
+    """
+    if not plan.compile:
+        return
+    check_compiler()
+    try:
+        with one_thread(), without_dumps():
+            for micro_batch in _kinds(first_batch(job.batches, seed), plan.micro_batches):
+                compile_for(captured, stages, micro_batch, stage)
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own code, or what torch compiled of it
+        raise UserCodeError(
+            "compiling the stages for the first batch",
+            got=f"{type(error).__name__}: {str(error).strip()[:500]}",
+            expected="a model that computes compiled as it does without",
+            remedy="Leave --compile out; ROUNDELAY_DEBUG=1 shows the traceback.",
+        ) from error
+
+
+def _kinds(batch: Any, micro_batches: int) -> Iterator[Any]:
+    """One micro-batch of each size."""
+    seen = set()
+    for part in split(batch, max(1, micro_batches)):
+        shapes = tuple(leaf.shape for leaf in leaves(part).values())
+        if shapes not in seen:
+            seen.add(shapes)
+            yield part

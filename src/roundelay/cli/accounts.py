@@ -1,0 +1,68 @@
+"""Where time and memory of a finished training went, worker by worker: for the summary and on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roundelay.api.memory import memory_of, optimizer_bytes
+from roundelay.api.training import Session, Trained
+from roundelay.cli.screen import amount, stdout, table
+from roundelay.ir.plan import Plan
+from roundelay.observe.shares import gaps_of, shares_of
+from roundelay.observe.trace import Gap, Span
+
+
+def spans_of(trained: Trained) -> list[Span]:
+    """Every instruction of a run as a span of its trace."""
+    return [Span(k, *event[:8]) for k, events in sorted(trained.events.items()) for event in events]
+
+
+def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
+    """What lies between the instructions of a run."""
+    return gaps_of(spans, plan.edges, plan.num_stages)
+
+
+def stage_names(session: Session) -> dict[int, str]:
+    """Worker to the modules in which its segments end, for people."""
+    graph = session.captured.graph
+    modules = {op.name: op.module or "the model" for op in graph.ops}
+    return {
+        k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in stage.segments)
+        for k, stage in enumerate(session.plan.stages)
+    }
+
+
+def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
+    """Fields of the summary, each one entry per worker: ``busy``, ``shares`` and ``memory``."""
+    plan = trained.plan
+    shares = shares_of(spans, gaps, plan.num_stages)
+    of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan.predictor)
+    return {
+        "busy": [share.busy for share in shares],
+        "shares": [share.as_json() for share in shares],
+        "memory": memory_of(plan, of_optimizer, trained.workers),
+    }
+
+
+def show_accounts(summary: dict[str, Any]) -> None:
+    """Both as tables."""
+    kinds = ["forward", "backward", "update", "data", "bubble", "wait"]
+    columns = ["", "busy", *kinds]
+    rows = [[f"worker {k}", *(_share(row[kind]) for kind in columns[1:])] for k, row in enumerate(summary["shares"])]
+    stdout.print()
+    stdout.print(table("Time: bubble is what the schedule asks for, wait is what messages take", columns, rows))
+    shared = any(row["process_shared"] for row in summary["memory"])
+    rows = [[f"worker {k}", *_memory(row)] for k, row in enumerate(summary["memory"])]
+    told = "; the workers are threads of one process, so what is measured is that of all" if shared else ""
+    stdout.print()
+    stdout.print(table(f"Memory{told}", ["", "predicted", "private", "peak resident", "of it at the start"], rows))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _memory(row: dict[str, Any]) -> list[str]:
+    measured = [row["private_bytes"], row["peak_rss_bytes"], row["rss_at_start_bytes"]]
+    return ["-" if value is None else amount(value) for value in (row["predicted"]["total"], *measured)]

@@ -1,0 +1,24 @@
+"""``train --tensorboard``: what a run tells, as points of curves."""
+
+from __future__ import annotations
+
+from roundelay.api.gathering import Evaluated, Event, Restarted, Updated
+from roundelay.observe.curves import Curves
+
+
+def draw(event: Event, curves: Curves) -> None:
+    """Add what an event tells to the curves.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    if isinstance(event, Updated):
+        rates = {f"learning_rate/group_{i}": rate for i, rate in enumerate(event.learning_rates)}
+        busy = {f"busy/worker_{k}": share for k, share in enumerate(event.busy)}
+        curves.write(
+            event.update, {"loss": event.loss, "samples_per_second": event.samples_per_second, **rates, **busy}
+        )
+    elif isinstance(event, Evaluated):  # beside the loss of the last update that the weights have seen
+        curves.write(event.updates - 1, {f"evaluation/{name}": value for name, value in event.metrics.items()})
+    elif isinstance(event, Restarted):
+        curves.go_on(event.updates)

@@ -1,0 +1,166 @@
+"""Where the time of a run went, worker by worker: computing, waiting, or idle because the schedule had nothing to do.
+
+The time of a run is that from the beginning of its first span to the end of its last, the same for every worker. Of a
+worker's time
+
+- ``forward``, ``backward``, ``update`` is time inside those instructions; together they are *busy*;
+- ``data`` is time inside ``read``: the person's loader;
+- what is left is *idle*, and each gap of it lies before an instruction (or behind the last one). The instruction was
+  *possible* as soon as the neighbours' instructions had ended that make its messages and free its slots. Until then the
+  gap is ``bubble``: the schedule asks for it, or another stage is slower. From then on it is ``wait``: something could
+  have been done, but messages, credits, or this worker's own loop took their time.
+
+The six add up to 1. A gap behind the last instruction is bubble.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundelay.ir.plan import EdgePlan
+from roundelay.observe.trace import Gap, Span
+
+SLACK_S = 1e-6
+"""Seconds by which an instruction may seem to begin before it was possible, for rounding; more, and clocks differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Where a worker's time went; see the module's docstring. All are shares of the run's time, 0 to 1.
+
+    Args:
+        forward: inside forwards.
+        backward: inside backwards.
+        update: inside updates.
+        data: inside ``read``.
+        idle: the rest.
+        wait: what of the rest was waiting; None where the workers' clocks differ, since then nobody can tell.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    data: float
+    idle: float
+    wait: float | None
+
+    @property
+    def busy(self) -> float:
+        """Share in which it computes."""
+        return self.forward + self.backward + self.update
+
+    @property
+    def bubble(self) -> float | None:
+        """What of the rest the schedule asks for; None as ``wait``."""
+        return None if self.wait is None else self.idle - self.wait
+
+    def as_json(self) -> dict[str, float | None]:
+        """By name."""
+        computed = {"forward": self.forward, "backward": self.backward, "update": self.update}
+        return {"busy": self.busy, **computed, "data": self.data, "bubble": self.bubble, "wait": self.wait}
+
+
+_Needs = dict[tuple[int, str], list[tuple[int, int]]]
+
+
+def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Gap]:
+    """Every gap of every worker, in order; one of both kinds is two.
+
+    Args:
+        spans: of the whole run, each worker's in order.
+        edges: what travels between the stages, as the plan has it.
+        num_workers: D.
+    """
+    if not spans:
+        return []
+    possible = _possible(spans, edges)
+    # on one clock nothing begins before what it needs has ended; another host's clock can make it seem so
+    shared = all(turn <= span.start_s + SLACK_S for span, turn in zip(spans, possible, strict=True))
+    by_worker: dict[int, list[tuple[Span, float]]] = {k: [] for k in range(num_workers)}
+    for span, turn in zip(spans, possible, strict=True):
+        by_worker[span.worker].append((span, turn))
+    begin, end = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    found: list[Gap] = []
+    for worker, mine in by_worker.items():
+        at = begin
+        for span, turn in mine:
+            if span.start_s > at:
+                found += _split(worker, at, span.start_s, turn, shared)
+            at = span.end_s
+        found += _split(worker, at, end, end, shared)
+    return found
+
+
+def shares_of(spans: Sequence[Span], gaps: Sequence[Gap], num_workers: int) -> list[Shares]:
+    """Where each worker's time went; see the module's docstring.
+
+    Args:
+        spans: of the whole run.
+        gaps: what :func:`gaps_of` finds between them.
+        num_workers: D.
+    """
+    begin = min((s.start_s for s in spans), default=0.0)
+    total = max((s.end_s for s in spans), default=0.0) - begin
+    seconds: dict[tuple[int, str], float] = {}
+    for span in spans:
+        key = span.worker, span.opcode
+        seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    for gap in gaps:
+        seconds[gap.worker, gap.kind] = seconds.get((gap.worker, gap.kind), 0.0) + gap.end_s - gap.start_s
+    return [_shares(worker, seconds, total) for worker in range(num_workers)]
+
+
+def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float) -> Shares:
+    def share(kind: str) -> float:
+        return seconds.get((worker, kind), 0.0) / total if total > 0 else 0.0
+
+    inside = {"forward": share("forward"), "backward": share("backward"), "update": share("update")}
+    unknown, wait = share("idle"), share("wait")
+    idle = wait + share("bubble") + unknown
+    return Shares(**inside, data=share("read"), idle=idle, wait=None if unknown else wait)
+
+
+def _needs(edges: Sequence[EdgePlan]) -> _Needs:
+    """(worker, opcode) to the neighbours' instructions that must have ended, as (neighbour, micro-batches before).
+
+    They are those that make its messages, and those that free its slots. Both have its own opcode.
+    """
+    found: _Needs = defaultdict(list)
+    for edge in edges:
+        found[edge.target, "forward"].append((edge.source, 0))
+        found[edge.source, "forward"].append((edge.target, edge.slots))
+        if edge.gradient:
+            found[edge.source, "backward"].append((edge.target, 0))
+            found[edge.target, "backward"].append((edge.source, edge.slots))
+    return found
+
+
+def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
+    """When each instruction became possible; minus infinity for one that needs nobody."""
+    ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    for s in spans:
+        ends[s.worker, s.opcode][s.g] = s.end_s
+    needs = {
+        (k, opcode): [(ends[neighbour, opcode], before) for neighbour, before in entries]
+        for (k, opcode), entries in _needs(edges).items()
+    }
+    made = []
+    for s in spans:
+        turn = -math.inf
+        for found, before in needs.get((s.worker, s.opcode), ()):
+            turn = max(turn, found.get(s.g - before, turn))
+        made.append(turn)
+    return made
+
+
+def _split(worker: int, start: float, end: float, possible: float, shared: bool) -> Iterator[Gap]:
+    """A gap's two parts, without those of no length."""
+    if not shared:
+        parts: list[Gap] = [Gap(worker, "idle", start, end)]
+    else:
+        turn = min(max(start, possible), end)
+        parts = [Gap(worker, "bubble", start, turn), Gap(worker, "wait", turn, end)]
+    return (gap for gap in parts if gap.end_s > gap.start_s)

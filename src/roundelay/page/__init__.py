@@ -1,0 +1,6 @@
+"""One run as one HTML page: figures drawn as SVG by our own functions, nothing fetched, nothing that needs JavaScript.
+
+`read` takes what a run folder holds, `steady` a window of its trace; `scale`, `curves`, `bars` and `timeline` draw;
+`sections` says what a figure means; `look` holds style and the few lines of script; `build` puts the page together.
+Whatever comes from outside is escaped where it is put into text.
+"""

@@ -1,0 +1,133 @@
+"""A stretch of the schedule, as it ran or as the plan predicts it: one row per worker, one box per instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from roundelay.observe.trace import Gap, Span
+from roundelay.page.scale import Axis, seconds, size, ticks
+
+LEFT, RIGHT, TOP, BOTTOM = 84.0, 10.0, 2.0, 38.0
+TALL, BETWEEN = 26.0, 7.0
+MOST_WORKERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time and what lies in it, seconds from the run's first span.
+
+    Args:
+        start_s: where it begins.
+        end_s: where it ends.
+        spans: those that overlap it.
+        gaps: what lies between them, if it is known.
+        num_workers: D.
+    """
+
+    start_s: float
+    end_s: float
+    spans: Sequence[Span]
+    gaps: Sequence[Gap]
+    num_workers: int
+
+
+def first(window: Window, share: float) -> Window:
+    """The first part of a window, for a narrow screen."""
+    end = window.start_s + share * (window.end_s - window.start_s)
+    spans = [span for span in window.spans if span.start_s < end]
+    gaps = [gap for gap in window.gaps if gap.start_s < end]
+    return Window(window.start_s, end, spans, gaps, window.num_workers)
+
+
+def timeline(window: Window, width: int, label: str) -> str:
+    """A window as an ``svg`` element.
+
+    Args:
+        window: what to draw; of more than :data:`MOST_WORKERS` workers the first ones.
+        width: in pixels.
+        label: what it shows, for those who cannot see it.
+    """
+    rows = min(window.num_workers, MOST_WORKERS)
+    across = Axis(window.start_s, window.end_s, LEFT, width - RIGHT)
+    bottom = TOP + rows * (TALL + BETWEEN)
+    parts = [
+        f'<svg class="timeline" viewBox="0 0 {width} {bottom + BOTTOM:g}" role="img" aria-label="{escape(label)}">'
+    ]
+    parts += _axis(across, bottom, width)
+    for k in range(rows):
+        y = TOP + k * (TALL + BETWEEN)
+        parts.append(f'<text class="row" x="0" y="{y + TALL / 2 + 4:.1f}">worker {k}</text>')
+        parts.append(
+            f'<rect class="bubble" x="{LEFT:g}" y="{y:g}" width="{width - RIGHT - LEFT:g}" height="{TALL:g}" rx="3"/>'
+        )
+    parts += [_gap(gap, across) for gap in window.gaps if gap.worker < rows and gap.kind == "wait"]
+    parts += [_box(span, across) for span in window.spans if span.worker < rows]
+    return "".join([*parts, "</svg>"])
+
+
+def _placed(start_s: float, end_s: float, across: Axis) -> tuple[float, float]:
+    """Left edge and width, cut off at the window's ends."""
+    x = across.place(max(start_s, across.low))
+    return x, max(0.0, across.place(min(end_s, across.high)) - x)
+
+
+def _gap(gap: Gap, across: Axis) -> str:
+    x, wide = _placed(gap.start_s, gap.end_s, across)
+    if wide < 0.3:
+        return ""
+    y = TOP + gap.worker * (TALL + BETWEEN)
+    told = f"wait: {seconds(gap.end_s - gap.start_s)}"
+    return (
+        f'<rect class="wait" x="{x:.1f}" y="{y + TALL - 6:.1f}" width="{wide:.1f}" height="6">'
+        f"<title>{told}</title></rect>"
+    )
+
+
+def _box(span: Span, across: Axis) -> str:
+    x, wide = _placed(span.start_s, span.end_s, across)
+    if wide < 0.05:
+        return ""
+    y = TOP + span.worker * (TALL + BETWEEN)
+    text = str(span.batch if span.opcode == "update" else span.g)
+    box = (
+        f'<rect class="{_LOOK.get(span.opcode, "other")}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide - 0.4):.1f}" '
+        f'height="{TALL:g}" rx="2"><title>{escape(told(span))}</title></rect>'
+    )
+    if wide < 7.5 * len(text) + 5:
+        return box
+    return box + f'<text class="inside" x="{x + wide / 2:.1f}" y="{y + 17:g}" text-anchor="middle">{text}</text>'
+
+
+_LOOK = {"forward": "forward", "backward": "backward", "update": "update", "read": "data"}
+
+
+def told(span: Span) -> str:
+    """A span in words."""
+    what = f"update {span.batch}" if span.opcode == "update" else f"{span.opcode} of micro-batch {span.g}"
+    words = [f"worker {span.worker}: {what}", f"batch {span.batch}"]
+    if span.opcode == "update":
+        words.append(f"version {span.version} becomes {span.version + 1}")
+    elif span.opcode != "read":
+        words.append(f"version {span.version}" + (f", predicted {span.distance} ahead" if span.distance else ""))
+    words.append(f"{seconds(span.end_s - span.start_s)}, from {seconds(span.start_s)}")
+    if span.num_bytes:
+        words.append(f"{size(span.num_bytes)} sent")
+    return "\n".join(words)
+
+
+def _axis(across: Axis, bottom: float, width: int) -> list[str]:
+    unit, factor = ("s", 1.0) if across.high - across.low >= 2.0 else ("ms", 1e3)
+    inner = Axis(0.0, (across.high - across.low) * factor, across.start, across.end)
+    made = []
+    for value in ticks(inner, max(4, int(width / 80))):
+        x = inner.place(value)
+        made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
+        anchor = "end" if x > width - RIGHT - 10 else "middle"
+        made.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 14:g}" text-anchor="{anchor}">{value:g}</text>')
+    said = f"{unit}, from {seconds(across.low)} of the run" if across.low else unit
+    made.append(
+        f'<text class="tick" x="{(LEFT + width - RIGHT) / 2:g}" y="{bottom + 32:g}" text-anchor="middle">{said}</text>'
+    )
+    return made

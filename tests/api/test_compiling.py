@@ -1,0 +1,80 @@
+"""Runs whose stages are compiled: proved like any other, and refused in words where they cannot be had."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundelay.api.planning import capture, plan
+from roundelay.api.training import Length, Session
+from roundelay.api.verifying import verify_session
+from roundelay.errors import PlanError
+from roundelay.frontend.compiled import Compiled, _key
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from tests.api.jobs import make
+
+STEPS = 7
+
+
+def model() -> nn.Module:
+    """Two halves that each draw random numbers."""
+    torch.manual_seed(0)
+    half = (nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.3))
+    return nn.Sequential(*half, nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3))
+
+
+def batches(epoch: int) -> list[tuple[Tensor, Tensor]]:
+    """Two batches of eight rows and a short one."""
+    rows = torch.Generator().manual_seed(epoch)
+    return [(torch.randn(n, 6, generator=rows), torch.randint(3, (n,), generator=rows)) for n in (8, 8, 5)]
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Job, Any, Plan]:
+    """A job, its model, and a plan that says that it is compiled."""
+    job = make(model(), batches=batches)
+    captured = capture(job)
+    return job, captured, plan(job, workers=2, rule="pipeoptim", captured=captured, compile=True)
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_a_compiled_run_equals_the_reference_bit_for_bit_where_its_shapes_are_known_and_where_not(
+    planned: tuple[Job, Any, Plan], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, captured, chosen = planned
+    plain: list[int] = []
+    found: list[int] = []
+    original = Compiled.__call__
+
+    def counted(self: Compiled, *args: Any) -> Any:
+        (found if _key(args) in self.known else plain).append(args[-2].shape[0])
+        return original(self, *args)
+
+    monkeypatch.setattr(Compiled, "__call__", counted)
+    session = Session(job, captured, dataclasses.replace(chosen, transport=transport), 0, Length(steps=STEPS))
+    result = verify_session(session)
+    assert result.equal, result.difference
+    share = {"memory": 2, "gloo": 1}[transport]  # forked workers count for themselves
+    assert found == [8] * (share * 2 * 5)
+    assert plain == [5] * (share * 2 * 2)
+
+
+def test_the_plan_says_it_and_its_text_keeps_it(planned: tuple[Job, Any, Plan]) -> None:
+    assert Plan.parse(planned[2].text()).compile is True
+    assert "compile = true" in planned[2].text()
+
+
+def test_without_a_compiler_nothing_starts(planned: tuple[Job, Any, Plan]) -> None:
+    from torch._inductor import config
+
+    job, captured, chosen = planned
+    session = Session(job, captured, chosen, 0, Length(steps=2))
+    started: list[object] = []
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(PlanError, match="no C"):
+        session.run(notify=started.append)
+    assert started == []

@@ -1,0 +1,187 @@
+"""The machine is read as it is, and whatever cannot be read ends nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roundelay.doctor import examine
+from roundelay.doctor import probe as probe_machine
+from roundelay.doctor.cgroup import cpu_quota, memory_limit
+from roundelay.doctor.machine import Cores, Memory
+from roundelay.doctor.probe import read_torch
+
+
+def folder(root: Path, files: dict[str, str]) -> Path:
+    """A folder of files by path."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V1 = "4:memory:/job\n2:cpu,cpuacct:/job\n1:name=systemd:/\n"
+#: files below the root, what /proc/self/cgroup says -> cores' time, bytes
+CGROUPS: dict[str, tuple[dict[str, str], str, float | None, int | None]] = {
+    "version 2": ({"a/cpu.max": "150000 100000\n", "a/memory.max": "1000\n"}, "0::/a\n", 1.5, 1000),
+    "version 2, no limit": ({"a/cpu.max": "max 100000\n", "a/memory.max": "max\n"}, "0::/a\n", None, None),
+    "the tightest above": (
+        {"cpu.max": "400000 100000", "a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000", "a/memory.max": "7"},
+        "0::/a/b\n",
+        0.5,
+        7,
+    ),
+    "a path from outside": ({"cpu.max": "200000 100000", "memory.max": "9"}, "0::/docker/1234\n", 2.0, 9),
+    "version 1": (
+        {
+            "cpu/job/cpu.cfs_quota_us": "300000\n",
+            "cpu/job/cpu.cfs_period_us": "100000\n",
+            "memory/job/memory.limit_in_bytes": "5000\n",
+        },
+        V1,
+        3.0,
+        5000,
+    ),
+    "version 1, no limit": (
+        {
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+        V1,
+        None,
+        None,
+    ),
+    "nothing to read": ({}, V1, None, None),
+}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_a_container_s_limits_are_read(tmp_path: Path, case: str) -> None:
+    files, membership, cores, memory = CGROUPS[case]
+    root = folder(tmp_path / "cgroup", files)
+    (tmp_path / "self").write_text(membership)
+    assert cpu_quota(root, tmp_path / "self") == cores
+    assert memory_limit(root, tmp_path / "self") == memory
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path, tmp_path / "self") is None
+    assert memory_limit(tmp_path, tmp_path / "self") is None
+
+
+def test_the_tightest_limit_is_what_can_be_used() -> None:
+    assert Cores(total=8, allowed=4, quota=None).usable == 4.0
+    assert Cores(total=8, allowed=4, quota=2.5).usable == 2.5
+    assert Cores(total=8, allowed=4, quota=6.0).usable == 4.0
+    assert Memory(total=9, available=5, limit=3).usable == 3
+    assert Memory(total=9, available=5, limit=None).usable == 5
+    assert Memory(total=None, available=None, limit=None).usable is None
+
+
+def test_cores_are_those_that_this_process_may_run_on() -> None:
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    try:
+        assert probe_machine().cores.allowed == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_this_machine_is_read() -> None:
+    machine = probe_machine()
+    assert machine.python == sys.version_info[:3]
+    assert machine.torch.version is not None
+    assert machine.torch.gloo
+    assert machine.fork
+    assert machine.folder.free > 0
+    assert machine.folder.path == str(Path.cwd())
+    assert machine.packages["tensorboard"] is not None
+    assert machine.cores.usable > 0
+    assert {one.name for one in examine(machine) if one.state == "problem"} <= {"loopback", "disk"}
+
+
+def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    (disk,) = (one for one in examine(probe_machine()) if one.name == "disk")
+    assert disk.state == "problem"
+
+
+def test_nothing_listens_but_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = []
+    real = socket.create_server
+
+    def listen(address: tuple[str, int], **options: Any) -> socket.socket:
+        bound.append(address[0])
+        return real(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", listen)
+    assert probe_machine().loopback_error == ""
+    assert bound == ["127.0.0.1"]
+
+
+def test_a_loopback_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> socket.socket:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert "Cannot assign requested address" in probe_machine().loopback_error
+
+
+def test_a_launcher_s_variables_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    machine = probe_machine()
+    assert machine.launched is None
+    assert machine.launch_error is not None
+    assert "without a store" in machine.launch_error[0]
+
+
+class Broken:
+    """Fails whenever it is asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is broken")
+
+
+def test_a_torch_that_is_broken_in_parts_is_read_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(__version__="2.13.0", distributed=Broken(), cuda=Broken(), version=Broken())
+    monkeypatch.setitem(sys.modules, "torch_in_parts", broken)
+    found = read_torch("torch_in_parts")
+    assert (found.version, found.distributed, found.gloo, found.nccl, found.cuda) == (
+        "2.13.0",
+        False,
+        False,
+        False,
+        None,
+    )
+    assert found.devices == ()
+    assert "is broken" in found.device_error
+
+
+def test_a_torch_without_distributed_has_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = SimpleNamespace(__version__="2.13.0", distributed=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch_without", without)
+    found = read_torch("torch_without")
+    assert (found.distributed, found.gloo, found.nccl) == (False, False, False)
+
+
+def test_devices_and_what_torch_says_of_them_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=lambda i: one)
+    monkeypatch.setitem(sys.modules, "torch_with", SimpleNamespace(__version__="2.13.0", cuda=cuda))
+    assert read_torch("torch_with").devices == (("NVIDIA H100", 80 << 30),) * 2
+
+
+def test_a_torch_that_is_not_there_is_told() -> None:
+    found = read_torch("no_such_torch")
+    assert found.version is None
+    assert "no_such_torch" in found.error

@@ -1,0 +1,96 @@
+"""Run folders made by hand, without a training: of every state and length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan
+from roundelay.lower.emit import emit
+from roundelay.observe.run_folder import RunFolder
+from roundelay.observe.shares import gaps_of, shares_of
+from roundelay.observe.trace import Span, write_trace
+from roundelay.planner.ledger import ledger
+from roundelay.sim import simulate
+from tests.lower.plans import plan_of
+
+EVIL = "<script>alert('x')</script>&\"'"
+
+
+def planned(rule: str = "pipedream", workers: int = 3, micro_batches: int = 2) -> Plan:
+    """A plan whose steps take milliseconds."""
+    plan = plan_of(rule, workers, micro_batches, latency_s=0.0002, model=EVIL)
+    times = {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.003}
+    return replace(plan, stages=tuple(replace(stage, **times) for stage in plan.stages))  # type: ignore[arg-type]
+
+
+def spans_of(plan: Plan, batches: int) -> list[Span]:
+    """What a run of the plan does."""
+    made = simulate(plan, emit(plan), stream([plan.micro_batches] * batches)).intervals
+    ordered = sorted(made, key=lambda i: i.worker)
+    return [
+        Span(i.worker, i.opcode, i.g, i.g // plan.micro_batches, i.version, i.distance, i.start_s, i.end_s, 1500)
+        for i in ordered
+    ]
+
+
+def begun(root: Path, updates: int, *, plan: Plan | None = None, name: str = "run") -> RunFolder:
+    """A run that has made so many updates and not ended."""
+    plan = plan or planned()
+    folder = RunFolder.create(root, name)
+    folder.write_plan(plan.text([f"A job {EVIL} by rule {plan.rule}."]))
+    with folder.open_metrics() as metrics:
+        for t in range(updates):
+            metrics.write(
+                update=t,
+                epoch=t // 20,
+                loss=3.0 / (1 + t / 10),
+                samples_per_second=100.0 + t % 7,
+                busy=[0.5] * plan.num_stages,
+                time=1_700_000_000.0 + t / 4,
+            )
+    return folder
+
+
+def finished(root: Path, updates: int = 40, *, plan: Plan | None = None, name: str = "run") -> RunFolder:
+    """A run that has ended, with evaluations and everything."""
+    plan = plan or planned()
+    folder = begun(root, updates, plan=plan, name=name)
+    for t in range(9, updates, 10):
+        folder.add_evaluation(t, 0, {"held_out_loss": 2.0, f"accuracy {EVIL}": t / updates})
+    spans = spans_of(plan, updates)
+    write_trace(folder.trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages))
+    folder.write_summary(summary(plan, spans))
+    return folder
+
+
+def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
+    """The parts of a summary that the page reads."""
+    measured = {"private_bytes": 5000, "rss_at_start_bytes": 3_000_000, "peak_rss_bytes": 9_000_000}
+    return {
+        "samples_per_second": 123.0,
+        "plain_samples_per_second": {"1": 50.0, "2": 82.0},
+        "wall_s": 10.5,
+        "shares": [
+            share.as_json() for share in shares_of(spans, gaps_of(spans, plan.edges, plan.num_stages), plan.num_stages)
+        ],
+        "memory": [
+            {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}
+            for part in ledger(plan, [200] * plan.num_stages)
+        ],
+    }
+
+
+def append(path: Path, text: str) -> None:
+    """Add to a file."""
+    with path.open("a") as file:
+        file.write(text)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Replace fields of a JSON file; None removes one."""
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
