@@ -220,6 +220,37 @@ def test_a_grant_names_its_worker_and_channel(run: Run) -> None:
     assert run([take, give, give])[0] == expected
 
 
+def test_a_credit_that_nobody_was_woken_for_is_not_lost(run: Run) -> None:
+    def give(endpoint: Endpoint) -> None:
+        for channel in range(20):
+            endpoint.grant(0, channel)
+            endpoint.send(0, Message(channel, (), ()))
+        message(endpoint)
+
+    def take(endpoint: Endpoint) -> list[int]:
+        got = [endpoint.receive(WAIT_S, credits=number % 3 == 0) for number in range(40)]
+        endpoint.send(1, Message(0, (), ()))
+        assert sorted(one.message.channel for one in got if isinstance(one, Arrived)) == list(range(20))
+        return sorted(one.channel for one in got if isinstance(one, Granted))
+
+    assert run([take, give])[0] == list(range(20))
+
+
+def test_nothing_follows_from_a_worker_that_is_lost(run: Run) -> None:
+    def give(endpoint: Endpoint) -> None:
+        for channel in range(20):
+            endpoint.grant(0, channel)
+        endpoint.abort("enough")
+
+    def take(endpoint: Endpoint) -> None:
+        while not isinstance(endpoint.receive(WAIT_S, credits=False), Lost):
+            pass
+        with pytest.raises(DeadlineError):
+            endpoint.receive(0.05)
+
+    run([take, give])
+
+
 def test_waiting_in_vain_ends_at_its_deadline(run: Run) -> None:
     def wait(endpoint: Endpoint) -> str:
         with pytest.raises(DeadlineError):

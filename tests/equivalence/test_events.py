@@ -118,9 +118,9 @@ class Counting(Endpoint):
         self._ledger.add(channel, -1)
         self._inner.grant(to, channel)
 
-    def receive(self, timeout_s: float) -> Delivery:
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """As it is."""
-        return self._inner.receive(timeout_s)
+        return self._inner.receive(timeout_s, credits)
 
     def close(self) -> None:
         """As it is."""

@@ -66,7 +66,7 @@ def test_on_the_cpu_nothing_is_put_between() -> None:
     told: list[Any] = []
     assert HOST.feed(data) is data
     assert HOST.watched(HANDLERS) is HANDLERS
-    assert HOST.spans(told) is told
+    assert HOST.spans(told, 0) is told
     ends = [object(), object()]
     assert threads.streamed(ends, [HOST, HOST], Fake()) == ends  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def test_spans_are_those_of_the_device_and_reads_are_the_hosts() -> None:
         driver.now_ms += 0.005
         one(run, run)
     rows: Any = [(run, 0, 1.0, 2.0, 7)] * 5
-    told = spans.told(rows)
+    told = spans.told(rows, 0)
     assert [told[i] for i in (0, 2)] == [rows[0]] * 2
     starts = [told[i][2] for i in (1, 3, 4)]
     assert [end - start for start, end in ((told[i][2], told[i][3]) for i in (1, 3, 4))] == pytest.approx(

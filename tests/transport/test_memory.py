@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 
-from roundelay.transport.contract import Arrived, Message
+from roundelay.errors import DeadlineError
+from roundelay.transport.contract import Arrived, Granted, Message
 from roundelay.transport.memory import memory_endpoints
 
 
@@ -19,3 +23,13 @@ def test_the_receiver_gets_the_sender_s_tensor_itself() -> None:
 
 def test_each_endpoint_knows_its_worker() -> None:
     assert [endpoint.worker for endpoint in memory_endpoints(4)] == [0, 1, 2, 3]
+
+
+def test_a_credit_wakes_only_those_who_wait_for_one() -> None:
+    a, b = memory_endpoints(2)
+    threading.Timer(0.1, lambda: a.grant(1, 4)).start()
+    with pytest.raises(DeadlineError):
+        b.receive(0.4, credits=False)
+    assert b.receive(0.0) == Granted(0, 4)
+    threading.Timer(0.1, lambda: a.grant(1, 5)).start()
+    assert b.receive(20.0) == Granted(0, 5)

@@ -24,7 +24,7 @@ class Pipe:
     def __init__(self, size: int = LEAST_BYTES) -> None:
         self.ring = Ring(size)
         self.told = {"arrived": 0, "freed": 0}
-        self.outlet = Outlet(self.ring, lambda: self.tell("arrived"))
+        self.outlet = Outlet(self.ring, lambda what: self.tell("arrived"))
         self.inlet = Inlet(5, self.ring, lambda: self.tell("freed"))
 
     def tell(self, what: str) -> None:

@@ -152,6 +152,13 @@ class Machine:
         """Micro-batches that are forward but not yet backward."""
         return self._forward - self._backward
 
+    @property
+    def wants_credit(self) -> bool:
+        """Whether a free slot is among what the machine waits for."""
+        if self._running is not None or self._at >= len(self._block):
+            return False
+        return any(not self.credits[channel] for channel in self._block[self._at].gives)
+
     def waits_for(self) -> str:
         """What the machine waits for, for people."""
         if self._running is not None:

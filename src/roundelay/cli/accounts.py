@@ -34,11 +34,12 @@ def stage_names(session: Session) -> dict[int, str]:
 
 
 def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
-    """Fields of the summary, each one entry per worker: ``busy``, ``shares`` and ``memory``."""
+    """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
     plan = trained.plan
     shares = shares_of(spans, gaps, plan.num_stages)
     of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan.predictor)
     return {
+        "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
         "busy": [share.busy for share in shares],
         "shares": [share.as_json() for share in shares],
         "memory": memory_of(plan, of_optimizer, trained.workers),
@@ -51,7 +52,11 @@ def show_accounts(summary: dict[str, Any]) -> None:
     columns = ["", "busy", *kinds]
     rows = [[f"worker {k}", *(_share(row[kind]) for kind in columns[1:])] for k, row in enumerate(summary["shares"])]
     stdout.print()
-    stdout.print(table("Time: bubble is what the schedule asks for, wait is what messages take", columns, rows))
+    since = summary["shares_since_micro_batch"]
+    stretch = f" since micro-batch {since}" if since else ""
+    stdout.print(
+        table(f"Time{stretch}: bubble is what the schedule asks for, wait is what messages take", columns, rows)
+    )
     shared = any(row["process_shared"] for row in summary["memory"])
     rows = [[f"worker {k}", *_memory(row)] for k, row in enumerate(summary["memory"])]
     told = "; the workers are threads of one process, so what is measured is that of all" if shared else ""

@@ -145,8 +145,15 @@ class Segment:
         leaves = [*tape.inputs.values(), *tape.parameters.values()]
         if not entering or not leaves:
             return {}, {}
-        grads = torch.autograd.grad(
-            [root for root, _ in entering], leaves, [grad for _, grad in entering], allow_unused=True
+        # what torch.autograd.grad calls, without checks that cost as much as the backward of a small layer
+        grads = torch.autograd.Variable._execution_engine.run_backward(
+            tuple([root for root, _ in entering]),
+            tuple([grad for _, grad in entering]),
+            False,  # keep the graph
+            False,  # make a graph of the backward
+            tuple(leaves),
+            True,  # a leaf may have no gradient
+            accumulate_grad=False,
         )
         named = [(n, grad) for n, grad in zip([*tape.inputs, *tape.parameters], grads, strict=True)]
         of_inputs, of_parameters = named[: len(tape.inputs)], named[len(tape.inputs) :]

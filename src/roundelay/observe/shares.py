@@ -70,7 +70,7 @@ def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) 
     """Every gap of every worker, in order; one of both kinds is two.
 
     Args:
-        spans: of the whole run, each worker's in order.
+        spans: of the run, or of its last micro-batches, each worker's in order.
         edges: what travels between the stages, as the plan has it.
         num_workers: D.
     """
@@ -98,7 +98,7 @@ def shares_of(spans: Sequence[Span], gaps: Sequence[Gap], num_workers: int) -> l
     """Where each worker's time went; see the module's docstring.
 
     Args:
-        spans: of the whole run.
+        spans: as in :func:`gaps_of`.
         gaps: what :func:`gaps_of` finds between them.
         num_workers: D.
     """

@@ -26,11 +26,15 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.lower.check import CPU, FORKING
 from roundelay.runtime.handlers import Context, Handler
+from roundelay.runtime.log import KEPT_MICRO_BATCHES, Told
 from roundelay.transport.driver import Cuda, Driver, Event, Stream
 from roundelay.transport.lanes import Place
 
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one under way."""
+
+KNOWN_SPANS = 8 * KEPT_MICRO_BATCHES
+"""Spans that are kept; the worker's log keeps at most four instructions of a micro-batch."""
 
 HELD_SPANS = 256
 """Pairs of events that wait to be read before the oldest are looked at."""
@@ -38,8 +42,6 @@ HELD_SPANS = 256
 Entry = tuple[MicroBatch, dict[str, torch.Tensor]]
 Data = Generator[Entry, None, None]
 Handlers = Mapping[str, Handler]
-Told = tuple[Run, int, float, float, int]
-"""An executed instruction: itself, its batch, start and end in seconds of ``time.perf_counter``, bytes sent."""
 
 
 def present() -> int:
@@ -114,8 +116,8 @@ class Device(ABC):
         """The handlers, their spans measured where the worker's own clock would not tell."""
 
     @abstractmethod
-    def spans(self, told: list[Told]) -> list[Told]:
-        """All instructions in order with true spans, at the run's end."""
+    def spans(self, told: list[Told], dropped: int) -> list[Told]:
+        """Instructions in order with true spans, at the run's end; ``dropped`` came before them."""
 
     @abstractmethod
     def busy_s(self, on_host_s: float) -> float:
@@ -144,7 +146,7 @@ class Host(Device):
         """The handlers themselves."""
         return handlers
 
-    def spans(self, told: list[Told]) -> list[Told]:
+    def spans(self, told: list[Told], dropped: int) -> list[Told]:
         """As they are."""
         return told
 
@@ -209,10 +211,10 @@ class Accelerated(Device):
         """The handlers between two events; ``read`` is the host's own work, and its clock tells."""
         return {opcode: self._spans.around(handler, opcode != "read") for opcode, handler in handlers.items()}
 
-    def spans(self, told: list[Told]) -> list[Told]:
+    def spans(self, told: list[Told], dropped: int) -> list[Told]:
         """With the spans that the events tell; waits until all work is done."""
         self.stream.synchronize()
-        return self._spans.told(told)
+        return self._spans.told(told, dropped)
 
     def busy_s(self, on_host_s: float) -> float:
         """Of the instructions that are known to have ended."""
@@ -270,12 +272,14 @@ class Spans:
             start_s = self._last_s + self._last.elapsed_time(start) / 1e3
             self._last, self._last_s = end, start_s + start.elapsed_time(end) / 1e3
             self._known[index] = (start_s, self._last_s)
+            if len(self._known) > KNOWN_SPANS:
+                del self._known[next(iter(self._known))]
             self.busy_s += self._last_s - start_s
 
-    def told(self, told: list[Told]) -> list[Told]:
-        """``told`` with what has been measured in place of the host's spans."""
+    def told(self, told: list[Told], dropped: int) -> list[Told]:
+        """``told``, before which ``dropped`` are gone, with what has been measured in place of the host's spans."""
         self.read()
-        return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(told)]
+        return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(told, dropped)]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundelay.errors import UsageError
+from roundelay.runtime.garbage import settled
 from roundelay.runtime.party import Party, lead
 from roundelay.runtime.processes import run_processes, run_sharing
 from roundelay.runtime.tally import Listener
@@ -54,7 +55,8 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: Party | N
         RoundelayError: the first cause, if a worker failed.
     """
     around = wrap or unchanged
-    if party is not None:
-        lead(task, listen, around, party)
-    else:
-        LAUNCHERS[task.plan.transport](task, listen, around)
+    with settled():
+        if party is not None:
+            lead(task, listen, around, party)
+        else:
+            LAUNCHERS[task.plan.transport](task, listen, around)

@@ -23,6 +23,7 @@ from roundelay.debug import Launched
 from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.runtime.device import Device, device_of
+from roundelay.runtime.garbage import settled
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import follow
@@ -193,13 +194,14 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     _start(task, data, party.rank, outgoing.put, device)
     ended, well = False, True
     try:
-        while not ended and not lost:
-            try:
-                report = outgoing.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            line.send(report)
-            ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
+        with settled():
+            while not ended and not lost:
+                try:
+                    report = outgoing.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                line.send(report)
+                ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
     finally:
         if lost or not ended:
             data.abort("the leader is gone")

@@ -59,9 +59,9 @@ class StreamEndpoint(Endpoint):
         """As `inner` does: a slot is room for a message, not for what a stream still does with it."""
         self._inner.grant(to, channel)
 
-    def receive(self, timeout_s: float) -> Delivery:
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """As `inner` does; tensors are there for what this worker's stream is given from now on."""
-        delivery = self._inner.receive(timeout_s)
+        delivery = self._inner.receive(timeout_s, credits)
         if not isinstance(delivery, Arrived):
             return delivery
         message = delivery.message

@@ -25,6 +25,7 @@ from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
+from roundelay.runtime.log import Log
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Initial, Stage
@@ -127,7 +128,7 @@ class _Worker:
             worker, stage, task.seed, self.data, _edges(task.partition, self.channels), report, audit
         )
         self.tally = _Tally(time.perf_counter())
-        self.events: list[tuple[Run, int, float, float, int]] = []
+        self.log = Log()
         self.digests: list[list[object]] = []
 
     def run(self) -> None:
@@ -178,7 +179,7 @@ class _Worker:
         batch = (header or run.header or _UNKNOWN).batch
         outbox = self.context.outbox
         sent = sum(message.payload_bytes for message in outbox.values()) if outbox else 0
-        self.events.append((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
+        self.log.add((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
         self.tally.busy_s += end - start if opcode != "read" else 0.0
         if opcode == "update":
             self._progress(run, end)
@@ -192,7 +193,7 @@ class _Worker:
             WorkerLostError: a worker is gone.
         """
         try:
-            delivery = self.endpoint.receive(self.task.plan.deadline_s)
+            delivery = self.endpoint.receive(self.task.plan.deadline_s, self.machine.wants_credit)
         except DeadlineError as error:
             raise DeadlineError(
                 f"worker {self.worker}",
@@ -232,7 +233,8 @@ class _Worker:
     def _tell_events(self) -> None:
         if self.digests:
             self.report(Report("digest", self.worker, {"digests": self.digests}))
-        events = self.device.spans(self.events)
+        told = self.device.spans(list(self.log.events), self.log.dropped)
+        events = [event for event in told if event[0].g >= self.log.first]
         for start in range(0, len(events), 4096):
             rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
@@ -244,6 +246,7 @@ class _Worker:
             "busy_s": self.device.busy_s(self.tally.busy_s),
             "wall_s": time.perf_counter() - self.tally.started,
             "updates": self.tally.updates,
+            "first_event_g": self.log.first,
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": self.context.stage.tape_bytes(),

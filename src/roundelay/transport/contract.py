@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+
+_T = TypeVar("_T")
 
 Value = torch.Tensor | int | float | None
 """What a message carries. A tensor is dense, contiguous, outside every autograd graph, and on a device of a kind that
@@ -130,11 +133,16 @@ class Endpoint(ABC):
         """Return one credit of `channel` to its producer `to`, at once. Raises as `send` does."""
 
     @abstractmethod
-    def receive(self, timeout_s: float) -> Delivery:
-        """The next delivery, in the order of arrival.
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
+        """The next delivery, in the order of arrival; credits may be late.
+
+        Args:
+            timeout_s: seconds to wait; 0: what is there.
+            credits: whether a credit alone is worth being woken for. Without it, one that comes while this waits may
+                stay for a later call: to wake a worker costs more than all else about a credit.
 
         Raises:
-            DeadlineError: nothing came within `timeout_s` seconds (0: nothing is there).
+            DeadlineError: nothing came within `timeout_s` seconds.
         """
 
     @abstractmethod
@@ -167,8 +175,8 @@ class Endpoint(ABC):
 class CheckedEndpoint(Endpoint):
     """What every real transport shares: checks, byte counters, the inbox and the end of life.
 
-    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and puts what comes in into ``_inbox``, or
-    has a ``_take`` of its own.
+    A transport implements ``_send``, ``_grant``, ``_close``, ``_abort``, and gives what comes in to ``deliver``, or has
+    a ``_take`` of its own.
     """
 
     #: kinds of devices whose tensors it takes
@@ -177,7 +185,9 @@ class CheckedEndpoint(Endpoint):
     def __init__(self, worker: int, num_workers: int) -> None:
         self.worker = worker
         self._others = tuple(other for other in range(num_workers) if other != worker)
-        self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()  # None: look at the credits
+        self._credits: deque[Granted] = deque()
+        self._wants_credit = False
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._end_lock = threading.Lock()
@@ -211,13 +221,41 @@ class CheckedEndpoint(Endpoint):
         self._check_sending(to)
         self._grant(to, channel)
 
-    def _take(self, timeout_s: float) -> Delivery:
-        return take(self._inbox, timeout_s, self.worker)
+    @final
+    def deliver(self, delivery: Delivery) -> None:
+        """Take what has come in, on any thread; a credit wakes the worker only if it waits for one."""
+        if not isinstance(delivery, Granted):
+            self._inbox.put(delivery)
+            return
+        self._credits.append(delivery)  # first: the worker says that it wants one, then looks whether one is there
+        if self._wants_credit:
+            self._inbox.put(None)
+
+    def _take(self, timeout_s: float, credits: bool) -> Delivery:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._wants_credit = credits
+            if self._credits:
+                self._wants_credit = False
+                return self._credits.popleft()
+            delivery = take(self._inbox, deadline - time.monotonic(), self.worker, timeout_s)
+            self._wants_credit = False
+            if isinstance(delivery, Lost):
+                self._forget(delivery.source)
+            if delivery is not None:
+                return delivery
+
+    def _forget(self, worker: int) -> None:
+        """Drop the credits of a worker that is lost: nothing follows from it."""
+        for _ in range(len(self._credits)):
+            credit = self._credits.popleft()
+            if credit.source != worker:
+                self._credits.append(credit)
 
     @final
-    def receive(self, timeout_s: float) -> Delivery:
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """The next delivery, counted."""
-        delivery = self._take(timeout_s)
+        delivery = self._take(timeout_s, credits)
         if isinstance(delivery, Arrived):
             self._received[delivery.message.channel] += delivery.message.payload_bytes
         return delivery
@@ -278,14 +316,14 @@ class CheckedEndpoint(Endpoint):
             )
 
 
-def take(inbox: queue.SimpleQueue[Delivery], timeout_s: float, worker: int) -> Delivery:
-    """The next delivery of `inbox`, waiting at most `timeout_s` seconds.
+def take(inbox: queue.SimpleQueue[_T], patience_s: float, worker: int, timeout_s: float) -> _T:
+    """The next thing in `inbox`, waiting at most `patience_s` seconds, the rest of `timeout_s`.
 
     Raises:
         DeadlineError: nothing came.
     """
     try:
-        return inbox.get(timeout=max(0.0, timeout_s))
+        return inbox.get(timeout=max(0.0, patience_s))
     except queue.Empty:
         raise nothing_came(worker, timeout_s) from None
 

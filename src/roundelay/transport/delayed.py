@@ -42,8 +42,8 @@ class DelayedEndpoint(Endpoint):
         """As `inner` does."""
         self._inner.grant(to, channel)
 
-    def receive(self, timeout_s: float) -> Delivery:
-        """The next delivery that is due.
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
+        """The next delivery that is due; a credit counts as any other.
 
         Raises:
             DeadlineError: nothing was due within `timeout_s` seconds.

@@ -158,23 +158,24 @@ class GlooEndpoint(CheckedEndpoint):
             first, link.lost = not link.lost, True
             link.sealed = True
         if first and not link.ended and self._ended is None:
-            self._inbox.put(Lost(link.worker, _explain(fault)))
+            self.deliver(Lost(link.worker, _explain(fault)))
 
     def _handle(self, link: _Link, frame: bytearray, group: _Group) -> None:
         head = wire.read_head(frame)
         if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
             message = _finish(head, frame, link.worker, group)
             if not link.lost:
-                self._inbox.put(Arrived(link.worker, message))
+                self.deliver(Arrived(link.worker, message))
         elif head.kind == wire.GRANT:
-            self._inbox.put(Granted(link.worker, head.channel))
+            if not link.lost:
+                self.deliver(Granted(link.worker, head.channel))
         elif head.kind == wire.ACK:
             link.acknowledged = True
         else:
             link.ended = True
             if head.length:
                 reason = bytes(wire.body_of(head, frame)).decode(errors="replace")
-                self._inbox.put(Lost(link.worker, reason))
+                self.deliver(Lost(link.worker, reason))
             self._acknowledge(link)
 
     def _leave(self, reason: str, grace_s: float) -> list[int]:

@@ -33,14 +33,14 @@ class MemoryEndpoint(CheckedEndpoint):
         self._endpoints = endpoints
 
     def _send(self, to: int, message: Message) -> None:
-        self._endpoints[to]._inbox.put(Arrived(self.worker, message))
+        self._endpoints[to].deliver(Arrived(self.worker, message))
 
     def _grant(self, to: int, channel: int) -> None:
-        self._endpoints[to]._inbox.put(Granted(self.worker, channel))
+        self._endpoints[to].deliver(Granted(self.worker, channel))
 
     def _close(self) -> None:
         """Nothing to flush: what was sent is already in the receivers' inboxes."""
 
     def _abort(self, reason: str) -> None:
         for other in self._others:
-            self._endpoints[other]._inbox.put(Lost(self.worker, reason))
+            self._endpoints[other].deliver(Lost(self.worker, reason))

@@ -70,7 +70,7 @@ class NcclEndpoint(Endpoint):
         """As the contract says."""
         self._inner.grant(to, channel)
 
-    def receive(self, timeout_s: float) -> Delivery:
+    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """As the contract says; what the worker's stream is given from now on comes behind the message's tensors."""
         deadline = time.monotonic() + timeout_s
         while True:

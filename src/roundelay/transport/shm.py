@@ -32,7 +32,7 @@ from roundelay.transport import frame as wire
 from roundelay.transport.contract import CheckedEndpoint, Delivery, Lost, Message, nothing_came
 from roundelay.transport.ring import Fence
 from roundelay.transport.stream import Ended, Inlet, Outlet
-from roundelay.transport.wiring import Wiring
+from roundelay.transport.wiring import AWAKE, MESSAGES, MESSAGES_AND_CREDITS, Wiring
 
 SPIN_S = 100e-6
 """Seconds that a worker looks again and again before it sleeps; about what waking it costs."""
@@ -85,14 +85,14 @@ class ShmEndpoint(CheckedEndpoint):
             self._wake_helper()
 
     def _grant(self, to: int, channel: int) -> None:
-        if self._links[to].outlet.put(wire.grant_frame(channel)):
+        if self._links[to].outlet.put(wire.grant_frame(channel), credit=True):
             self._wake_helper()
 
-    def _take(self, timeout_s: float) -> Delivery:
+    def _take(self, timeout_s: float, credits: bool) -> Delivery:
         deadline = time.monotonic() + timeout_s
         try:
             with self._reading:
-                delivery = self._await(deadline)
+                delivery = self._await(deadline, MESSAGES_AND_CREDITS if credits else MESSAGES)
         finally:
             if self._left:
                 self._let_go()
@@ -101,7 +101,7 @@ class ShmEndpoint(CheckedEndpoint):
             raise nothing_came(self.worker, timeout_s)
         return delivery
 
-    def _await(self, deadline: float) -> Delivery | None:
+    def _await(self, deadline: float, wanted: int) -> Delivery | None:
         """The next delivery; None when the deadline has passed or this endpoint has ended."""
         if self._left:
             return None
@@ -111,7 +111,7 @@ class ShmEndpoint(CheckedEndpoint):
         if delivery is None and self._hopeful:
             delivery = self._spin(deadline)
         while delivery is None and not self._left:
-            delivery = self._sleep(deadline)
+            delivery = self._sleep(deadline, wanted)
             if delivery is None and time.monotonic() >= deadline:
                 break
         return None if self._has_left() else delivery
@@ -165,10 +165,10 @@ class ShmEndpoint(CheckedEndpoint):
                 return None
             os.sched_yield()
 
-    def _sleep(self, deadline: float) -> Delivery | None:
+    def _sleep(self, deadline: float, wanted: int) -> Delivery | None:
         """Wait for the bell, a death or the deadline, and hear what there is then."""
         board = self._wiring.board
-        board.sleep(self.worker, True)
+        board.sleep(self.worker, wanted)
         self._fence()  # a sender writes, then asks whether we sleep; we the other way round
         try:
             delivery = self._scan()
@@ -178,7 +178,7 @@ class ShmEndpoint(CheckedEndpoint):
                 self._hopeful = time.monotonic() - start < SHORT_WAIT_S
                 delivery = self._scan()
         finally:
-            board.sleep(self.worker, False)
+            board.sleep(self.worker, AWAKE)
         return delivery
 
     def _look(self, patience_s: float) -> None:
@@ -228,13 +228,13 @@ class ShmEndpoint(CheckedEndpoint):
     def _drain(self, deadline: float) -> None:
         """Make room for those who send to us, as they may be ending too; wait until something happens."""
         board = self._wiring.board
-        board.sleep(self.worker, True)
+        board.sleep(self.worker, MESSAGES_AND_CREDITS)
         self._fence()
         for link in self._open:
             link.inlet.discard()
         if self._late():
             self._look(min(deadline - time.monotonic(), _NAP_S))
-        board.sleep(self.worker, False)
+        board.sleep(self.worker, AWAKE)
 
     def _leave(self) -> None:
         """Send nothing more, end the helper, and let the others see the end."""
@@ -308,8 +308,8 @@ class _Link:
     def __init__(self, worker: int, other: int, wiring: Wiring) -> None:
         board, arrived, freed = wiring.board, wiring.arrived[other], wiring.freed[other]
 
-        def tell_arrived() -> None:
-            if board.asleep(other):
+        def tell_arrived(what: int) -> None:
+            if board.asleep(other) >= what:
                 arrived.ring()
 
         self.worker = other

@@ -18,6 +18,7 @@ from roundelay.errors import InternalError
 from roundelay.transport import frame as wire
 from roundelay.transport.contract import Arrived, Granted, Message
 from roundelay.transport.ring import HEAD, TAIL, WANTED, Fence, Ring
+from roundelay.transport.wiring import MESSAGES, MESSAGES_AND_CREDITS
 
 CHUNK_BYTES = 2**18
 """After so many bytes the other end is told, so that it copies out while we copy in."""
@@ -32,10 +33,10 @@ class Outlet:
 
     Args:
         ring: where the bytes go.
-        tell: wakes the receiver if it sleeps.
+        tell: wakes the receiver if it sleeps and wants what has come: `wiring.MESSAGES`, or more for a credit.
     """
 
-    def __init__(self, ring: Ring, tell: Callable[[], None]) -> None:
+    def __init__(self, ring: Ring, tell: Callable[[int], None]) -> None:
         self._ring, self._tell = ring, tell
         self._fence = Fence()
         self._waiting: deque[tuple[int, int, int, object]] = deque()  # start, end, address, owner of a piece
@@ -53,7 +54,7 @@ class Outlet:
         counters = self._ring.counters
         return counters[TAIL] - counters[HEAD] <= self._ring.size // 2
 
-    def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = ()) -> bool:
+    def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = (), *, credit: bool = False) -> bool:
         """Send a frame and the tensors that follow it; dropped once sealed.
 
         Returns:
@@ -61,7 +62,7 @@ class Outlet:
         """
         if self._copying.acquire(blocking=False):
             try:
-                if self._sealed or self._put_at_once(frame, tensors):
+                if self._sealed or self._put_at_once(frame, tensors, MESSAGES_AND_CREDITS if credit else MESSAGES):
                     return False
             finally:
                 self._copying.release()
@@ -93,7 +94,7 @@ class Outlet:
             self._copying.release()
         return done
 
-    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
+    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor], what: int) -> bool:
         """The short way, of a short message when nothing waits: all of it is written, then told once."""
         ring, size = self._ring, len(frame)
         counters = ring.counters
@@ -110,7 +111,7 @@ class Outlet:
         self._fence.order()
         counters[TAIL] = tail
         self._fence()  # the receiver says that it sleeps, then looks at the tail; we the other way round
-        self._tell()
+        self._tell(what)
         return True
 
     def _append(self, address: int, count: int, owner: object) -> None:
@@ -141,7 +142,7 @@ class Outlet:
 
     def _told(self, tail: int) -> int:
         self._fence()  # as in `_put_at_once`
-        self._tell()
+        self._tell(MESSAGES)
         return tail
 
 

@@ -27,6 +27,9 @@ _ASLEEP, _WORDS = 0, 128  # places on a worker's part of the board
 _PART_BYTES = 4096 + MAX_REASON_BYTES
 _LENGTH = struct.Struct("<I")
 
+AWAKE, MESSAGES, MESSAGES_AND_CREDITS = range(3)
+"""What a worker's bell is to be rung for: nothing, as it looks itself; messages and ends; credits, too."""
+
 
 @final
 class Bell:
@@ -98,13 +101,13 @@ class Board:
     def __init__(self, num_workers: int) -> None:
         self._map = shared_memory(num_workers * _PART_BYTES)
 
-    def asleep(self, worker: int) -> bool:
-        """Whether `worker` waits for its bell."""
-        return self._map[worker * _PART_BYTES + _ASLEEP] != 0
+    def asleep(self, worker: int) -> int:
+        """What `worker` wants its bell to be rung for: AWAKE, MESSAGES or MESSAGES_AND_CREDITS."""
+        return self._map[worker * _PART_BYTES + _ASLEEP]
 
-    def sleep(self, worker: int, asleep: bool) -> None:
-        """The worker's own: say that it is about to wait for its bell, or that it is awake."""
-        self._map[worker * _PART_BYTES + _ASLEEP] = asleep
+    def sleep(self, worker: int, wanted: int) -> None:
+        """The worker's own: say what it is about to wait for, or that it is AWAKE."""
+        self._map[worker * _PART_BYTES + _ASLEEP] = wanted
 
     def leave_words(self, worker: int, reason: str) -> None:
         """The worker's own: why it gave up, cut to `MAX_REASON_BYTES`; before its lifeline ends."""

@@ -1,0 +1,43 @@
+"""What a worker has carried out, as long as it is worth keeping: a run of days must not fill the memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import final
+
+from roundelay.actor.machine import Run
+
+KEPT_MICRO_BATCHES = 2**13
+"""So many are kept at the end, with all their instructions; about 4 MiB for each worker."""
+
+Told = tuple[Run, int, float, float, int]
+"""An executed instruction: itself, its batch, start and end in seconds of ``time.perf_counter``, bytes sent."""
+
+
+@final
+class Log:
+    """The instructions of the last micro-batches, in order.
+
+    All workers end with the same micro-batch, so what they keep covers the same stretch of the run: from ``first`` on.
+
+    Args:
+        kept: number of micro-batches.
+    """
+
+    def __init__(self, kept: int = KEPT_MICRO_BATCHES) -> None:
+        self._kept = kept
+        self.events: deque[Told] = deque()
+        self.first = 0
+        self.dropped = 0
+
+    def add(self, event: Told) -> None:
+        """Append an instruction; those of micro-batches that are too far back go.
+
+        A few that are older than ``first`` stay, as a worker's instructions are not in the order of micro-batches.
+        """
+        events = self.events
+        events.append(event)
+        self.first = max(self.first, event[0].g + 1 - self._kept)
+        while events[0][0].g < self.first:
+            events.popleft()
+            self.dropped += 1
