@@ -25,6 +25,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_backward, do_forward
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
+BOTH = ("1f1b", "pipeoptim mixed")
 SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours pipedream", "ours pipeoptim mixed")
 
 
@@ -137,8 +138,10 @@ def main() -> None:
     for name in rival.SCHEDULES:
         candidates[f"torch {name}"] = functools.partial(theirs, name, 2 if what.short else 5)
     for name, (rule, backward, bound) in mine.items():
-        candidates[f"ours {name}"] = functools.partial(ours, rule, backward, "gloo", updates)
-        bounds[f"ours {name}"] = bound
+        for transport in ("shm", "gloo") if name in BOTH and not what.short else ("shm",):
+            title = f"ours {name}" + (" over gloo" if transport == "gloo" else "")
+            candidates[title] = functools.partial(ours, rule, backward, transport, updates)
+            bounds[title] = bound
     if what.short:
         candidates = {name: candidates[name] for name in SHORT}
     found = alternate(candidates, what.repeats)

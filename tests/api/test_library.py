@@ -17,8 +17,9 @@ from tests.cli.harness import environment
 
 NOTEBOOK = """
 import torch, roundelay
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(4)]
+data = [(torch.randn(8, 4), torch.randint(0, 2, (8,)))] * 4
 job = roundelay.Job(
     model=model,
     loss=lambda outputs, batch: torch.nn.functional.cross_entropy(outputs, batch[-1]),
