@@ -1,10 +1,10 @@
 """Stage cuts: a model whose second half is 3 x as heavy as its first, cut in equal parts and by measurement.
 
 16 residual blocks, the second eight of them 3 x as heavy, so that both halves have as many operations. Twice: blocks
-that sleep, so that nothing but the cut matters, and blocks of two linear layers, the inner width 3 x as large from the
-ninth on, whose workers share the machine's caches. Two workers, threads of one process with one thread each,
-`pipedream` with one micro-batch of 128 rows per batch. Predicted is the slowest stage, measured the time from one
-backward of the last stage to the next.
+that keep a core busy for a fixed time, so that nothing but the cut matters, and blocks of two linear layers, the inner
+width 3 x as large from the ninth on, whose workers share the machine's caches. Two workers, processes of one thread
+over shared memory, `pipedream` with one micro-batch of 128 rows per batch. Predicted is the slowest stage, measured
+the time from one backward of the last stage to the next.
 """
 
 from __future__ import annotations
@@ -13,37 +13,33 @@ import functools
 import itertools
 import os
 import statistics
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import roundelay
-from benchmarks.common import alternate, asked, report, spread, table
-from roundelay.actor.machine import Run
+from benchmarks.common import Asked, alternate, asked, report, spread, table
 from roundelay.api.cutting import WAYS, profiled
 from roundelay.api.planning import LINKS
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
-from roundelay.ir.micro_batch import MicroBatch
 from roundelay.planner.price import Prices, Terms, priced
-from roundelay.runtime.handlers import HANDLERS, Context
 
-WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "memory"
+WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"
 
-FORWARD_S, BACKWARD_S = 0.0008, 0.0016  # of a light block that sleeps
-KINDS = ("sleeping", "computing")
-
-Handler = Callable[[Context, Run], MicroBatch | None]
+FORWARD_S, BACKWARD_S = 0.0008, 0.0016  # of a light block that only takes time
+KINDS = ("timed", "computing")
 
 
 @torch.library.custom_op("roundelay_bench::rest", mutates_args=())
 def rest(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-    """The identity, which sleeps; in its backward, too."""
-    time.sleep(forward_s)
+    """The identity, which keeps its core busy; in its backward, too."""
+    until = time.perf_counter() + forward_s
+    while time.perf_counter() < until:
+        pass
     return x.clone()
 
 
@@ -63,7 +59,7 @@ def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 rest.register_autograd(_back, setup_context=_keep)
 
 
-class Sleeper(nn.Module):
+class Timed(nn.Module):
     """A block that has next to nothing to compute, and takes its time."""
 
     def __init__(self, weight: int) -> None:
@@ -90,7 +86,7 @@ class Block(nn.Module):
 
 def job(kind: str) -> roundelay.Job:
     weights = [HEAVIER if i >= DEPTH // 2 else 1 for i in range(DEPTH)]
-    blocks = [Sleeper(weight) if kind == "sleeping" else Block(2 * WIDTH * weight) for weight in weights]
+    blocks = [Timed(weight) if kind == "timed" else Block(2 * WIDTH * weight) for weight in weights]
     data = [{"x": torch.randn(ROWS, WIDTH), "y": torch.randn(ROWS, WIDTH)} for _ in range(64)]
     return roundelay.Job(
         model=nn.Sequential(*blocks),
@@ -129,26 +125,11 @@ def predicted(kind: str, cuts: str) -> float:
     return 1e3 * prices(kind).slowest_s((0, *stops[:-1], stops[-1] + 1))
 
 
-def timed(handler: Handler, spent: dict[int, float], worker: int) -> Handler:
-    """A handler that counts the seconds for which its thread had a core, from the second batch on."""
-
-    def count(context: Context, run: Run) -> MicroBatch | None:
-        start = time.thread_time()
-        result = handler(context, run)
-        spent[worker] += time.thread_time() - start if run.g else 0.0
-        return result
-
-    return count
-
-
-def measured(kind: str, cuts: str, updates: int, cores: dict[str, list[float]]) -> float:
+def measured(kind: str, cuts: str, updates: int) -> float:
     """Milliseconds per micro-batch, from the middle of the run, where it is steady."""
     made, captured = captured_job(kind)
-    spent: dict[int, float] = defaultdict(float)
-    handlers = {k: {n: timed(HANDLERS[n], spent, k) for n in ("forward", "backward", "update")} for k in range(D)}
     session = Session(made, captured, planned(kind, cuts), 0, Length(steps=updates))
-    trained = session.run(notify=lambda event: None, handlers=handlers)
-    cores[cuts].append(1e3 * max(spent.values()) / (updates - 1))
+    trained = session.run(notify=lambda event: None)
     ends = [event[6] for event in trained.events[D - 1] if event[0] == "backward"]
     steps = [later - earlier for earlier, later in itertools.pairwise(ends)]
     return 1e3 * statistics.median(steps[len(steps) // 4 :])
@@ -156,17 +137,15 @@ def measured(kind: str, cuts: str, updates: int, cores: dict[str, list[float]]) 
 
 def compared(kind: str, updates: int, repeats: int) -> tuple[list[list[str]], dict[str, object]]:
     """Rows of the table, and their numbers."""
-    cores: dict[str, list[float]] = {cuts: [] for cuts in WAYS}
     expected = {cuts: predicted(kind, cuts) for cuts in WAYS}
-    found = alternate({cuts: functools.partial(measured, kind, cuts, updates, cores) for cuts in WAYS}, repeats)
-    middle, own = ({cuts: statistics.median(v) for cuts, v in numbers.items()} for numbers in (found, cores))
+    found = alternate({cuts: functools.partial(measured, kind, cuts, updates) for cuts in WAYS}, repeats)
+    middle = {cuts: statistics.median(values) for cuts, values in found.items()}
     rows: list[list[str]] = []
     for cuts, values in found.items():
         factors = [f"{numbers['equal'] / numbers[cuts]:.2f}" for numbers in (expected, middle)]
         end: Any = planned(kind, cuts).stages[0].segments[-1]
-        of_core = spread(cores[cuts]) if kind == "computing" else ""
-        rows.append([f"{kind}, {cuts}", end, f"{expected[cuts]:.1f}", spread(values), of_core, *factors])
-    return rows, {"predicted_ms": expected, "measured_ms": found, "core_ms": cores, "core_median_ms": own}
+        rows.append([f"{kind}, {cuts}", end, f"{expected[cuts]:.1f}", spread(values), *factors])
+    return rows, {"predicted_ms": expected, "measured_ms": found}
 
 
 def slower_together(seconds: float = 1.0) -> float:
@@ -180,21 +159,30 @@ def slower_together(seconds: float = 1.0) -> float:
             count += 1
         return count / seconds
 
-    alone = rate()
-    if not (child := os.fork()):
-        rate()
-        os._exit(0)
-    both = rate()
-    os.waitpid(child, 0)
-    return alone / both
+    rate()  # warm
+    factors = []
+    for _ in range(3):
+        alone = rate()
+        if not (child := os.fork()):
+            rate()
+            os._exit(0)
+        factors.append(alone / rate())
+        os.waitpid(child, 0)
+    return statistics.median(factors)
 
 
 def main() -> None:
     what = asked(__doc__ or "", 7)
+    with tempfile.TemporaryDirectory() as fresh:
+        os.environ["ROUNDELAY_CACHE"] = fresh  # what an earlier run has measured says nothing of today
+        compare(what)
+
+
+def compare(what: Asked) -> None:
     torch.manual_seed(0)
     together = slower_together()
-    found = {kind: compared(kind, 60 if what.short else 150, what.repeats) for kind in KINDS}
-    columns = ["blocks and cuts", "stage 0 ends at", "predicted, ms", "measured, ms", "of a core, ms"]
+    found = {kind: compared(kind, 40 if what.short else 80, what.repeats) for kind in KINDS}
+    columns = ["blocks and cuts", "stage 0 ends at", "predicted, ms", "measured, ms"]
     columns += ["x faster than equal: predicted", "measured"]
     text = table(columns, [row for rows, _ in found.values() for row in rows])
     text += f"\n\nA core computes {together:.2f} x slower while the other one computes."
