@@ -22,6 +22,13 @@ from tests.cli.harness import MLP, environment, here, job_file, one_screen
 
 Capture = pytest.CaptureFixture[str]
 END_S = 100.0
+SLOW = """
+import time
+def slow(epoch):
+    for batch in mlp.batches(epoch):
+        time.sleep(0.05)
+        yield batch
+"""
 LAUNCHED = {
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -93,14 +100,7 @@ def test_two_launched_processes_compute_what_one_host_alone_does(
 
 
 def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_checkpoint(workplace: Path) -> None:
-    before = """
-import time
-def slow(epoch):
-    for batch in mlp.batches(epoch):
-        time.sleep(0.05)
-        yield batch
-"""
-    job = job_file(workplace, "batches=slow", before)
+    job = job_file(workplace, "batches=slow", SLOW)
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     process = torchrun(workplace, launcher, job, "--epochs", 8, "--no-baseline", "--out", "run")
     metrics = workplace / "run" / "metrics.jsonl"
@@ -118,6 +118,49 @@ def slow(epoch):
     updates = [line["update"] for line in read_metrics(metrics)]
     assert updates == list(range(len(updates)))
     assert load(workplace / "run" / "checkpoint").position.epoch == 8
+
+
+@contextlib.contextmanager
+def in_training(workplace: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """A launched run that takes minutes, and its processes by number, when it has made an update."""
+    job = job_file(workplace, "batches=slow", SLOW)
+    launcher = ["--standalone", "--nproc-per-node", "2"]
+    process = torchrun(workplace, launcher, job, "--epochs", 1000, "--no-baseline", "--out", "run")
+    metrics = workplace / "run" / "metrics.jsonl"
+    with ending(process):
+        deadline = time.monotonic() + END_S
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = {}
+        for pid in pids_of("roundelay train", process):
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            ranks[next(v.removeprefix("RANK=") for v in variables if v.startswith("RANK="))] = pid
+        yield process, ranks
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_member_that_is_stopped_does_not_hold_up_the_others(workplace: Path, rank: str) -> None:
+    """The launcher alone would wait for 30 seconds more."""
+    with in_training(workplace) as (process, ranks):
+        os.kill(ranks[rank], signal.SIGSTOP)
+        start = time.monotonic()
+        out, _ = process.communicate(timeout=END_S)
+        assert time.monotonic() - start < 25.0
+        assert process.returncode == 1
+        assert rank == "0" or "silence for 7 s, and was ended" in out
+
+
+def test_members_do_not_outlive_a_launcher_that_is_killed(workplace: Path) -> None:
+    with in_training(workplace) as (process, ranks):
+        assert sorted(ranks) == ["0", "1"]
+        process.kill()
+        process.wait(END_S)
+        deadline = time.monotonic() + 10.0
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip")

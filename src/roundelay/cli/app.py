@@ -34,7 +34,7 @@ from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
 from roundelay.viz import LEGEND, staircase
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # as typer says Ctrl-C
 """Exit code of what Ctrl-C has ended: 128 and the signal's number."""
 
 app = typer.Typer(
@@ -344,7 +344,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
 def _interrupted() -> int:
     stderr.show_cursor()
     stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
-    return _INTERRUPTED
+    return 128 + (_SIGNALS.last or signal.SIGINT)
 
 
 def _bug(error: Exception) -> InternalError:

@@ -203,7 +203,10 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             live.update(bar, completed=event.updates)
         stderr.print(f"{event.cause}\nRestart {event.number}: going on after update {event.updates}.", markup=False)
     elif isinstance(event, NotSaved):
-        stderr.print(f"No checkpoint at {event.path}: {event.reason}. The one before it is whole.", markup=False)
+        stderr.print(
+            f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",
+            markup=False,
+        )
     else:
         assert isinstance(event, Saved)
 

@@ -7,6 +7,7 @@ a beat every second both ways, for nobody here is the parent of anybody and woul
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import socket
@@ -24,6 +25,7 @@ from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.runtime.device import Device, device_of
 from roundelay.runtime.garbage import settled
+from roundelay.runtime.mortal import die_with, end, whereabouts
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import follow
@@ -39,7 +41,7 @@ MEET_S = 30.0
 PLAN_S = 900.0
 """Seconds that the leader may take to capture and plan."""
 
-BEAT_S, SILENT_S = 1.0, 8.0
+BEAT_S, SILENT_S = 1.0, 7.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
 
 NEWS_S = 0.5
@@ -77,6 +79,7 @@ class Party:
                 remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
             ) from error
         self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
+        die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
 
     def give(self, name: str, text: str) -> None:
         """Publish a text; the leader does so."""
@@ -98,6 +101,18 @@ class Party:
                 expected=f"it within {PLAN_S:g} s",
                 remedy="See what worker 0 told.",
             ) from error
+
+    def tell_where(self) -> None:
+        """Publish which process this is, for :meth:`end`."""
+        self.give(f"where {self.restart} {self.rank}", whereabouts(os.getpid()))
+
+    def end(self, rank: int) -> bool:
+        """Kill a member that answers no more, if it is on this host: its launcher would wait for it for long."""
+        name = f"where {self.restart} {rank}"
+        try:
+            return self._store.check([name]) and end(self.take(name))
+        except (RuntimeError, WorkerLostError):  # the launcher's store has gone as well
+            return False
 
     def gather(self, what: str) -> None:
         """Wait until every member has come so far.
@@ -242,6 +257,8 @@ class _Line:
         on_lost: Callable[[int, WorkerLostError], None],
     ) -> None:
         self._endpoint, self._on_report, self._on_lost = endpoint, on_report, on_lost
+        self._party = party
+        party.tell_where()
         self._others = party.others if party.leads else (_LEADER,)
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._lock = threading.Lock()
@@ -275,7 +292,8 @@ class _Line:
                         self._endpoint.grant(other, _BEAT)
             self._hear()
             for other in [k for k, heard in self._heard.items() if time.monotonic() - heard > SILENT_S]:
-                self._lose(other, f"silence for {SILENT_S:g} s")
+                ended = ", and was ended" if self._party.end(other) else ""
+                self._lose(other, f"silence for {SILENT_S:g} s{ended}")
 
     def _hear(self) -> None:
         try:

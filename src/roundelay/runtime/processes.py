@@ -17,13 +17,15 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
 import torch
 
 from roundelay.errors import RoundelayError, WorkerLostError
+from roundelay.runtime.mortal import die_with
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
@@ -40,7 +42,6 @@ STOPPED_S = 3.0
 """Seconds after which a stopped worker counts as lost; a person who presses Ctrl-Z stops the launcher's clock too."""
 
 _TICK_S = 0.25
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _MASKED = {signal.SIGINT, signal.SIGTERM}
 
 Connect = Callable[[int], Endpoint]
@@ -49,13 +50,26 @@ Connect = Callable[[int], Endpoint]
 
 def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by processes; see :func:`roundelay.runtime.launch.run`."""
-    with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
-        store = str(Path(folder) / "store")
+    with _meeting_place() as store:
 
         def connect(worker: int) -> Endpoint:
             return wrap(GlooEndpoint(worker, task.plan.num_stages, store, task.plan.deadline_s))
 
         _run(task, listen, connect)
+
+
+@contextmanager
+def _meeting_place() -> Generator[str, None, None]:
+    """Path of an empty file for the workers to meet at; in memory, if possible: then nothing can be left over."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        descriptor = os.memfd_create("roundelay")
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder) / "store")
 
 
 def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
@@ -173,7 +187,8 @@ class Pump:
             before = stopped_s[child.pipe]
             stopped_s[child.pipe] = before + passed_s if child.stopped else 0.0
             if before < STOPPED_S <= stopped_s[child.pipe]:
-                self._reports.put(_lost(child, f"it was stopped by a signal and not continued for {STOPPED_S:g} s"))
+                how = f"it was stopped by a signal and not continued for {STOPPED_S:g} s"
+                self._reports.put(_lost(child, how, "See who stops processes here; a debugger does, and Ctrl-Z."))
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
@@ -196,7 +211,7 @@ def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> N
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends its children
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what the parent does when it is told to end
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _die_with(parent, libc)
+        die_with(parent, libc)
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
         for descriptor in (reading, *(child.pipe for child in children)):
             os.close(descriptor)
@@ -204,14 +219,6 @@ def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> N
         status = 0
     finally:
         os._exit(status)
-
-
-def _die_with(parent: int, libc: ctypes.CDLL) -> None:
-    """Have the system end this process when its launcher is killed. Where there is no prctl, a broken pipe does it."""
-    if hasattr(libc, "prctl"):
-        libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before
-        os._exit(1)
 
 
 def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
@@ -274,12 +281,16 @@ def _died(child: Child) -> Report:
     return _lost(child, "it ended without a word")
 
 
-def _lost(child: Child, how: str) -> Report:
+def _lost(
+    child: Child,
+    how: str,
+    remedy: str = "If the system killed it for memory, use smaller micro-batches or more workers.",
+) -> Report:
     error = WorkerLostError(
         f"worker {child.worker} (process {child.pid})",
         got=how,
         expected="a worker that lives until the run ends",
-        remedy="If the system killed it for memory, use smaller micro-batches or more workers.",
+        remedy=remedy,
     )
     return failure(child.worker, error)
 
