@@ -23,7 +23,7 @@ from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.profile import StageProfile, profile
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
-from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
+from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.check import CPU, check_fit, check_plan
@@ -164,10 +164,12 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         format=FORMAT,
         model=model,
         rule=rule,
-        predictor=given.get("predictor", next(iter(DISTANCES)) if row.predicts else NO_PREDICTOR),
+        predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
         compile=given.get("compile", False),
-        micro_batches=given.get("micro_batches", 2 * num_stages if flushes else 1),
+        micro_batches=given.get(
+            "micro_batches", 2 * num_stages if flushes else num_stages if row.versions == "table" else 1
+        ),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,

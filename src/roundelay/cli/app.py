@@ -174,7 +174,7 @@ def simulate_command(
     if trace is not None:
         t = {(i.worker, i.g): i.version for i in simulation.intervals}
         spans = [
-            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.version, i.distance, i.start_s, i.end_s, 0)
+            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.reads, i.distance, i.start_s, i.end_s, 0)
             for i in simulation.intervals
         ]
         names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}

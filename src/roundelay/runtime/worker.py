@@ -263,7 +263,7 @@ def _resident(before: tuple[int, int] | None) -> dict[str, object]:
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
     """An event as it is told."""
-    return [run.instruction.opcode, run.g, batch, run.version, run.distance, start, end, sent, str(run)]
+    return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, str(run)]
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
