@@ -287,7 +287,7 @@ class Machine:
         if instruction.reads == ENTRY:
             return header.entry, header.entry
         stated = header.batch - (instruction.reads[header.index] == PREVIOUS)
-        oldest = header.batch + header.ends_batch - 1
+        oldest = header.batch - (PREVIOUS in instruction.reads[header.index + 1 : header.count])
         return max(self._first_version, min(stated, self.version)), max(self._first_version, oldest)
 
     def _slot(self, channel: int) -> int:

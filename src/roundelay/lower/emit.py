@@ -52,7 +52,8 @@ def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
     if rule.fresh is None:
         return ""
     numbers = range(1, plan.micro_batches + 1)
-    return "".join([FRESH if rule.fresh(i, stage + 1, plan.num_stages) else PREVIOUS for i in numbers])
+    letters = "".join([FRESH if rule.fresh(i, stage + 1, plan.num_stages) else PREVIOUS for i in numbers])
+    return letters if PREVIOUS in letters else ""
 
 
 def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
