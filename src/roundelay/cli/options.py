@@ -44,6 +44,10 @@ Predictor = Annotated[
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
 ]
+Clip = Annotated[
+    str | None,
+    typer.Option(help="Clip gradients: stage:NORM, each stage by its own norm. [default: none]", metavar="stage:NORM"),
+]
 Compile = Annotated[
     bool | None,
     typer.Option("--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler and minutes."),
@@ -83,6 +87,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     compile: bool | None
+    clip: str | None
     transport: str | None
     devices: str | None
     cuts: str | None = None

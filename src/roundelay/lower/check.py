@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.program import Program
@@ -69,6 +70,7 @@ def check_plan(plan: Plan) -> None:
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    Clip.parse(plan.clip)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)

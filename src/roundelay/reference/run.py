@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import InternalError
+from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.predict import Ahead, distance, predict
@@ -257,11 +258,25 @@ class _Run:
         total = self._total_count
         # a batch whose losses have summed nothing has zero gradients, which no count divides
         gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
-        self._trainer.step(gradients)
+        self._trainer.step(self._clipped(gradients))
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count = {}, None
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
+
+    def _clipped(self, gradients: Tensors) -> Tensors:
+        """Every stage's gradients times min(1, bound / (their norm + epsilon))."""
+        clip = self._setting.clip
+        if clip.by == "none":
+            return gradients
+        result: Tensors = {}
+        for stage in self._stages:
+            own = {name: gradients[name] for name in stage.parameters if name in gradients}
+            if own:
+                each = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in own.values()])
+                factor = torch.clamp(clip.norm / (torch.linalg.vector_norm(each) + EPSILON), max=1.0)
+                result |= {name: gradient * factor for name, gradient in own.items()}
+        return result
 
     def _check_number(self, header: MicroBatch) -> None:
         if header.batch != self._trainer.live:

@@ -11,8 +11,10 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
+from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
@@ -53,7 +55,7 @@ class Stage:
         captured: the model.
         spec: which part of it.
         job: optimizer and scheduler.
-        predictor: setting of the predictor, or ``none``.
+        plan: its predictor and its clipping.
         initial: where it starts, on the CPU; copied.
         place: where it computes, and keeps all that is its own.
     """
@@ -63,13 +65,13 @@ class Stage:
         captured: Captured,
         spec: StageSpec,
         job: Job,
-        predictor: str,
+        plan: Plan,
         initial: Initial,
         place: torch.device = CPU,
     ) -> None:
         self.spec = spec
         self.function = captured.stage(spec, place)
-        self.predictor = predictor
+        self.predictor, self._clip = plan.predictor, Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
                 initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
@@ -222,6 +224,8 @@ class Stage:
         """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
+        if self._clip.by == "stage":
+            self._clip_to(self._clip.norm)
         if self.predictor == NO_PREDICTOR:
             return {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -230,6 +234,15 @@ class Stage:
             for _, group, p in groups_of(self.optimizer)
             if needs_displacement(self.optimizer, group, self.predictor)
         }
+
+    def _clip_to(self, norm: float) -> None:
+        """Scale the stage's gradients to a common norm of at most ``norm``; none is written, as others may hold it."""
+        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
+        if grads:
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads.values()]
+            scale = torch.clamp(norm / (torch.linalg.vector_norm(torch.stack(norms)) + EPSILON), max=1.0)
+            for name, grad in grads.items():
+                self.parameters[name].grad = grad * scale
 
     def _consumed(self) -> dict[str, torch.Tensor]:
         """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""

@@ -120,7 +120,7 @@ class _Worker:
         self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
-        stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial, device.place)
+        stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
         data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
