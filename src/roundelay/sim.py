@@ -25,6 +25,8 @@ class Interval:
     opcode: str
     g: int
     version: int
+    reads: int
+    keep: int | None
     distance: int
     start_s: float
     end_s: float
@@ -170,8 +172,11 @@ class _Clock:
             self.on_way[channel] += 1
             self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
         self.events[worker].append(str(run))
+        if run.header is not None:
+            self.headers[run.g] = run.header  # as a message of this micro-batch carries it
         opcode = run.instruction.opcode
-        self.intervals.append(Interval(worker, opcode, run.g, run.version, run.distance, self.now, self.now + seconds))
+        weights = run.version, run.reads, run.keep, run.distance
+        self.intervals.append(Interval(worker, opcode, run.g, *weights, self.now, self.now + seconds))
         self.push(seconds, worker, Finished(self.headers[run.g] if opcode == "read" else None))
 
     def seconds(self, worker: int, run: Run) -> float:
@@ -201,13 +206,17 @@ class _Clock:
         alive: dict[int, tuple[int, int]] = {}
         peak_tapes = peak_versions = 0
         gaps = [0]
-        stash = any(i.weights == "forward" for i in program.drain)
+        stash, ahead = (any(i.weights == which for i in program.drain) for which in ("forward", "ahead"))
+        oldest: int | None = None
         for interval in mine:
             if interval.opcode == "forward":
-                alive[interval.g] = (interval.version, interval.distance)
-                gaps.append(self.headers[interval.g].batch - interval.version)
-            live = {(interval.version, 0)}
-            held = live | (set(alive.values()) if stash else {v for g, v in alive.items() if g == interval.g and v[1]})
+                alive[interval.g] = (interval.reads, interval.distance)
+                oldest = interval.keep
+                gaps.append(self.headers[interval.g].batch - interval.reads)
+            newest = interval.version
+            held = {(version, 0) for version in range(newest if oldest is None else min(oldest, newest), newest + 1)}
+            held |= set(alive.values()) if stash else {v for g, v in alive.items() if g == interval.g and v[1]}
+            held |= {(newest, interval.distance)} if ahead else set()
             peak_tapes, peak_versions = max(peak_tapes, len(alive)), max(peak_versions, len(held))
             if interval.opcode == "backward":
                 del alive[interval.g]

@@ -54,6 +54,7 @@ class World:
         for command in machine.handle(event):
             if isinstance(command, Run):
                 self.runs[worker].append(command)
+                self.headers[command.g] = command.header or self.headers[command.g]  # as a message carries it
                 header = self.headers[command.g] if command.instruction.opcode == "read" else None
                 self.post(("result", worker), worker, Finished(header))
             elif isinstance(command, Send):

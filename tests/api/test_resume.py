@@ -69,7 +69,7 @@ def test_the_stages_of_a_continued_run_start_with_the_saved_bits(tmp_path: Path,
     session = Session(job, captured, plan, 0, Length(steps=1), load_checkpoint(tmp_path / "c", captured))
     found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "optimizer": {}}
     for spec in session.partition.stages:
-        stage = Stage(captured, spec, job, plan.predictor, session.initial)
+        stage = Stage(captured, spec, job, plan, session.initial)
         for part, values in zip(("parameters", "optimizer", "buffers"), stage.state(), strict=True):
             found[part] |= values
         assert stage.scheduler is not None

@@ -207,14 +207,14 @@ def test_a_rule_of_the_job_file_plans_trains_and_verifies(capsys: Capture, workp
     rule = """
 import roundelay
 roundelay.register_rule(roundelay.UpdateRule(
-    name="async", schedule="async-1f1b", predicts=False, stashes=False, modes=("recompute", "mixed"), source="here"))
+    name="mine", schedule="async-1f1b", predicts=False, stashes=False, modes=("recompute", "mixed"), source="here"))
 """
     job = job_file(workplace, "", rule)
     for mode in ("recompute", "mixed"):
-        said = here(capsys, "verify", job, "--workers", 3, "--rule", "async", "--backward", mode, "--steps", 6)
+        said = here(capsys, "verify", job, "--workers", 3, "--rule", "mine", "--backward", mode, "--steps", 6)
         assert said.code == 0, said.told
-    assert here(capsys, "train", job, *FAST, "--rule", "async", "--steps", 2, "--json").json["rule"] == "async"
-    assert here(capsys, "plan", job, "--rule", "async", "--backward", "stash").code == 2
+    assert here(capsys, "train", job, *FAST, "--rule", "mine", "--steps", 2, "--json").json["rule"] == "mine"
+    assert here(capsys, "plan", job, "--rule", "mine", "--backward", "stash").code == 2
 
 
 def test_a_loader_with_processes_of_its_own_leaves_none_behind(capsys: Capture, workplace: Path) -> None:

@@ -24,6 +24,7 @@ from roundelay.api.training import Length, Session
 from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
 from roundelay.job import Job, Named
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
@@ -47,11 +48,39 @@ VARIANTS = {
     "gpipe": Variant("gpipe", "none", "stash"),
     "1f1b": Variant("1f1b", "none", "stash"),
     "pipedream": Variant("pipedream", "none", "stash"),
+    "pipedream-vertical": Variant("pipedream-vertical", "none", "stash"),
+    "pipedream-2bw": Variant("pipedream-2bw", "none", "stash"),
+    "cdp-v1": Variant("cdp-v1", "none", "stash"),
+    "cdp-v2": Variant("cdp-v2", "none", "stash"),
+    "async recompute": Variant("async", "none", "recompute"),
+    "async mixed": Variant("async", "none", "mixed"),
+    "spectrain improved mixed": Variant("spectrain", "improved", "mixed"),
+    "spectrain improved recompute": Variant("spectrain", "improved", "recompute"),
+    "spectrain paper mixed": Variant("spectrain", "paper", "mixed"),
+    "lookahead stash": Variant("lookahead", "improved", "stash"),
+    "lookahead mixed": Variant("lookahead", "improved", "mixed"),
 } | {
     f"pipeoptim {predictor} {backward}": Variant("pipeoptim", predictor, backward)
     for predictor in ("improved", "paper", "released-code")
     for backward in ("stash", "recompute", "mixed")
 }
+PAIRED = (
+    "gpipe",
+    "1f1b",
+    "pipedream",
+    "pipedream-vertical",
+    "cdp-v1",
+    "cdp-v2",
+    "async mixed",
+    "spectrain improved mixed",
+    "spectrain paper mixed",
+    "lookahead mixed",
+    "pipeoptim improved stash",
+    "pipeoptim improved recompute",
+    "pipeoptim paper mixed",
+    "pipeoptim released-code recompute",
+)
+"""Variants that meet everything else in pairs; the table has them all."""
 
 
 def _sgd(named: Named) -> Optimizer:
@@ -87,11 +116,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "micro_batches": MICRO_BATCHES,
     "transport": TRANSPORTS,
 }
+PAIRS = FACTORS | {"variant": PAIRED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One configuration; between processes, deliveries are delayed at random."""
+    """One configuration; between processes, deliveries are delayed at random.
+
+    A rule that reads the previous version by a table needs M >= D - 1: it gets so many micro-batches at least.
+    """
 
     model: str
     variant: str
@@ -176,8 +209,14 @@ def bench(name: str) -> Bench:
 
 def run_cell(cell: Cell, place: Bench) -> Verification:
     """Verify one cell."""
-    plan = place.plan(VARIANTS[cell.variant], cell.stages, cell.micro_batches, cell.transport)
+    variant = VARIANTS[cell.variant]
+    plan = place.plan(variant, cell.stages, allowed(variant, cell.stages, cell.micro_batches), cell.transport)
     return place.verify(plan, place.job(OPTIMIZERS[cell.optimizer]))
+
+
+def allowed(variant: Variant, num_stages: int, micro_batches: int) -> int:
+    """As many micro-batches as asked for, or the fewest that the rule's timing allows."""
+    return max(micro_batches, num_stages - 1) if rule_named(variant.rule).versions == "table" else micro_batches
 
 
 def delays(seed: int) -> Callable[[Endpoint], Endpoint]:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.equivalence.cells import FACTORS
+from tests.equivalence.cells import PAIRS as FACTORS
 from tests.equivalence.pairwise import covering
 
 

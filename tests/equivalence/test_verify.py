@@ -17,11 +17,11 @@ from roundelay.api.training import Length, Session
 from roundelay.api.verifying import Verification
 from roundelay.job import Named
 from roundelay.runtime.optimizer import RateTable
-from tests.equivalence.cells import FACTORS, STEPS, VARIANTS, Bench, Cell, Variant, bench, delays, run_cell
+from tests.equivalence.cells import PAIRS, STEPS, VARIANTS, Bench, Cell, Variant, bench, delays, run_cell
 from tests.equivalence.pairwise import covering
 from tests.zoo import ZOO, Batch, rows
 
-CELLS = sorted((Cell(**row) for row in covering(FACTORS)), key=lambda cell: list(ZOO).index(cell.model))
+CELLS = sorted((Cell(**row) for row in covering(PAIRS)), key=lambda cell: list(ZOO).index(cell.model))
 RECOMPUTE, STASH = VARIANTS["pipeoptim improved recompute"], VARIANTS["pipeoptim improved stash"]
 PREDICTORS = ("improved", "paper", "released-code")
 PREDICTED = [Variant("pipeoptim", predictor, "stash") for predictor in PREDICTORS]

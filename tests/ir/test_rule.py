@@ -12,7 +12,7 @@ from roundelay.ir.rule import DISTANCES, MODES, NO_PREDICTOR, UpdateRule, regist
 from roundelay.schedules import SCHEDULES
 
 ASYNC = UpdateRule(
-    name="async", schedule="async-1f1b", predicts=False, stashes=False, modes=("recompute", "mixed"), source="a test"
+    name="mine", schedule="async-1f1b", predicts=False, stashes=False, modes=("recompute", "mixed"), source="a test"
 )
 
 
@@ -33,6 +33,13 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "1f1b": ("1f1b", False, "forward"),
         "pipedream": ("async-1f1b", False, "forward"),
         "pipeoptim": ("async-1f1b", True, "forward"),  # stash is its default too
+        "pipedream-vertical": ("async-1f1b", False, "forward"),
+        "pipedream-2bw": ("async-1f1b", False, "forward"),
+        "cdp-v1": ("async-1f1b", False, "forward"),
+        "cdp-v2": ("async-1f1b", False, "forward"),
+        "async": ("async-1f1b", False, "live"),
+        "spectrain": ("async-1f1b", True, "ahead"),
+        "lookahead": ("async-1f1b", True, "ahead"),
     }
 
 
@@ -71,7 +78,7 @@ def test_predictors_bridge_the_updates_crossed_the_lag_or_one_more() -> None:
 
 def test_a_registered_rule_is_found_and_comes_last() -> None:
     register_rule(ASYNC)
-    assert rule_named("async") is ASYNC
+    assert rule_named("mine") is ASYNC
     assert rules()[-1] is ASYNC
 
 
@@ -92,9 +99,9 @@ def test_a_second_rule_of_a_name_is_refused_and_the_first_stays() -> None:
 def test_a_rule_without_modes_or_with_unknown_ones_is_refused(modes: tuple[str, ...]) -> None:
     with pytest.raises(PlanError, match="backward modes"):
         register_rule(replace(ASYNC, modes=modes))  # type: ignore[arg-type]
-    assert "async" not in {rule.name for rule in rules()}
+    assert "mine" not in {rule.name for rule in rules()}
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, pipedream, pipeoptim"):
+    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, pipedream, pipedream-vertical"):
         rule_named("gpip")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 
-RULES = ("gpipe", "1f1b", "pipedream", "pipeoptim")
-ASYNCHRONOUS = ("pipedream", "pipeoptim")
+ASYNCHRONOUS = ("pipedream", "pipeoptim", "pipedream-vertical", "spectrain", "async", "lookahead")
+RULES = ("gpipe", "1f1b", *ASYNCHRONOUS)
 
 #: For tests whose every example is a run of its own.
 FEW = settings(max_examples=25)
@@ -44,6 +44,7 @@ def plan_of(
         "predictor": "improved" if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
         "compile": False,
+        "clip": "none",
         "micro_batches": micro_batches,
         "transport": "memory",
         "deadline_s": 60.0,

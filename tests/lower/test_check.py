@@ -36,7 +36,9 @@ JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
 def fired_in(plan: Plan, counts: list[int]) -> list[list[Fired]]:
     """What the machines of a plan fire."""
     runs = World(plan, stream(counts)).run(in_turn).runs
-    return [[Fired(run.instruction.opcode, run.g, run.version, run.distance) for run in mine] for mine in runs]
+    return [
+        [Fired(run.instruction.opcode, run.g, run.version, run.reads, run.distance) for run in mine] for mine in runs
+    ]
 
 
 # --- the plan alone

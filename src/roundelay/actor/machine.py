@@ -16,12 +16,12 @@ depend on the program and the micro-batches alone, never on timing.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import Instruction, Program
+from roundelay.ir.program import ENTRY, PREVIOUS, Instruction, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Run:
         g: micro-batch.
         header: of that micro-batch; None for a ``read``.
         version: updates that the stage's weights have seen.
-        distance: for a forward, the number of updates to predict ahead.
+        reads: for a forward, the version that it reads; else ``version``.
+        keep: for a forward, the oldest version that a later one may read; None if each reads its newest.
+        distance: the number of updates to predict ahead.
         takes: (channel, slot) of each message it consumes.
         gives: (channel, slot) of each message it sends.
     """
@@ -72,12 +74,16 @@ class Run:
     g: int
     header: MicroBatch | None
     version: int
+    reads: int
+    keep: int | None
     distance: int
     takes: tuple[tuple[int, int], ...]
     gives: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
         words = [f"{self.instruction.opcode} g={self.g}", f"version={self.version}"]
+        if self.instruction.reads:
+            words.append(f"reads={self.reads}")
         if self.instruction.distance:
             words.append(f"distance={self.distance}")
         words += [f"takes={c}[{slot}]" for c, slot in self.takes] + [f"gives={c}[{slot}]" for c, slot in self.gives]
@@ -127,6 +133,7 @@ class Machine:
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
+        self._first_version = first_version
         self._forward = self._backward = self._window_start = first_g
         self._window_end: int | None = None
         self._block: tuple[Instruction, ...] = ()
@@ -191,7 +198,7 @@ class Machine:
             raise self._broken("a result without a running instruction")
         self._running = None
         if event.header is not None:
-            self._headers[event.header.g] = event.header
+            self._headers[event.header.g] = replace(event.header, entry=self.version)
         self._account(run)
         sends: list[Command] = [Send(channel, run.g) for channel, _ in run.gives]
         return sends + [Grant(channel) for channel, _ in run.takes]
@@ -259,6 +266,7 @@ class Machine:
             g,
             header,
             self.version,
+            *self._reads(instruction, header),
             self._distance(instruction, header),
             tuple((c, self._slot(c)) for c in instruction.takes),
             tuple((c, self._slot(c)) for c in instruction.gives),
@@ -267,7 +275,20 @@ class Machine:
     def _distance(self, instruction: Instruction, header: MicroBatch | None) -> int:
         if not instruction.distance or header is None:
             return 0
-        return header.batch - self.version if instruction.distance == "crossed" else int(instruction.distance)
+        far, _, behind = instruction.distance.partition("+")
+        if far != "crossed":
+            return int(far)
+        return header.batch - self.version + (header.index + int(behind or 0)) // header.count
+
+    def _reads(self, instruction: Instruction, header: MicroBatch | None) -> tuple[int, int | None]:
+        """The version that is read, and the oldest that a later forward may read."""
+        if not instruction.reads or header is None:
+            return self.version, None
+        if instruction.reads == ENTRY:
+            return header.entry, header.entry
+        stated = header.batch - (instruction.reads[header.index] == PREVIOUS)
+        oldest = header.batch - (PREVIOUS in instruction.reads[header.index + 1 : header.count])
+        return max(self._first_version, min(stated, self.version)), max(self._first_version, oldest)
 
     def _slot(self, channel: int) -> int:
         self._passed[channel] += 1

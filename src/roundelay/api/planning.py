@@ -21,9 +21,10 @@ from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.profile import StageProfile, profile
+from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
-from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
+from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.check import CPU, check_fit, check_plan
@@ -42,7 +43,7 @@ LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "n
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
 frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
 
-CHOICES = {"micro_batches", "predictor", "backward", "compile", "transport", "deadline_s", "devices"}
+CHOICES = {"micro_batches", "predictor", "backward", "compile", "clip", "transport", "deadline_s", "devices"}
 
 
 def default_workers() -> int:
@@ -99,7 +100,7 @@ def plan(
         cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``transport``, ``deadline_s``,
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``clip``, ``transport``, ``deadline_s``,
             ``devices``.
 
     Raises:
@@ -164,10 +165,13 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         format=FORMAT,
         model=model,
         rule=rule,
-        predictor=given.get("predictor", next(iter(DISTANCES)) if row.predicts else NO_PREDICTOR),
+        predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
         compile=given.get("compile", False),
-        micro_batches=given.get("micro_batches", 2 * num_stages if flushes else 1),
+        clip=given.get("clip", NO_CLIP.by),
+        micro_batches=given.get(
+            "micro_batches", 2 * num_stages if flushes else num_stages if row.versions == "table" else 1
+        ),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,

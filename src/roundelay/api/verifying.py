@@ -16,6 +16,7 @@ from roundelay.api.threads import one_thread
 from roundelay.api.training import Length, Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Draw
+from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -173,7 +174,7 @@ def _reference(
         notes.append(((kind, stage, number), digest(tensors)))
 
     return run_reference(
-        Setting(rule_named(plan.rule), plan.predictor, plan.backward),  # type: ignore[arg-type]
+        Setting(rule_named(plan.rule), plan.predictor, plan.backward, Clip.parse(plan.clip)),  # type: ignore[arg-type]
         stages,
         named,
         buffers,

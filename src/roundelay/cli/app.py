@@ -55,6 +55,7 @@ def train(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     compiled: o.Compile = None,
+    clip: o.Clip = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     devices: o.Devices = None,
@@ -83,6 +84,7 @@ def train(
         predictor=predictor,
         backward=backward,
         compile=compiled,
+        clip=clip,
         transport=transport,
         cuts=cuts,
         devices=devices,
@@ -124,6 +126,7 @@ def plan_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     compiled: o.Compile = None,
+    clip: o.Clip = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     devices: o.Devices = None,
@@ -139,6 +142,7 @@ def plan_command(
         predictor=predictor,
         backward=backward,
         compile=compiled,
+        clip=clip,
         transport=transport,
         cuts=cuts,
         devices=devices,
@@ -174,7 +178,7 @@ def simulate_command(
     if trace is not None:
         t = {(i.worker, i.g): i.version for i in simulation.intervals}
         spans = [
-            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.version, i.distance, i.start_s, i.end_s, 0)
+            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.reads, i.distance, i.start_s, i.end_s, 0)
             for i in simulation.intervals
         ]
         names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}
@@ -200,6 +204,7 @@ def verify_command(
     predictor: o.Predictor = None,
     backward: o.Backward = None,
     compiled: o.Compile = None,
+    clip: o.Clip = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     devices: o.Devices = None,
@@ -219,6 +224,7 @@ def verify_command(
         predictor=predictor,
         backward=backward,
         compile=compiled,
+        clip=clip,
         transport=transport,
         cuts=cuts,
         devices=devices,

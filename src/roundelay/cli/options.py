@@ -17,6 +17,7 @@ from roundelay.debug import launched
 from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rules
 from roundelay.job import Job
 from roundelay.runtime.device import named, present
 from roundelay.runtime.launch import needs_launcher
@@ -26,15 +27,26 @@ JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of stages, one worker each. [default: cores, at most 2]")]
-Rule = Annotated[str | None, typer.Option(help="Update rule: gpipe, 1f1b, pipedream, pipeoptim. [default: pipeoptim]")]
+_RULES = ", ".join(rule.name for rule in rules())
+Rule = Annotated[
+    str | None, typer.Option(help=f"Update rule: {_RULES}, or one that the job registers. [default: pipeoptim]")
+]
 MicroBatches = Annotated[
-    int | None, typer.Option(help="Micro-batches of a batch, M. [default: 1, or 2 x workers for rules that flush]")
+    int | None,
+    typer.Option(
+        help="Micro-batches of a batch, M. [default: 1; 2 x workers for rules that flush, workers for 2bw and cdp]"
+    ),
 ]
 Predictor = Annotated[
-    str | None, typer.Option(help="How pipeoptim predicts: improved, paper, released-code. [default: improved]")
+    str | None,
+    typer.Option(help="How a rule that predicts does so: improved, paper, released-code. [default: improved]"),
 ]
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
+]
+Clip = Annotated[
+    str | None,
+    typer.Option(help="Clip gradients: stage:NORM, each stage by its own norm. [default: none]", metavar="stage:NORM"),
 ]
 Compile = Annotated[
     bool | None,
@@ -75,6 +87,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     compile: bool | None
+    clip: str | None
     transport: str | None
     devices: str | None
     cuts: str | None = None

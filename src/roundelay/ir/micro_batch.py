@@ -19,6 +19,7 @@ class MicroBatch:
         epoch: number of the epoch, from 0.
         ends_epoch: whether its batch is the last of the epoch (1) or not (0).
         final: whether it is the last micro-batch of the run (1) or not (0).
+        entry: updates that stage 0 had seen when it ran the forward.
     """
 
     g: int
@@ -30,6 +31,7 @@ class MicroBatch:
     epoch: int
     ends_epoch: int
     final: int
+    entry: int = 0
 
     @property
     def ends_batch(self) -> bool:
@@ -53,6 +55,7 @@ class MicroBatch:
             self.epoch,
             self.ends_epoch,
             self.final,
+            self.entry,
         )
 
     @staticmethod

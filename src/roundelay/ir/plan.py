@@ -74,6 +74,7 @@ class Plan:
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
+        clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none`` or ``stage:NORM``.
         micro_batches: M, micro-batches of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
@@ -90,6 +91,7 @@ class Plan:
     predictor: str
     backward: str
     compile: bool
+    clip: str
     micro_batches: int
     transport: str
     deadline_s: float

@@ -38,6 +38,9 @@ from roundelay.errors import PlanError
 Opcode = Literal["read", "forward", "backward", "update"]
 ChannelKind = Literal["forward", "gradient"]
 
+FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
+"""What `Instruction.reads` is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Channel:
@@ -70,9 +73,12 @@ class Instruction:
         offset: it acts on micro-batch g + offset.
         takes: channels whose message for that micro-batch it consumes.
         gives: channels to which it sends a message.
-        weights: for a backward, which weights it reads: ``forward`` (those of its forward) or ``live``; else empty.
-        distance: for a forward, how far weights are predicted: ``crossed`` (the updates really between it and its
-            backward) or a number; else empty.
+        reads: for a forward, which version it reads: ``entry`` (the one that stage 0 read), or a letter for each
+            micro-batch of a batch, ``f`` for W[t] and ``p`` for W[t-1]; empty for the newest.
+        weights: for a backward, which weights it reads: ``forward`` (those of its forward), ``live``, or ``ahead``
+            (those predicted from the live ones); else empty.
+        distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
+            (those up to N micro-batches behind it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
     """
 
@@ -80,6 +86,7 @@ class Instruction:
     offset: int
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
+    reads: str = ""
     weights: str = ""
     distance: str = ""
     mode: str = ""
@@ -89,7 +96,7 @@ class Instruction:
         for word, channels in (("takes", self.takes), ("gives", self.gives)):
             if channels:
                 words += [word, ",".join(map(str, channels))]
-        for word in ("weights", "distance", "mode"):
+        for word in ("reads", "weights", "distance", "mode"):
             value = getattr(self, word)
             if value:
                 words += [word, value]
@@ -182,8 +189,9 @@ _HEADS = {
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),
     "gives": re.compile(r"\d+(,\d+)*"),
-    "weights": re.compile("forward|live"),
-    "distance": re.compile(r"crossed|\d+"),
+    "reads": re.compile("entry|[fp]+"),
+    "weights": re.compile("forward|live|ahead"),
+    "distance": re.compile(r"crossed(\+\d+)?|\d+"),
     "mode": re.compile("stash|recompute|mixed"),
 }
 
@@ -213,6 +221,7 @@ def _instruction(words: list[str]) -> Instruction:
         offset=int(words[1][2:] or 0),
         takes=tuple(int(c) for c in named.get("takes", "").split(",") if c),
         gives=tuple(int(c) for c in named.get("gives", "").split(",") if c),
+        reads=named.get("reads", ""),
         weights=named.get("weights", ""),
         distance=named.get("distance", ""),
         mode=named.get("mode", ""),

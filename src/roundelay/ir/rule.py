@@ -1,24 +1,33 @@
 """Update rules as data: which version a forward and a backward read, and when gradients apply.
 
-=============  ============  ===========  ================  ==============================================
-rule           schedule      forward      backward          source
-=============  ============  ===========  ================  ==============================================
-``gpipe``      gpipe         W[t]         W[t]              GPipe; exact mini-batch SGD
-``1f1b``       1f1b          W[t]         W[t]              PipeDream-flush; exact mini-batch SGD
-``pipedream``  async-1f1b    W[U]         the forward's     PipeDream: weight stashing
-``pipeoptim``  async-1f1b    P(W[U], s)   W[t]              PipeOptim, Algorithm 1; with ``stash`` the forward's
-=============  ============  ===========  ================  ==============================================
+=====================  ==================  ===================  ======================================================
+rule                   forward             backward             source
+=====================  ==================  ===================  ======================================================
+``gpipe``, ``1f1b``    W[t]                W[t]                 GPipe, PipeDream-flush: exact mini-batch SGD
+``pipedream``          W[U]                the forward's        PipeDream: weight stashing
+``pipedream-vertical`` W[U(0, g)]          the forward's        PipeDream with vertical sync
+``pipedream-2bw``      W[t-1]              the forward's        PipeDream-2BW: two versions
+``cdp-v1``             W[t-1]              the forward's        Cyclic Data Parallelism, rule 1
+``cdp-v2``             W[t] or W[t-1]      the forward's        Cyclic Data Parallelism, rule 2
+``spectrain``          P(W[U], to B(0,g))  P(W[t], to B(0,g))   SpecTrain: both passes look to stage 0's backward
+``pipeoptim``          P(W[U], s)          W[t]                 PipeOptim, Algorithm 1; with ``stash`` the forward's
+``async``              W[U]                W[t]                 no correction at all
+``lookahead``          P(W[U], 1)          P(W[t], 1)           Nesterov's look-ahead in place of a second version
+=====================  ==================  ===================  ======================================================
 
-U = U(k, g) is the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch,
-s the distance that the prediction bridges (:data:`DISTANCES`). ``stash`` is every rule's default: it repeats no forward
-and is the only mode whose backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer
-weight versions.
+``gpipe`` and ``1f1b`` run on the schedules of their names, all others on ``async-1f1b``. U = U(k, g) is the number of
+updates done when stage k runs the forward of micro-batch g, t the number of g's batch, s the distance that the
+prediction bridges (:data:`DISTANCES`). ``stash`` repeats no forward and is the only mode whose backward is the
+derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight versions.
 
-A job file may register a rule of its own: ``roundelay.register_rule(UpdateRule(name="async", ...))``.
+A job file may register a rule of its own. Between the newest and the previous version any table will do, such as the
+general rule of Cyclic Data Parallelism (equation 5): ``UpdateRule(name="mine", versions="table", fresh=lambda i, j, d:
+j == d, ...)`` reads the newest version on the last stage only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +35,9 @@ from roundelay.errors import PlanError
 
 Mode = Literal["stash", "recompute", "mixed"]
 Distance = Literal["crossed", "lag", "lag+1"]
+Versions = Literal["newest", "entry", "table"]
+Target = Literal["backward", "entry", "next"]
+Fresh = Callable[[int, int, int], bool]
 
 MODES: tuple[Mode, ...] = ("stash", "recompute", "mixed")
 
@@ -46,6 +58,12 @@ class UpdateRule:
         stashes: whether the backward must read the weights that the forward read.
         modes: backward modes it allows, its default first.
         source: where it comes from.
+        versions: which version the forward reads: the ``newest`` that its stage has; that of the micro-batch's
+            ``entry``, the newest that stage 0 had for it; or by ``table`` W[t] or W[t-1].
+        fresh: the table: (i, j, D) to whether micro-batch i of a batch reads W[t] on stage j, i and j from 1.
+        target: for a rule that predicts, whose moment's weights it predicts: the stage's own ``backward``, stage 0's
+            (``entry``), or the ``next`` update's, always one ahead. The last two predict for both passes.
+        predictors: settings of the predictor that it allows, its default first.
     """
 
     name: str
@@ -54,32 +72,65 @@ class UpdateRule:
     stashes: bool
     modes: tuple[Mode, ...]
     source: str
+    versions: Versions = "newest"
+    fresh: Fresh | None = None
+    target: Target = "backward"
+    predictors: tuple[str, ...] = tuple(DISTANCES)
 
-    def backward_reads(self, mode: str) -> Literal["forward", "live"]:
-        """Which weights a backward reads: those the forward read, or the live ones."""
-        return "forward" if self.stashes or mode == "stash" else "live"
+    def backward_reads(self, mode: str) -> Literal["forward", "live", "ahead"]:
+        """Which weights a backward reads: those the forward read, the live ones, or those predicted from them."""
+        if self.stashes or mode == "stash":
+            return "forward"
+        return "ahead" if self.predicts and self.target != "backward" else "live"
+
+
+ASYNC = "async-1f1b"
+"""Schedule of the rules that never flush."""
+
+
+def _previous(micro_batch: int, stage: int, num_stages: int) -> bool:
+    """Never W[t]."""
+    return False
+
+
+def _as_early_as_possible(micro_batch: int, stage: int, num_stages: int) -> bool:
+    """W[t] as soon as a stage has it (Cyclic Data Parallelism, section 3.2): with as many workers as stages."""
+    return micro_batch + stage >= num_stages + 1
+
+
+def _rule(name: str, source: str, **fields: object) -> UpdateRule:
+    """A built-in rule: asynchronous, with a stash, unless said otherwise."""
+    usual: dict[str, object] = {"schedule": ASYNC, "predicts": False, "stashes": True, "modes": ("stash",)}
+    return UpdateRule(name=name, source=source, **{**usual, **fields})  # type: ignore[arg-type]
 
 
 _BUILT_IN = (
-    UpdateRule(name="gpipe", schedule="gpipe", predicts=False, stashes=False, modes=MODES, source="GPipe (2019)"),
-    UpdateRule(
-        name="1f1b", schedule="1f1b", predicts=False, stashes=False, modes=MODES, source="PipeDream-flush (2021)"
-    ),
-    UpdateRule(
-        name="pipedream",
-        schedule="async-1f1b",
-        predicts=False,
-        stashes=True,
-        modes=("stash",),
-        source="PipeDream (2019)",
-    ),
-    UpdateRule(
-        name="pipeoptim",
-        schedule="async-1f1b",
+    _rule("gpipe", "GPipe (2019)", schedule="gpipe", stashes=False, modes=MODES),
+    _rule("1f1b", "PipeDream-flush (2021)", schedule="1f1b", stashes=False, modes=MODES),
+    _rule("pipedream", "PipeDream (2019)"),
+    _rule("pipedream-vertical", "PipeDream (2019), vertical sync", versions="entry"),
+    _rule("pipedream-2bw", "PipeDream-2BW (2021)", versions="table", fresh=_previous),
+    _rule("cdp-v1", "Cyclic Data Parallelism (2024), CDP-v1", versions="table", fresh=_previous),
+    _rule("cdp-v2", "Cyclic Data Parallelism (2024), CDP-v2", versions="table", fresh=_as_early_as_possible),
+    _rule(
+        "spectrain",
+        "SpecTrain (2018)",
         predicts=True,
         stashes=False,
-        modes=MODES,
-        source="PipeOptim (2023), Algorithm 1",
+        modes=("mixed", "recompute"),
+        target="entry",
+        predictors=("improved", "paper"),
+    ),
+    _rule("pipeoptim", "PipeOptim (2023), Algorithm 1", predicts=True, stashes=False, modes=MODES),
+    _rule("async", "asynchronous 1F1B without correction", stashes=False, modes=("mixed", "recompute")),
+    _rule(
+        "lookahead",
+        "Nesterov's look-ahead against a delay of one",
+        predicts=True,
+        stashes=False,
+        modes=("mixed", "recompute", "stash"),
+        target="next",
+        predictors=("improved",),
     ),
 )
 
@@ -111,6 +162,27 @@ def register_rule(rule: UpdateRule) -> None:
             got=f"backward modes {rule.modes}",
             expected=f"at least one of {', '.join(MODES)}",
             remedy="Correct the rule's modes.",
+        )
+    if (rule.versions == "table") != (rule.fresh is not None):
+        raise PlanError(
+            f"rule {rule.name!r}",
+            got=f"versions {rule.versions!r} {'without' if rule.fresh is None else 'beside'} a table",
+            expected='fresh=... exactly where versions="table"',
+            remedy="Give both or neither.",
+        )
+    if rule.predicts and rule.versions != "newest":
+        raise PlanError(
+            f"rule {rule.name!r}",
+            got=f"a prediction from versions {rule.versions!r}",
+            expected='versions="newest"',
+            remedy="Predict from the newest version, or do not predict.",
+        )
+    if not rule.predictors or not set(rule.predictors) <= set(DISTANCES):
+        raise PlanError(
+            f"rule {rule.name!r}",
+            got=f"predictors {rule.predictors}",
+            expected=f"at least one of {', '.join(DISTANCES)}",
+            remedy="Correct the rule's predictors.",
         )
     if rule.stashes and rule.modes != ("stash",):
         raise PlanError(

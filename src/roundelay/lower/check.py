@@ -7,8 +7,9 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - no register overflows: slots, and forwards that wait for their backward;
 - nobody waits for ever;
 - the actions of every stage come in the order that the schedule states;
-- every version that is read exists, and is the one that the rule states: W[U(k,g)] forward, W[t] or the forward's
-  backward (:func:`updates_before`).
+- every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
+  as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
+  forward reads the newest. With full batches that is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
-from roundelay.ir.micro_batch import stream
+from roundelay.ir.clip import Clip
+from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.program import Program
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, UpdateRule, rule_named
@@ -51,6 +53,7 @@ class Fired:
     opcode: str
     g: int
     version: int
+    reads: int
     distance: int
 
 
@@ -62,11 +65,12 @@ def check_plan(plan: Plan) -> None:
     """
     rule = rule_named(plan.rule)
     schedule_named(rule.schedule)
-    predictors = tuple(DISTANCES) if rule.predicts else (NO_PREDICTOR,)
+    predictors = rule.predictors if rule.predicts else (NO_PREDICTOR,)
     _one_of(
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    Clip.parse(plan.clip)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
@@ -179,7 +183,8 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     """
     rule = rule_named(plan.rule)
     schedule = schedule_named(rule.schedule)
-    batch_of = {header.g: header.batch for header in stream(list(counts))}
+    headers = {header.g: header for header in stream(list(counts))}
+    batch_of = {g: header.batch for g, header in headers.items()}
     for k, mine in enumerate(fired):
         wanted = actions(schedule, k, plan.num_stages, counts)
         done = [_action(k, f, batch_of) for f in mine if f.opcode in _LETTERS]
@@ -190,24 +195,62 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"stage {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
         for f in mine:
-            states = {
-                "forward": updates_before(schedule, k, plan.num_stages, counts, f.g),
-                "backward": batch_of[f.g],
-            }
-            if f.opcode in states and f.version != states[f.opcode]:
-                place = f"stage {k}, {f.opcode} of micro-batch {f.g}"
-                raise _violation(plan, place, f"version {f.version}", f"version {states[f.opcode]}")
-            far = _distance(plan, rule, k, batch_of[f.g] - f.version)
-            if f.opcode == "forward" and f.distance != far:
-                raise _violation(plan, f"stage {k}, forward of micro-batch {f.g}", f"distance {f.distance}", f"{far}")
+            if f.opcode in ("forward", "backward"):
+                _check_weights(plan, rule, k, counts, headers[f.g], f)
 
 
-def _distance(plan: Plan, rule: UpdateRule, stage: int, crossed: int) -> int:
-    """s: how far the forward of ``stage`` must predict when ``crossed`` updates lie before its backward."""
-    if not rule.predicts:
+def _check_weights(
+    plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, f: Fired
+) -> None:
+    """Prove that one forward or backward has read the version that the rule states, predicted as far as it states."""
+    place = f"stage {stage}, {f.opcode} of micro-batch {f.g}"
+    forward = f.opcode == "forward"
+    schedule = schedule_named(rule.schedule)
+    newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
+    if f.version != newest:
+        raise _violation(plan, place, f"version {f.version}", f"version {newest}")
+    stated = version_read(plan, rule, stage, counts, header) if forward else newest
+    if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
+        raise _violation(plan, place, f"version {newest}, its newest", f"version {stated}")
+    if f.reads != min(stated, newest):
+        raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")
+    far = distance_ahead(plan, rule, stage, f.opcode, header, newest)
+    if f.distance != far:
+        raise _violation(plan, place, f"distance {f.distance}", f"{far}")
+
+
+def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch) -> int:
+    """The version that the rule states for a forward; more than U(k,g) where the stage does not have it yet.
+
+    Args:
+        plan: the plan.
+        rule: its rule.
+        stage: k.
+        counts: micro-batches of each batch.
+        header: of the micro-batch.
+    """
+    if rule.versions == "table":
+        assert rule.fresh is not None
+        previous = not rule.fresh(header.index + 1, stage + 1, plan.num_stages)
+        return max(0, header.batch - previous)
+    asked = 0 if rule.versions == "entry" else stage
+    return updates_before(schedule_named(rule.schedule), asked, plan.num_stages, counts, header.g)
+
+
+def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
+    """How many updates a forward or backward of ``stage`` must predict ahead from ``version``, its newest."""
+    if not rule.predicts or (opcode == "backward" and rule.backward_reads(plan.backward) != "ahead"):
         return 0
-    behind = plan.num_stages - 1 - stage
-    return {"crossed": crossed, "lag": behind, "lag+1": behind + 1}[DISTANCES[plan.predictor]]
+    if rule.target == "next":
+        return 1
+    crossed = header.batch - version
+    lag = plan.num_stages - 1 - stage if opcode == "forward" else 0
+    far = {"crossed": crossed, "lag": lag, "lag+1": lag + 1}[DISTANCES[plan.predictor]]
+    if rule.target == "backward":
+        return far
+    # to stage 0's backward, by when this stage's has run for k // 2 further micro-batches: one takes f + b = 2 b
+    later = stage // 2
+    return far + ((header.index + later) // header.count if DISTANCES[plan.predictor] == "crossed" else later)
 
 
 def check_registers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import Channel, Instruction, Program
+from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.schedules import schedule_named
 
@@ -29,12 +29,31 @@ def emit(plan: Plan) -> tuple[Program, ...]:
     return tuple(_program(plan, rule, k, channels) for k in range(plan.num_stages))
 
 
-def distance(plan: Plan, rule: UpdateRule, stage: int) -> str:
-    """How far the forward of ``stage`` predicts its weights, as a program says it; empty for no prediction."""
+def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
+    """How far forward and backward of ``stage`` predict their weights, as a program says it; empty for not at all."""
     if not rule.predicts:
+        return "", ""
+    behind, half = plan.num_stages - 1 - stage, stage // 2
+    counted = DISTANCES[plan.predictor] == "crossed"
+    if rule.target == "next":
+        ahead = back = "1"
+    elif rule.target == "entry":
+        ahead, back = (f"crossed+{half}",) * 2 if counted else (str(half + behind), str(half))
+    else:
+        ahead = "crossed" if counted else str(behind + (DISTANCES[plan.predictor] == "lag+1"))
+        back = ""
+    return ahead, back if rule.backward_reads(plan.backward) == "ahead" else ""
+
+
+def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
+    """Which version the forwards of ``stage`` read, as a program says it; empty for the newest."""
+    if rule.versions == "entry":
+        return ENTRY if stage else ""  # stage 0 reads its newest
+    if rule.fresh is None:
         return ""
-    behind = plan.num_stages - 1 - stage
-    return {"crossed": "crossed", "lag": str(behind), "lag+1": str(behind + 1)}[DISTANCES[plan.predictor]]
+    numbers = range(1, plan.micro_batches + 1)
+    letters = "".join([FRESH if rule.fresh(i, stage + 1, plan.num_stages) else PREVIOUS for i in numbers])
+    return letters if PREVIOUS in letters else ""
 
 
 def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
@@ -44,14 +63,15 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
     gives = _ids(channels, "forward", source=stage)
     grads_in = _ids(channels, "gradient", target=stage)
     grads_out = _ids(channels, "gradient", source=stage)
-    far = distance(plan, rule, stage)
+    ahead_by, back_by = distances(plan, rule, stage)
+    version = reads(plan, rule, stage)
 
     def ahead(offset: int) -> tuple[Instruction, ...]:
-        forward = Instruction("forward", offset, takes, gives, distance=far, mode=plan.backward)
+        forward = Instruction("forward", offset, takes, gives, version, distance=ahead_by, mode=plan.backward)
         return (Instruction("read", offset), forward) if stage == 0 else (forward,)
 
     back = (
-        Instruction("backward", 0, grads_in, grads_out, weights=rule.backward_reads(plan.backward), mode=plan.backward),
+        Instruction("backward", 0, grads_in, grads_out, "", rule.backward_reads(plan.backward), back_by, plan.backward),
         Instruction("update", 0),
     )
     return Program(

@@ -59,7 +59,7 @@ def predicted(plan: Plan) -> Window:
     made = simulate(plan, programs_of(plan), stream(counts)).intervals
     batch = {header.g: header.batch for header in stream(counts)}
     spans = [
-        Span(i.worker, i.opcode, i.g, batch[i.g], i.version, i.distance, i.start_s, i.end_s, 0)
+        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0)
         for i in made
         if i.opcode != "read"
     ]

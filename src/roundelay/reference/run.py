@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import InternalError
+from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.predict import Ahead, distance, predict
@@ -132,7 +133,7 @@ class _Run:
         self._passed += 1
         if header.ends_batch:
             self._update(header.batch)
-        self._trainer.forget(min(self._version(k) for k in range(len(self._stages))))
+        self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
 
     def result(self) -> ReferenceResult:
         """What came of it."""
@@ -149,12 +150,45 @@ class _Run:
         done = max(0, self._passed - lag)
         return self._start + sum(1 for end in self._batch_ends if end <= done)
 
-    def _forward_weights(self, stage: int) -> Tensors:
-        version = self._version(stage)
-        weights = self._weights(stage, version)
+    def _forward_weights(self, header: MicroBatch, stage: int) -> Tensors:
+        newest = self._version(stage)
         if not self._setting.rule.predicts:
-            return weights
-        s = distance(self._setting.predictor, stage, len(self._stages), self._trainer.live - version)
+            return self._weights(stage, self._stated(header, stage, newest))
+        s = self._ahead(header, stage, newest, len(self._stages) - 1 - stage)
+        return self._foreseen(stage, newest, s)
+
+    def _stated(self, header: MicroBatch, stage: int, newest: int) -> int:
+        """The version that the rule names, or the newest where a short batch has left that one unfinished."""
+        rule = self._setting.rule
+        if rule.versions == "entry":
+            return self._version(0)
+        if rule.fresh is None or rule.fresh(header.index + 1, stage + 1, len(self._stages)):
+            return newest
+        return min(newest, max(self._start, header.batch - 1))
+
+    def _backward_weights(self, header: MicroBatch, stage: int) -> Tensors:
+        """Those of a backward that does not read its forward's."""
+        live = self._trainer.live
+        if self._setting.rule.backward_reads(self._setting.mode) == "live":
+            return self._weights(stage, live)
+        return self._foreseen(stage, live, self._ahead(header, stage, live, 0))
+
+    def _ahead(self, header: MicroBatch, stage: int, version: int, lag: int) -> int:
+        """Updates between a version and the moment whose weights are predicted."""
+        rule, predictor = self._setting.rule, self._setting.predictor
+        if rule.target == "next":
+            return 1
+        size = len(self._stages)
+        s = distance(predictor, size - 1 - lag, size, self._trainer.live - version)
+        if rule.target == "backward":
+            return s
+        if predictor == "paper":
+            return s + stage // 2
+        # by stage 0's backward this stage has seen stage // 2 further micro-batches, and g's own update is not counted
+        return s + sum(1 for n in range(1, stage // 2 + 1) if (header.index + n) % header.count == 0)
+
+    def _foreseen(self, stage: int, version: int, s: int) -> Tensors:
+        weights = self._weights(stage, version)
         return {name: self._predicted(name, weight, version, s) for name, weight in weights.items()}
 
     def _predicted(self, name: str, weight: torch.Tensor, version: int, s: int) -> torch.Tensor:
@@ -172,7 +206,7 @@ class _Run:
         """All forwards; ``values`` gains what they make."""
         passes = []
         for k, stage in enumerate(self._stages):
-            read = self._forward_weights(k)
+            read = self._forward_weights(header, k)
             buffers = {name: _on(stage.device, self._result.buffers[name]) for name in stage.buffers}
             inputs = {name: _on(stage.device, values[name]) for name in stage.functions.inputs}
             key = self._draw(header.g)
@@ -201,8 +235,8 @@ class _Run:
             device = self._stages[k].device
             entering = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
             read, tape = passes[k]
-            if self._setting.rule.backward_reads(self._setting.mode) == "live":
-                read = self._weights(k, self._trainer.live)
+            if self._setting.rule.backward_reads(self._setting.mode) != "forward":
+                read = self._backward_weights(header, k)
             of_inputs, of_parameters = functions.backward(tape, entering, read)
             self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
             gradients.update(of_inputs)
@@ -224,11 +258,25 @@ class _Run:
         total = self._total_count
         # a batch whose losses have summed nothing has zero gradients, which no count divides
         gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
-        self._trainer.step(gradients)
+        self._trainer.step(self._clipped(gradients))
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count = {}, None
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
+
+    def _clipped(self, gradients: Tensors) -> Tensors:
+        """Every stage's gradients times min(1, bound / (their norm + epsilon))."""
+        clip = self._setting.clip
+        if clip.by == "none":
+            return gradients
+        result: Tensors = {}
+        for stage in self._stages:
+            own = {name: gradients[name] for name in stage.parameters if name in gradients}
+            if own:
+                each = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in own.values()])
+                factor = torch.clamp(clip.norm / (torch.linalg.vector_norm(each) + EPSILON), max=1.0)
+                result |= {name: gradient * factor for name, gradient in own.items()}
+        return result
 
     def _check_number(self, header: MicroBatch) -> None:
         if header.batch != self._trainer.live:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.rule import Mode, UpdateRule
 
 Tensors = dict[str, torch.Tensor]
@@ -83,11 +84,13 @@ class Setting:
         rule: which weights forward and backward read.
         predictor: ``improved``, ``paper`` or ``released-code``; not read where the rule does not predict.
         mode: backward mode.
+        clip: which gradients are clipped.
     """
 
     rule: UpdateRule
     predictor: str
     mode: Mode
+    clip: Clip = NO_CLIP
 
 
 @dataclass(slots=True)

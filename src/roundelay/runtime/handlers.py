@@ -11,7 +11,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
-from roundelay.frontend import Draw, Mode
+from roundelay.frontend import Draw
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -73,14 +73,8 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
         values |= zip(context.edges[channel][1].values, message.values, strict=True)
-    outputs = context.stage.forward(
-        header,
-        {name: values[name] for name in context.stage.function.inputs},
-        Draw(context.seed, run.g),
-        mode=_mode(run),
-        version=run.version,
-        distance=run.distance,
-    )
+    inputs = {name: values[name] for name in context.stage.function.inputs}
+    outputs = context.stage.forward(run, header, inputs, Draw(context.seed, run.g))
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values |= outputs
@@ -102,7 +96,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads |= zip(context.edges[channel][1].gradients, message.values[1:], strict=True)  # type: ignore[arg-type]
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g))
-    of_inputs, of_parameters = context.stage.backward(header, grads)
+    of_inputs, of_parameters = context.stage.backward(run, grads)
     count = context.counts.pop(run.g, 0.0)
     context.stage.count(count)
     if context.audit is not None:
@@ -117,7 +111,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, and at the run's, the stage hands over its state."""
     header = _header(run)
-    context.stage.update()
+    context.stage.update(run.version)
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
     if header.ends_epoch or header.final:
@@ -136,10 +130,6 @@ HANDLERS: dict[str, Handler] = {
 def _header(run: Run) -> MicroBatch:
     assert run.header is not None
     return run.header
-
-
-def _mode(run: Run) -> Mode:
-    return run.instruction.mode  # type: ignore[return-value]
 
 
 def _value(value: Any) -> Value:

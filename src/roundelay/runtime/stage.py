@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
+from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
@@ -52,7 +55,7 @@ class Stage:
         captured: the model.
         spec: which part of it.
         job: optimizer and scheduler.
-        predictor: setting of the predictor, or ``none``.
+        plan: its predictor and its clipping.
         initial: where it starts, on the CPU; copied.
         place: where it computes, and keeps all that is its own.
     """
@@ -62,13 +65,13 @@ class Stage:
         captured: Captured,
         spec: StageSpec,
         job: Job,
-        predictor: str,
+        plan: Plan,
         initial: Initial,
         place: torch.device = CPU,
     ) -> None:
         self.spec = spec
         self.function = captured.stage(spec, place)
-        self.predictor = predictor
+        self.predictor, self._clip = plan.predictor, Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
                 initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
@@ -94,42 +97,43 @@ class Stage:
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         self._at_epoch_end: dict[str, torch.Tensor] | None = None
-        self._predicted: tuple[tuple[int, int], dict[str, torch.Tensor]] | None = None
+        self._predicted: dict[str, tuple[tuple[int, int], dict[str, torch.Tensor]]] = {}
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}  # older versions that a later forward may read
+        self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
 
-    def forward(
-        self, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw, *, mode: Mode, version: int, distance: int
-    ) -> dict[str, Any]:
+    def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
         """Forward of one micro-batch; its tape waits for :meth:`backward`.
 
         Args:
+            run: the instruction: which version it reads, how far it predicts, what its backward will read.
             header: of the micro-batch.
             inputs: the stage's inputs by name.
             draw: key of the random numbers.
-            mode: what backward will read.
-            version: updates that the weights have seen.
-            distance: updates to predict ahead.
         """
+        mode: Mode = run.instruction.mode  # type: ignore[assignment]
         key = tuple(tuple(v.shape) for v in inputs.values() if isinstance(v, torch.Tensor))
-        weights = self.forward_weights or self.weights(version, distance)
+        weights = self.forward_weights or self.weights(run)
         measure = key not in self._tape_bytes
         outputs, tape = self.function.forward(weights, self.buffers, inputs, draw, mode=mode, measure=measure)
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
+        self._keep = run.keep
+        self._forget()
         if header.ends_epoch and header.ends_batch:  # later forwards replace buffers, they do not write them
             self._at_epoch_end = dict(self.buffers)
         return outputs
 
     def backward(
-        self, header: MicroBatch, grads: Mapping[str, torch.Tensor | None]
+        self, run: Run, grads: Mapping[str, torch.Tensor | None]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Backward of one micro-batch; its gradients are added to the batch's.
 
         Returns:
             Gradients of the stage's inputs and of its parameters, by name.
         """
-        tape = self.tapes.pop(header.g)
-        of_inputs, of_parameters = self.function.backward(tape, grads, self.live())
+        tape = self.tapes.pop(run.g)
+        of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
         for name, gradient in of_parameters.items():
             self._add(name, gradient)
         return of_inputs, of_parameters
@@ -152,14 +156,16 @@ class Stage:
         """Add the number of terms that a micro-batch's loss has summed."""
         self._count += count
 
-    def update(self) -> None:
-        """One optimizer step with the batch's gradients.
+    def update(self, version: int) -> None:
+        """One optimizer step with the batch's gradients, the one after ``version`` others.
 
-        Weights that a tape still holds are left as they are: the step then works on a copy, and the old tensors live
-        exactly as long as somebody needs them.
+        Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
+        copy, and the old tensors live exactly as long as somebody needs them.
         """
         before = self._hand_over_gradients()
         consumed = self._consumed()
+        if self._keep is not None and self._keep <= version:
+            self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
         held = self._held()
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
@@ -170,25 +176,35 @@ class Stage:
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-        self._gradients, self._count, self._predicted = {}, 0.0, None
+        self._gradients, self._count, self._predicted = {}, 0.0, {}
         self._summed.clear()
 
     def _held(self) -> set[int]:
-        """Addresses of weights that a tape will differentiate at; a prediction's are copies already."""
+        """Addresses of weights that somebody will read again; a prediction's are copies already."""
         stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
-        return {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+        kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
+        return kept | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+
+    def _forget(self) -> None:
+        """Let versions go that no later forward reads."""
+        if self._kept:
+            self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
 
     def live(self) -> dict[str, torch.Tensor]:
         """The newest weights."""
         return dict(self.parameters)
 
-    def weights(self, version: int, distance: int) -> dict[str, torch.Tensor]:
-        """The newest weights, or what they are predicted to be ``distance`` updates on; kept until the next update."""
-        if distance <= 0:
+    def weights(self, run: Run) -> dict[str, torch.Tensor]:
+        """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
+        if run.reads != run.version:
+            return self._kept[run.reads]
+        if run.distance <= 0:
             return self.live()
-        if self._predicted is None or self._predicted[0] != (version, distance):
-            self._predicted = ((version, distance), self._predict(version, distance))
-        return self._predicted[1]
+        opcode, asked = run.instruction.opcode, (run.version, run.distance)
+        if opcode not in self._predicted or self._predicted[opcode][0] != asked:
+            other = [made for key, made in self._predicted.values() if key == asked]  # the other pass's
+            self._predicted[opcode] = asked, other[0] if other else self._predict(*asked)
+        return self._predicted[opcode][1]
 
     def tape_bytes(self) -> int:
         """Most bytes that one forward has left for its backward; parameters are not counted."""
@@ -208,6 +224,8 @@ class Stage:
         """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
+        if self._clip.by == "stage":
+            self._clip_to(self._clip.norm)
         if self.predictor == NO_PREDICTOR:
             return {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -216,6 +234,15 @@ class Stage:
             for _, group, p in groups_of(self.optimizer)
             if needs_displacement(self.optimizer, group, self.predictor)
         }
+
+    def _clip_to(self, norm: float) -> None:
+        """Scale the stage's gradients to a common norm of at most ``norm``; none is written, as others may hold it."""
+        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
+        if grads:
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads.values()]
+            scale = torch.clamp(norm / (torch.linalg.vector_norm(torch.stack(norms)) + EPSILON), max=1.0)
+            for name, grad in grads.items():
+                self.parameters[name].grad = grad * scale
 
     def _consumed(self) -> dict[str, torch.Tensor]:
         """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""

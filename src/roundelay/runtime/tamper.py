@@ -74,7 +74,7 @@ class _TooFar:
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         stage = context.stage
-        right = stage.weights(run.version, run.distance)
+        right = stage.weights(run)
         if self.before:
             wrong = {n: w.detach() + (stage.live()[n].detach() - self.before[n]) for n, w in right.items()}
             stage.forward_weights = wrong
@@ -98,7 +98,9 @@ class _Late:
         return {"forward": self.forward, "update": self.update}
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
+        context.stage.forward_weights = None if self.waiting is None else context.stage.live()
         result = do_forward(context, run)
+        context.stage.forward_weights = None
         if self.waiting is not None:
             do_update(context, self.waiting)
             self.waiting = None

@@ -120,7 +120,7 @@ class _Worker:
         self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
-        stage = Stage(task.captured, spec, task.job, task.plan.predictor, task.initial, device.place)
+        stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
         data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
@@ -263,7 +263,7 @@ def _resident(before: tuple[int, int] | None) -> dict[str, object]:
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
     """An event as it is told."""
-    return [run.instruction.opcode, run.g, batch, run.version, run.distance, start, end, sent, str(run)]
+    return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, str(run)]
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)

@@ -1,0 +1,203 @@
+"""What the papers' rules have in common, and where they differ: identities that hold to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import roundelay
+from roundelay.api.training import Length, Session
+from roundelay.errors import PlanError
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.rule import UpdateRule, register_rule, rule_named, rules
+from roundelay.job import Named
+from roundelay.lower.check import programs_of
+from roundelay.planner.prove import prove
+from roundelay.sim import simulate
+from tests.equivalence.cells import VARIANTS, Variant, allowed, bench
+from tests.lower.plans import plan_of
+
+Made = Callable[[Named], Optimizer]
+MOMENTUM: Made = partial(SGD, lr=0.05, momentum=0.9)
+STASHING = [name for name, variant in VARIANTS.items() if rule_named(variant.rule).stashes]
+DELAYED = {"pipedream-2bw", "cdp-v1"}
+"""Rules that read W[t-1] whatever D is."""
+
+
+def trained(
+    name: str, stages: int, micro_batches: int, optimizer: Made = MOMENTUM, steps: int = 5, **fields: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of a run of the small perceptron."""
+    place = bench("mlp")
+    place.restore()
+    job = place.job(optimizer, batches=lambda epoch: place.entry.batches(epoch, steps), **fields)
+    plan = place.plan(VARIANTS[name], stages, micro_batches)
+    done = Session(job, place.captured, plan, 0, Length(steps=steps)).run(notify=lambda event: None)
+    return [update.loss for update in done.updates], dict(done.snapshot.parameters)
+
+
+def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
+    """Equal to the bit."""
+    return one[0] == other[0] and all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, partial(Adam, lr=2e-3)], ids=["sgdm", "adam"])
+def test_cdp_v1_and_2bw_are_one_rule(optimizer: Made) -> None:
+    one, other = (trained(name, 4, 4, optimizer) for name in ("cdp-v1", "pipedream-2bw"))
+    assert same(one, other)
+    assert not same(one, trained("cdp-v2", 4, 4, optimizer))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_second_rule_of_cdp_reads_what_1f1b_has(size: int) -> None:
+    """i + j >= N + 1 is floor(max(0, g - lag) / N), with as many micro-batches as stages."""
+    plan = plan_of("cdp-v2", size, size)
+    run = simulate(plan, programs_of(plan), stream([size] * 6))
+    read = {(i.worker, i.g): i.reads for i in run.intervals if i.opcode == "forward"}
+    assert read == {(k, g): max(0, g - (size - 1 - k)) // size for k in range(size) for g in range(6 * size)}
+    assert same(trained("cdp-v2", 4, 4), trained("pipedream", 4, 4))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_within_one_batch_is_a_flush(name: str) -> None:
+    """Nothing has been updated, so nothing is older, newer or predicted."""
+    assert same(trained(name, 3, 4, steps=1), trained("gpipe", 3, 4, steps=1))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_without_a_learning_rate_all_rules_are_one(name: str) -> None:
+    still: Made = partial(AdamW, lr=0.0)
+    micro_batches = allowed(VARIANTS[name], 3, 1)
+    assert same(trained(name, 3, micro_batches, still), trained("gpipe", 3, micro_batches, still))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_stage_is_the_plain_optimizer(name: str) -> None:
+    variant = VARIANTS[name]
+    if variant.rule in DELAYED or variant.rule == "lookahead" or variant.predictor == "released-code":
+        assert not same(trained(name, 1, 1), trained("gpipe", 1, 1))  # delayed, or a step ahead, by definition
+    else:
+        assert same(trained(name, 1, 1), trained("gpipe", 1, 1))
+
+
+def test_a_look_ahead_of_plain_sgd_is_no_correction() -> None:
+    """Without momentum there is nothing to look along."""
+    plain: Made = partial(SGD, lr=0.05)
+    assert same(trained("lookahead mixed", 4, 1, plain), trained("async mixed", 4, 1, plain))
+    assert not same(trained("lookahead mixed", 4, 1), trained("async mixed", 4, 1))
+
+
+@pytest.mark.parametrize("rule", ["pipedream-2bw", "cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("stages", [3, 4, 6])
+def test_with_too_few_micro_batches_the_first_version_that_is_not_there_is_named(rule: str, stages: int) -> None:
+    prove(plan_of(rule, stages, stages - 1 if rule != "cdp-v2" else stages))
+    few = stages - 2
+    with pytest.raises(PlanError, match=rf"stage 0, forward of micro-batch {2 * few}: got version 0, its newest") as no:
+        prove(plan_of(rule, stages, few))
+    assert "expected version 1" in str(no.value)
+
+
+def table(name: str, fresh: Callable[[int, int, int], bool]) -> UpdateRule:
+    """A rule of the general form."""
+    return UpdateRule(
+        name=name,
+        schedule="async-1f1b",
+        predicts=False,
+        stashes=True,
+        modes=("stash",),
+        source="a test",
+        versions="table",
+        fresh=fresh,
+    )
+
+
+def only_the_last(i: int, j: int, stages: int) -> bool:
+    return j == stages
+
+
+def odd_ones_on_the_last(i: int, j: int, stages: int) -> bool:
+    return j == stages and i % 2 == 1
+
+
+def always(i: int, j: int, stages: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("fresh", [only_the_last, odd_ones_on_the_last])
+def test_any_table_of_fresh_and_previous_runs_and_verifies(
+    fresh: Callable[[int, int, int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})
+    register_rule(table("mine", fresh))
+    place = bench("skip")
+    found = place.verify(place.plan(Variant("mine", "none", "stash"), 3, 4))
+    assert found.equal, found.difference
+
+
+def test_a_table_that_asks_for_more_than_the_timing_allows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})
+    register_rule(table("mine", always))
+    with pytest.raises(PlanError, match=r"stage 0, forward of micro-batch 3: got version 0, its newest"):
+        prove(plan_of("mine", 3, 3))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "cdp-v2", "spectrain improved mixed", "pipeoptim paper mixed"])
+@pytest.mark.parametrize("model", ["mlp", "token_mean", "tied_head"])
+def test_clipping_by_the_stage_s_norm_verifies(model: str, name: str) -> None:
+    place = bench(model)
+    plan = place.plan(VARIANTS[name], 3, 3)
+    found = place.verify(replace(plan, clip="stage:0.05"), place.job(MOMENTUM))
+    assert found.equal, found.difference
+
+
+def test_on_one_stage_clipping_is_torch_s_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(4)]
+    plain = copy.deepcopy(model)
+    job = roundelay.Job(
+        model=model,
+        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
+        batches=lambda epoch: data,
+        optimizer=partial(SGD, lr=0.5),
+    )
+    plan = roundelay.plan(job, workers=1, rule="gpipe", micro_batches=1, clip="stage:0.1")
+    result = roundelay.train(job, plan=plan, steps=4)
+    optimizer = SGD(plain.parameters(), lr=0.5)
+    for x, y in data:
+        functional.cross_entropy(plain(x), y).backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1  # it acts
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(result.snapshot.parameters[name], parameter.detach())
+
+
+@pytest.mark.parametrize("text", ["stage", "stage:0", "stage:-1", "stage:nan", "stage:1.0.0", "global:1", ""])
+def test_a_clip_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"clip of the plan.*expected none, or stage:NORM"):
+        prove(replace(plan_of("gpipe", 2, 2), clip=text))
+
+
+@pytest.mark.parametrize("rule", ["pipedream", "pipedream-vertical", "pipedream-2bw", "cdp-v2", "async", "spectrain"])
+def test_as_many_versions_are_held_as_the_rule_needs(rule: str) -> None:
+    plan = plan_of(rule, 4, 4 if rule_named(rule).versions == "table" else 1)
+    held = [w.versions_held_peak for w in simulate(plan, programs_of(plan), stream([plan.micro_batches] * 9)).workers]
+    expected = {
+        "pipedream": [4, 3, 2, 1],
+        "pipedream-vertical": [4, 4, 4, 4],
+        "pipedream-2bw": [2, 2, 2, 2],
+        "cdp-v2": [2, 2, 2, 1],
+        "async": [1, 1, 1, 1],
+        "spectrain": [2, 2, 3, 2],
+    }
+    assert held == expected[rule]
