@@ -81,7 +81,10 @@ def explained(compared: Compared, aims: Aims) -> list[str]:
         "that of activations are sums over stages.",
     ]
     if aims.targets:
-        lines.append("Updates and time to a target: the median over the seeds that reach it.")
+        lines.append(
+            "Updates and time to a target: the median over the seeds that reach it; time runs from a run's start, and "
+            "evaluations beside it."
+        )
     unknown = [name for name in aims.targets if name not in names]
     if unknown:
         lines.append(f"Nothing called {', '.join(unknown)} was measured, but {', '.join(names)}.")

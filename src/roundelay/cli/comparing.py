@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from roundelay.api.variants import OPTIMIZERS, numbers, pairs
 from roundelay.cli import options as o
 from roundelay.cli.job_file import job_maker
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
+from roundelay.errors import RunError
 from roundelay.page.scale import seconds as duration
 
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
@@ -109,7 +110,7 @@ def _resumable(folder: Path) -> Iterator[None]:
     """Say, when a comparison ends early, that nothing finished is lost."""
     try:
         yield
-    except BaseException:
+    except (KeyboardInterrupt, RunError):
         kept = len(list((folder / "runs").glob("*.json"))) if (folder / "runs").is_dir() else 0
         if kept:
             stderr.print(f"{kept} finished runs stay in {folder}; the same command goes on behind them.", markup=False)
@@ -123,7 +124,8 @@ def _live(quiet: bool) -> Iterator[Callable[[Begun | Ended | Event], None]]:
     try:
         yield (lambda event: None) if quiet else line.note
     finally:
-        line.bar.stop()
+        if line.bar.live.is_started:
+            line.bar.stop()
 
 
 class _Line:
@@ -148,8 +150,8 @@ class _Line:
         elif isinstance(event, Updated):
             self._update(event)
         elif isinstance(event, Ended):
-            self.bar.stop()  # the next run may fork its workers: no thread of the line may be alive then
             self.bar.advance(self.bar.task_ids[0])
+            self.bar.stop()  # the next run may fork its workers: no thread of the line may be alive then
 
     def _begin(self, run: Begun) -> None:
         if not self.bar.task_ids:
@@ -180,15 +182,17 @@ def _json(written: Written) -> dict[str, Any]:
 
 def _show(written: Written, folder: Path) -> None:
     """A table for each part, so that they fit on a screen of usual width."""
+    names = [_name(row) for row in written.rows]
     for part in dict.fromkeys(cell.part for cell in written.rows[0] if cell.part not in (KEY, NOTE)):
-        rows = [[cell for cell in row if cell.part in (KEY, part)] for row in written.rows]
-        texts = [[cell.text for cell in row] for row in rows]
-        stdout.print(table(_TITLES.get(part, f"How soon: {part}"), [_short(cell) for cell in rows[0]], texts))
+        columns = ["", *(_short(cell) for cell in written.rows[0] if cell.part == part)]
+        rows = [[n, *(c.text for c in row if c.part == part)] for n, row in zip(names, written.rows, strict=True)]
+        shown = table(_TITLES.get(part, f"How soon: {part}"), columns, rows)
+        shown.columns[0].no_wrap = True
+        stdout.print(shown)
         stdout.print()
-    for row in written.rows:
+    for name, row in zip(names, written.rows, strict=True):
         if row[-1].text:
-            name = " ".join(cell.text for cell in row if cell.part == KEY)
-            stdout.print(f"{name.strip()}: {row[-1].text}", markup=False)
+            stdout.print(f"{name}: {row[-1].text}", markup=False)
     if written.missing is not None:
         stderr.print(written.missing, markup=False)
     stderr.print(f"Table and curves: {folder} ({', '.join(path.name for path in written.paths)})", markup=False)
@@ -197,3 +201,9 @@ def _show(written: Written, folder: Path) -> None:
 def _short(cell: Cell) -> str:
     """The column's title, without the target that stands above the table."""
     return cell.title.removesuffix(cell.part).strip().removesuffix(" to")
+
+
+def _name(row: Sequence[Cell]) -> str:
+    """The line's name: optimizer, if several are compared, rule and M."""
+    *words, micro_batches = (cell.text for cell in row if cell.part == KEY)
+    return "/".join(words) + (f" M={micro_batches}" if micro_batches else "")
