@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import roundelay
+from roundelay.api.charting import mean_curve
 from roundelay.api.comparing import Begun, Compared, Ended
 from roundelay.api.outcomes import Outcome, Point
-from roundelay.api.tabulating import Aims, curves_csv, markdown, spreadsheet, table
+from roundelay.api.tabulating import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.variants import variants
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
@@ -269,6 +270,29 @@ def test_the_table_s_numbers_are_those_worked_out_by_hand() -> None:
     assert values["note"] == "diverged at update 20 (seed 2)"
     low = dict(pair for cell in table(by_hand(), Aims({}, {"score": "low"}))[0] for pair in cell.values)
     assert low["score, best, mean"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "text"),
+    [
+        (0.12563, 0.02718, "0.126 ± 0.027"),
+        (1234.56, 388.4, "1,235 ± 388"),
+        (12.345, 1.26, "12.3 ± 1.3"),
+        (3.5, 0.0, "3.5 ± 0"),
+        (0.5, 1.234e-9, "0.5 ± 1.234e-9"),
+        (2.0, 12.0, "2 ± 12"),
+    ],
+)
+def test_a_mean_is_rounded_to_what_its_spread_allows(mean: float, spread: float, text: str) -> None:
+    assert rounded(mean, spread) == text
+
+
+def test_a_curve_is_the_mean_over_the_seeds_that_did_not_diverge() -> None:
+    """Seeds 0 and 1: at update 10 the means of ten are 3 - 0.45 and 3 - 0.9."""
+    (point, *others) = mean_curve(by_hand().of(variants(["async"])[0]), "loss")
+    assert (point.updates, point.seconds, len(others)) == (10, 9.0, 10)
+    assert point.value == pytest.approx(3 - 0.675)
+    assert [p.value for p in mean_curve(by_hand().of(variants(["async"])[0]), "score")] == [1.0, 0.75]
 
 
 def test_a_metric_is_better_high_or_low_and_nothing_else() -> None:

@@ -10,12 +10,22 @@ from pathlib import Path
 
 from roundelay.api.comparing import Compared
 from roundelay.api.outcomes import LOSS, Outcome, Point, write
-from roundelay.api.tabulating import WINDOW, Aims, Cell, curves_csv, markdown, metrics_of, spreadsheet, table
+from roundelay.api.tabulating import (
+    WINDOW,
+    Aims,
+    Cell,
+    curves_csv,
+    markdown,
+    measure_of,
+    metrics_of,
+    spreadsheet,
+    table,
+)
 from roundelay.api.variants import OWN
 from roundelay.errors import UsageError
 from roundelay.observe.files import replacing_bytes
 from roundelay.page.comparison import Chart, comparison
-from roundelay.page.curves import Points, smoothed
+from roundelay.page.curves import Points
 from roundelay.page.picture import drawer, picture
 
 TITLE = "Update rules compared"
@@ -103,17 +113,15 @@ def _chart(compared: Compared, name: str) -> Chart:
     for variant in compared.variants:
         points = mean_curve(compared.of(variant), name)
         label = variant.rule_text if own else variant.name
-        reach = max(WINDOW // 2, len(points) // 40) if name == LOSS else 0
-        over_updates.append((label, smoothed([(float(p.updates), p.value) for p in points], reach)))
-        timed = [(p.seconds, p.value) for p in points if math.isfinite(p.seconds)]
-        over_time.append((label, smoothed(timed, reach)))
+        over_updates.append((label, [(float(p.updates), p.value) for p in points]))
+        over_time.append((label, [(p.seconds, p.value) for p in points if math.isfinite(p.seconds)]))
     return Chart(name, over_updates, over_time, dots=name != LOSS)
 
 
 def mean_curve(outcomes: Sequence[Outcome], name: str) -> list[Point]:
     """The mean over seeds, of value and of seconds, where all have a point; of those that did not diverge, if any."""
     whole = [outcome for outcome in outcomes if outcome.diverged is None] or list(outcomes)
-    curves = [{p.updates: p for p in outcome.curves.get(name, ())} for outcome in whole]
+    curves = [{p.updates: p for p in measure_of(outcome, name)} for outcome in whole]
     shared = [at for at in curves[0] if all(at in curve for curve in curves)] if curves else []
     return [
         Point(

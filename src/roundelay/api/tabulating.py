@@ -28,6 +28,9 @@ WINDOW = 10
 
 _LOW = re.compile(r"loss|error|entropy|perplexity|bits|nll|mse|mae|rmse|cer\b|wer\b", re.IGNORECASE)
 
+MOST_DIGITS = 5
+"""Digits behind the point; a spread that would need more is written with an exponent."""
+
 HIGH, LOW = "high", "low"
 KEY, QUALITY, COST, NOTE = "key", "quality", "cost", "note"
 """What a cell is about: which line it is, how well it learns, what that takes, a remark; or a target, by its text."""
@@ -143,17 +146,20 @@ def _whole(value: float) -> str:
     return short(value) if abs(value) < 10 else f"{value:,.0f}"
 
 
-def _spread(part: str, title: str, values: Sequence[float], shown: Callable[[float], str] | None = None) -> Cell:
+def _spread(part: str, title: str, values: Sequence[float], shown: Callable[[float], str] = short) -> Cell:
     """Mean and sample standard deviation over seeds."""
-    shown = shown or short
     mean = statistics.fmean(values) if values else None
     spread = statistics.stdev(values) if len(values) > 1 else None
-    text = NOTHING if mean is None else shown(mean) + ("" if spread is None else f" ± {_two_digits(spread)}")
+    text = NOTHING if mean is None else shown(mean) if spread is None else rounded(mean, spread)
     return Cell(part, title, text, ((f"{title}, mean", mean), (f"{title}, spread", spread)))
 
 
-def _two_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+def rounded(mean: float, spread: float) -> str:
+    """Both to the second digit of the spread: more of them say nothing."""
+    digits = max(0, 1 - math.floor(math.log10(spread))) if spread > 0 and math.isfinite(spread) else 0
+    if 0 < digits <= MOST_DIGITS or spread >= 1:
+        return f"{mean:,.{digits}f} ± {spread:,.{digits}f}"
+    return f"{short(mean)} ± {short(spread)}"
 
 
 def _time_to(name: str, outcomes: Sequence[Outcome], aims: Aims) -> Iterator[Cell]:
