@@ -113,7 +113,7 @@ def _resumable(folder: Path) -> Iterator[None]:
     except (KeyboardInterrupt, RunError):
         kept = len(list((folder / "runs").glob("*.json"))) if (folder / "runs").is_dir() else 0
         if kept:
-            stderr.print(f"{kept} finished runs stay in {folder}; the same command goes on behind them.", markup=False)
+            stderr.print(f"Finished runs stay in {folder}: {kept}. The same command goes on behind them.", markup=False)
         raise
 
 
