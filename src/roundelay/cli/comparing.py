@@ -58,6 +58,7 @@ def compare_command(
     workers: o.Workers = None,
     micro_batches: o.MicroBatches = None,
     compiled: o.Compile = None,
+    clip: o.Clip = None,
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     devices: o.Devices = None,
@@ -82,6 +83,7 @@ def compare_command(
         "epochs": epochs,
         "micro_batches": micro_batches,
         "compile": compiled,
+        "clip": clip,
         "transport": transport,
         "devices": devices,
     }
