@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.charting import mean_curve
+from roundelay.api.charting import mean_curve, write_comparison
 from roundelay.api.comparing import Begun, Compared, Ended
 from roundelay.api.outcomes import Outcome, Point
 from roundelay.api.tabulating import Aims, curves_csv, markdown, rounded, spreadsheet, table
@@ -293,6 +294,20 @@ def test_a_curve_is_the_mean_over_the_seeds_that_did_not_diverge() -> None:
     assert (point.updates, point.seconds, len(others)) == (10, 9.0, 10)
     assert point.value == pytest.approx(3 - 0.675)
     assert [p.value for p in mean_curve(by_hand().of(variants(["async"])[0]), "score")] == [1.0, 0.75]
+
+
+def test_a_metric_that_is_no_number_is_a_gap_and_not_the_end(tmp_path: Path) -> None:
+    """Of three seeds one says nan and one infinity: no mean is made up for them."""
+
+    def odd(seed: int) -> roundelay.Job:
+        return jobs.make(network(), evaluate=lambda model: {"score": [1.0, math.nan, math.inf][seed]})
+
+    for _ in ("made", "read again"):
+        made = compared(tmp_path / "c", odd, rules=("1f1b",), seeds=3, steps=1)
+        values = dict(pair for cell in table(made, Aims({"score": 0.5}, {}))[0] for pair in cell.values)
+        assert math.isnan(values["score, last, mean"])
+        assert (values["score, last, spread"], values["reached score ≥ 0.5"]) == (None, 1)
+        assert write_comparison(made, tmp_path / "c", Aims({}, {})).missing is None
 
 
 def test_a_metric_is_better_high_or_low_and_nothing_else() -> None:

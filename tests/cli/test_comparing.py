@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roundelay.page.picture import DRAWER
-from tests.cli.harness import MLP, finish, here, job_file, one_screen, start
+from tests.cli.harness import MLP, ROOT, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
 
@@ -41,6 +41,15 @@ def test_as_json_it_is_one_object(capsys: Capture, workplace: Path) -> None:
     assert all(row["seeds"] == 2 for row in rows)
     assert all(Path(path).is_file() for path in said.json["files"])
     assert Path("compare/mlp/table.md") in map(Path, said.json["files"])
+
+
+def test_the_example_of_digits_learns_under_every_rule_given(capsys: Capture, workplace: Path) -> None:
+    example = ROOT / "examples" / "digits.py"
+    said = here(capsys, "compare", example, "--rules", "1f1b,async", "--seeds", 1, "--epochs", 3, "--json",
+        "--micro-batches", 1, "--optimizers", "adamw", "--lr", "adamw=3e-3", "--cuts", "equal",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    assert all(row["accuracy, best, mean"] > 0.5 for row in said.json["rows"])
 
 
 def test_a_job_file_that_has_changed_is_refused(capsys: Capture, workplace: Path) -> None:

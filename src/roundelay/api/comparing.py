@@ -270,7 +270,9 @@ def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dic
         seconds = at.get(event.updates - 1, math.nan)  # when these weights were made: evaluating runs beside
         for name, value in event.metrics.items():
             own = f"evaluate.{name}" if name == LOSS else name
-            curves.setdefault(own, []).append(Point(event.updates, seconds, value))
+            curves.setdefault(own, []).append(
+                Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
+            )
     return {name: tuple(points) for name, points in curves.items()}
 
 

@@ -149,7 +149,7 @@ def _whole(value: float) -> str:
 def _spread(part: str, title: str, values: Sequence[float], shown: Callable[[float], str] = short) -> Cell:
     """Mean and sample standard deviation over seeds."""
     mean = statistics.fmean(values) if values else None
-    spread = statistics.stdev(values) if len(values) > 1 else None
+    spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
     text = NOTHING if mean is None else shown(mean) if spread is None else rounded(mean, spread)
     return Cell(part, title, text, ((f"{title}, mean", mean), (f"{title}, spread", spread)))
 

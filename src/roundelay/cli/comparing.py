@@ -33,7 +33,9 @@ Rules = Annotated[
 ]
 Optimizers = Annotated[
     str | None,
-    typer.Option(help=f"Any of {', '.join(OPTIMIZERS)}, with commas, in place of the job's own. [default: the job's]"),
+    typer.Option(
+        help=f"Any of {', '.join(OPTIMIZERS)}, in place of the job's own, whose scheduler stays. [default: the job's]"
+    ),
 ]
 Rates = Annotated[list[str] | None, typer.Option("--lr", help="Learning rate of an optimizer: adamw=1e-3.")]
 TimeTo = Annotated[
