@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundelay.api import Updated, capture, empty_weights, load, plan, simulate, train, verify
+    from roundelay.api import Updated, capture, compare, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import RoundelayError
     from roundelay.ir.plan import Plan
     from roundelay.ir.rule import UpdateRule, register_rule
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Updated": "roundelay.api",
     "capture": "roundelay.api",
+    "compare": "roundelay.api",
     "empty_weights": "roundelay.api",
     "load": "roundelay.api",
     "plan": "roundelay.api",
@@ -46,6 +47,7 @@ __all__ = [
     "UpdateRule",
     "Updated",
     "capture",
+    "compare",
     "empty_weights",
     "load",
     "plan",

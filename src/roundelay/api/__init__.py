@@ -4,6 +4,7 @@ Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes th
 weights in it.
 """
 
+from roundelay.api.comparing import compare
 from roundelay.api.gathering import Updated
 from roundelay.api.loading import load
 from roundelay.api.planning import capture, default_workers, plan
@@ -12,4 +13,15 @@ from roundelay.api.training import train
 from roundelay.api.verifying import verify
 from roundelay.api.weights_file import empty_weights
 
-__all__ = ["Updated", "capture", "default_workers", "empty_weights", "load", "plan", "simulate", "train", "verify"]
+__all__ = [
+    "Updated",
+    "capture",
+    "compare",
+    "default_workers",
+    "empty_weights",
+    "load",
+    "plan",
+    "simulate",
+    "train",
+    "verify",
+]

@@ -1,4 +1,4 @@
-"""The command line: ``roundelay train | plan | simulate | verify | doctor``."""
+"""The command line: ``roundelay train | plan | simulate | verify | report | compare | doctor``."""
 
 import importlib
 import os

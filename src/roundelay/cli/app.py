@@ -19,12 +19,13 @@ from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
+from roundelay.cli.comparing import compare_command
 from roundelay.cli.doctor import doctor
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import attend_job, train_job
-from roundelay.errors import InternalError, RoundelayError, UsageError
+from roundelay.errors import InternalError, RoundelayError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
@@ -89,7 +90,7 @@ def train(
         cuts=cuts,
         devices=devices,
     )
-    _exclusive(steps, epochs)
+    o.exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
@@ -229,7 +230,7 @@ def verify_command(
         cuts=cuts,
         devices=devices,
     )
-    _exclusive(steps, epochs)
+    o.exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
@@ -264,12 +265,10 @@ def report_command(
         webbrowser.open(path.resolve().as_uri())
 
 
+app.command("compare", epilog="Example: `roundelay compare examples/digits.py --rules 1f1b,pipeoptim,async`")(
+    compare_command
+)
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
-
-
-def _exclusive(steps: int | None, epochs: int | None) -> None:
-    if steps is not None and epochs is not None:
-        raise UsageError("--steps and --epochs", got="both", expected="one of them", remedy="Leave one of them out.")
 
 
 def write_text(path: Path, text: str) -> None:

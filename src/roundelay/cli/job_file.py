@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,20 +22,33 @@ def load_job(path: Path, seed: int) -> Job:
     Raises:
         JobError: the file is missing, cannot be read or run, or defines no job.
     """
+    return job_maker(path)(seed)
+
+
+def job_maker(path: Path) -> Callable[[int], Job]:
+    """What makes the jobs that ``path`` defines, one for each seed; the file itself is run once, now.
+
+    Raises:
+        JobError: the file is missing, cannot be read or run, or defines no job; so does the function, of a job.
+    """
     module = _module(path)
     make = getattr(module, "job", None)
     if not callable(make):
         raise _unusable(path, f"no function called job (it defines {', '.join(_public(module)) or 'nothing'})")
-    seed_everything(seed)
-    try:
-        job = make(seed)
-    except RoundelayError:
-        raise
-    except (Exception, SystemExit) as error:  # the person's own code
-        raise _unusable(path, _told(path, error)) from error
-    if not isinstance(job, Job):
-        raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
-    return job
+
+    def made(seed: int) -> Job:
+        seed_everything(seed)
+        try:
+            job = make(seed)
+        except RoundelayError:
+            raise
+        except (Exception, SystemExit) as error:  # the person's own code
+            raise _unusable(path, _told(path, error)) from error
+        if not isinstance(job, Job):
+            raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
+        return job
+
+    return made
 
 
 def _module(path: Path) -> ModuleType:

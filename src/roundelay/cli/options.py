@@ -160,6 +160,16 @@ def _between(choices: Choices, processes: int) -> str:
     return "nccl" if wanted else "gloo"
 
 
+def exclusive(steps: int | None, epochs: int | None) -> None:
+    """Refuse two lengths.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if steps is not None and epochs is not None:
+        raise UsageError("--steps and --epochs", got="both", expected="one of them", remedy="Leave one of them out.")
+
+
 def alone(command: str) -> None:
     """Refuse a command that is of no use in several processes at once.
 

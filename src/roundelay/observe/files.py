@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from roundelay.errors import RunError
 
@@ -66,9 +66,22 @@ def replacing_file(path: Path) -> Iterator[TextIO]:
     Raises:
         RunError: it cannot be written; what stood at ``path`` still does.
     """
+    with _replacing(path, mode="w", encoding="utf-8", newline="\n") as file:
+        yield file
+
+
+@contextmanager
+def replacing_bytes(path: Path) -> Iterator[BinaryIO]:
+    """As :func:`replacing_file`, for bytes."""
+    with _replacing(path, mode="wb") as file:
+        yield file
+
+
+@contextmanager
+def _replacing(path: Path, **how: Any) -> Iterator[Any]:
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8", newline="\n") as file:
+        with part.open(**how) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,0 +1,293 @@
+"""Compare update rules: the same job, from the same weights and on the same data, once for every rule and seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundelay.api.gathering import Evaluated, Event, Updated
+from roundelay.api.outcomes import LOSS, Outcome, Point, Results, write
+from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
+from roundelay.api.training import Length, Session, Trained, extent
+from roundelay.api.variants import Variant, variants
+from roundelay.errors import DivergedError, PlanError, UsageError
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.runtime.reader import seed_everything
+
+EXACT = "1f1b"
+"""The rule by whose plan the model is cut, for all rules of a comparison."""
+
+Make = Callable[[int], Job]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A run of the comparison begins.
+
+    Args:
+        number: which it is of those that are to be done now, from 1.
+        total: of those.
+        found: runs that were finished before.
+        variant: what runs.
+        seed: its seed.
+        updates: how many it will make; None if only the data can tell.
+    """
+
+    number: int
+    total: int
+    found: int
+    variant: Variant
+    seed: int
+    updates: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run of the comparison has ended, and is kept."""
+
+    outcome: Outcome
+
+
+Told = Callable[[Begun | Ended | Event], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A comparison that is finished.
+
+    Args:
+        variants: its lines, in order.
+        seeds: what every line was run with.
+        plans: the rule as asked for to its plan; none of a rule that was refused.
+        refused: the rule as asked for to why it cannot be had here.
+        outcomes: (variant's name, seed) to what came of it.
+    """
+
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    plans: Mapping[str, Plan] = field(hash=False)
+    refused: Mapping[str, str] = field(hash=False)
+    outcomes: Mapping[tuple[str, int], Outcome] = field(hash=False)
+
+    def of(self, variant: Variant) -> list[Outcome]:
+        """The runs of a line, by seed."""
+        return [self.outcomes[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.outcomes]
+
+
+def compare(  # noqa: PLR0913  as many parameters as the command has options
+    make: Make,
+    *,
+    out: str | Path,
+    rules: Sequence[str] = ("all",),
+    seeds: int = 5,
+    optimizers: Sequence[str] = (),
+    rates: Mapping[str, float] | None = None,
+    workers: int | None = None,
+    cuts: str | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    source: str = "",
+    notify: Told | None = None,
+    **choices: Any,
+) -> Compared:
+    """Train under every rule from the same initial weights, seed by seed; what the folder has is not done again.
+
+    All rules share the stages of one plan. A rule that cannot be had on them, and a run whose loss is no longer finite,
+    are part of the answer and end nothing.
+
+    Args:
+        make: seed to job; every generator is seeded with it before each call, so that a seed's jobs start alike.
+        out: the folder; one of the same comparison is gone on with, also with other rules, optimizers and seeds.
+        rules: each ``RULE[:PREDICTOR][:MODE]``; ``all`` stands for every rule that is known.
+        seeds: number of seeds, 0 and up.
+        optimizers: names from ``variants.OPTIMIZERS``, in place of the job's own; its scheduler stays.
+        rates: optimizer to learning rate, where it is not to be the usual one.
+        workers: number of stages, D.
+        cuts: as for :func:`~roundelay.api.planning.plan`; chosen once.
+        steps: updates of every run; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
+        epochs: epochs of every run.
+        source: what tells this job from others of the same model, such as a digest of its file.
+        notify: told of everything, in the caller's thread.
+        choices: ``micro_batches`` (by default each rule's own), ``compile``, ``clip``, ``transport``,
+            ``deadline_s``, ``devices``.
+
+    Raises:
+        UsageError: something given cannot be used, or the folder is another comparison's.
+        RunError: a run failed otherwise than by its loss; what is finished stays.
+    """
+    lines = variants(rules, optimizers, rates)
+    if seeds < 1:
+        raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
+    length = Length(steps=steps, epochs=epochs)
+    common = {"job": source, "workers": workers or default_workers(), "cuts": cuts or "measured"}
+    comparison = _Comparison(make, Results(Path(out)), length, {n: v for n, v in choices.items() if v is not None})
+    comparison.begin(common, cuts, workers)
+    plans, refused = comparison.plans([line.rule_text for line in lines])
+    able = [line for line in lines if line.rule_text in plans]
+    outcomes = comparison.run_all(able, plans, tuple(range(seeds)), notify or _unheard)
+    return Compared(variants=lines, seeds=tuple(range(seeds)), plans=plans, refused=refused, outcomes=outcomes)
+
+
+def _unheard(event: Begun | Ended | Event) -> None:
+    """Nobody listens."""
+
+
+class _Comparison:
+    """What all runs share: how a job is made, where results lie, how long a run is, and where the model is cut."""
+
+    def __init__(self, make: Make, results: Results, length: Length, choices: Mapping[str, Any]) -> None:
+        self._make, self._results, self._length, self._choices = make, results, length, choices
+        self._job = self._made(0)
+        self._captured = capture(self._job, seed=0)
+        self._extent = extent(self._job, length, None)
+        self._stages: list[list[str]] = []
+
+    def _made(self, seed: int) -> Job:
+        seed_everything(seed)
+        return self._make(seed)
+
+    def begin(self, common: Mapping[str, Any], cuts: str | None, workers: int | None) -> None:
+        """Open the folder, and cut the model as it was cut there, or now.
+
+        Raises:
+            UsageError: the folder is another comparison's, or the model cannot be cut so.
+        """
+        settings = {
+            **common,
+            "model": self._captured.graph.fingerprint,
+            "updates": self._extent.batches,
+            "epochs": self._extent.epochs,
+            "micro_batches": None,
+            **self._choices,
+            "torch": torch.__version__,
+        }
+        self._results.check(settings)
+        path = self._results.path / "cuts.toml"
+        if path.exists():
+            plan = _read(path)
+        else:
+            planned = plan_with_reasons(
+                self._job, captured=self._captured, rule=EXACT, cuts=cuts, workers=workers, **self._choices
+            )
+            plan = planned.plan
+            self._results.begin(settings)
+            write(path, plan.text(explain(self._captured, plan, planned.reasons)))
+        self._stages = [list(stage.segments) for stage in plan.stages]
+
+    def plans(self, rules: Sequence[str]) -> tuple[dict[str, Plan], dict[str, str]]:
+        """The plan of every rule, or why there is none."""
+        plans: dict[str, Plan] = {}
+        refused: dict[str, str] = {}
+        for text in dict.fromkeys(rules):
+            path = self._results.plan(text)
+            if path.exists():
+                plans[text] = _read(path)
+                continue
+            try:
+                plans[text] = self._planned(text)
+            except PlanError as error:
+                refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
+            else:
+                write(path, plans[text].text(explain(self._captured, plans[text])))
+        return plans, refused
+
+    def _planned(self, text: str) -> Plan:
+        (line,) = variants([text])
+        return plan_with_reasons(
+            self._job,
+            captured=self._captured,
+            rule=line.rule,
+            cuts=self._stages,
+            predictor=line.predictor,
+            backward=line.backward,
+            **self._choices,
+        ).plan
+
+    def run_all(
+        self, lines: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Told
+    ) -> dict[tuple[str, int], Outcome]:
+        """Every run that the folder does not have yet, seed by seed; and those that it has."""
+        wanted = [(line, seed) for seed in seeds for line in lines]
+        found = {(line.name, seed): self._results.find(line, seed) for line, seed in wanted}
+        outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
+        left = [(line, seed) for line, seed in wanted if (line.name, seed) not in outcomes]
+        before = len(outcomes)
+        for number, (line, seed) in enumerate(left, 1):
+            notify(
+                Begun(
+                    number=number,
+                    total=len(left),
+                    found=before,
+                    variant=line,
+                    seed=seed,
+                    updates=self._extent.batches,
+                )
+            )
+            outcome = self._run(line, seed, plans[line.rule_text], notify)
+            self._results.keep(line, outcome)
+            outcomes[line.name, seed] = outcome
+            notify(Ended(outcome))
+        return outcomes
+
+    def _run(self, line: Variant, seed: int, plan: Plan, notify: Told) -> Outcome:
+        """One run, with a job of its own: nothing that another run has changed is met again."""
+        job, factory = self._made(seed), line.factory()
+        job = job if factory is None else replace(job, optimizer=factory)
+        events: list[Updated | Evaluated] = []
+
+        def listen(event: Event) -> None:
+            if isinstance(event, Updated | Evaluated):
+                events.append(event)
+            notify(event)
+
+        trained: Trained | None = None
+        try:
+            captured: Captured = capture(job, seed=seed)
+            trained = Session(job, captured, plan, seed, self._length).run(notify=listen)
+        except DivergedError:
+            pass
+        updates = [event for event in events if isinstance(event, Updated)]
+        return Outcome(
+            variant=line.name,
+            seed=seed,
+            curves=_curves(updates, [event for event in events if isinstance(event, Evaluated)]),
+            samples_per_second=math.nan if trained is None else trained.samples_per_second,
+            diverged=len(updates) if trained is None else None,
+        )
+
+
+def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dict[str, tuple[Point, ...]]:
+    at = {event.update: event.seconds for event in updates}
+    curves = {LOSS: [Point(event.update + 1, event.seconds, event.loss) for event in updates]}
+    for event in evaluations:
+        seconds = at.get(event.updates - 1, math.nan)  # when these weights were made: evaluating runs beside
+        for name, value in event.metrics.items():
+            own = f"evaluate.{name}" if name == LOSS else name
+            curves.setdefault(own, []).append(
+                Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
+            )
+    return {name: tuple(points) for name, points in curves.items()}
+
+
+def _read(path: Path) -> Plan:
+    """A plan that was kept.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return Plan.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"plan file {path}",
+            got=str(error),
+            expected="a plan as the comparison has written it",
+            remedy="Put the comparison into another folder by --out.",
+        ) from error
