@@ -151,9 +151,10 @@ def test_a_lazy_model_is_refused_until_it_was_called() -> None:
 
 def test_sizes_that_torch_cannot_simplify_are_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     """Pooling that rounds up leaves such inequalities; torch logs a traceback of a hundred lines for each."""
-    batch = (torch.ones(3, 3, 19, 19), BATCH[1])
+    batch = (torch.ones(3, 3, 40, 40), BATCH[1])
     pool = nn.MaxPool2d(3, 2, ceil_mode=True)
-    model = nn.Sequential(nn.Conv2d(3, 2, 3, 2), pool, pool, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
+    first = nn.Conv2d(3, 2, 7, 2, 3)
+    model = nn.Sequential(first, pool, pool, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     logger.addHandler(caplog.handler)
     try:
