@@ -28,7 +28,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.job import Job, Named
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
-from tests.zoo import ZOO, Batch, Entry
+from tests.zoo import MODELS, ZOO, Batch, Entry
 
 STEPS = 5
 MAX_DELAY_S = 0.001
@@ -204,7 +204,7 @@ class Bench:
 @functools.cache
 def bench(name: str) -> Bench:
     """The bench of a model of the zoo, captured once."""
-    return Bench(ZOO[name])
+    return Bench(MODELS[name])
 
 
 def run_cell(cell: Cell, place: Bench) -> Verification:

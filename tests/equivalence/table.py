@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from tests.equivalence.cells import FACTORS, TRANSPORTS, VARIANTS, Bench, Cell, run_cell
-from tests.zoo import ZOO
+from tests.zoo import MODELS, ZOO
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def cells(models: Sequence[str], transports: Sequence[str], sample: int | None, 
 def outcomes(wanted: Sequence[Cell]) -> Iterator[Outcome]:
     """Verify cells in this process, with one capture per model."""
     for model, group in itertools.groupby(wanted, key=lambda cell: cell.model):
-        place = Bench(ZOO[model])
+        place = Bench(MODELS[model])
         for cell in group:
             start = time.perf_counter()
             try:
@@ -94,7 +94,9 @@ def outcomes(wanted: Sequence[Cell]) -> Iterator[Outcome]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.equivalence.table", description="Compute the table.")
-    parser.add_argument("--models", nargs="+", choices=ZOO, default=list(ZOO), metavar="MODEL", help=", ".join(ZOO))
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(ZOO), metavar="MODEL", help=", ".join(MODELS)
+    )
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="default: both")
     parser.add_argument("--sample", type=_positive, metavar="N", help="only N cells, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice")

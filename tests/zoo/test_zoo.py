@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.utils import _pytree as pytree
 
-from . import ZOO, Batch, Entry, arguments, rows, scalar
+from . import MODELS, ZOO, Batch, Entry, arguments, rows, scalar
 
 SAMPLE_ROWS = 4
 EVERY = pytest.mark.parametrize("entry", ZOO.values(), ids=ZOO.keys())
+WHOLE = pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS.keys())  # and the whole networks
 
 
 class Flat(nn.Module):
@@ -83,14 +84,14 @@ def restored(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-@EVERY
+@WHOLE
 def test_a_seed_builds_the_same_weights(entry: Entry) -> None:
     first, second, other = (entry.build(seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert not all(torch.equal(value, other[name]) for name, value in first.items())
 
 
-@EVERY
+@WHOLE
 def test_batches_depend_on_their_seed_alone(entry: Entry) -> None:
     before = torch.get_rng_state()
     first, second, other = (tensors(entry.batches(seed, 3)) for seed in (5, 5, 6))
@@ -99,7 +100,7 @@ def test_batches_depend_on_their_seed_alone(entry: Entry) -> None:
     assert not all(torch.equal(left, right) for left, right in zip(first, other, strict=True))
 
 
-@EVERY
+@WHOLE
 def test_every_trainable_parameter_gets_a_finite_gradient(entry: Entry) -> None:
     model = entry.build(0)
     for batch in entry.batches(1, 2):
@@ -109,7 +110,7 @@ def test_every_trainable_parameter_gets_a_finite_gradient(entry: Entry) -> None:
         assert parameter.grad is None or (parameter.grad.isfinite().all() and parameter.grad.any()), name
 
 
-@EVERY
+@WHOLE
 def test_training_draws_what_the_seed_decides(entry: Entry) -> None:
     state = {name: value.clone() for name, value in entry.build(0).state_dict().items()}
     model, batch = entry.build(0), entry.batches(1, 1)[0]
@@ -123,7 +124,7 @@ def test_training_draws_what_the_seed_decides(entry: Entry) -> None:
     assert entry.draws == (not torch.equal(losses[0], losses[2]))
 
 
-@EVERY
+@WHOLE
 def test_short_and_varying_batches_train(entry: Entry) -> None:
     model, batches = entry.build(0), entry.batches(1, 5, short=True, varying=True)
     assert [shape[0] for batch in batches for shape in shapes(batch)[:1]] == [6, 6, 3, 6, 3]
@@ -132,7 +133,7 @@ def test_short_and_varying_batches_train(entry: Entry) -> None:
     assert len({tuple(shapes(batch)) for batch in entry.batches(1, 5)}) == 1
 
 
-@EVERY
+@WHOLE
 def test_its_flags_are_true(entry: Entry) -> None:
     model = entry.build(0)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -29,6 +29,13 @@ def check_job(job: Job) -> None:
         if not callable(value) and (needed or value is not None):
             raise _wrong(name, value, "a function" if needed else "a function, or None")
     for what, tensor in (*job.model.named_parameters(), *job.model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise JobError(
+                f"Job(model=...), tensor {what!r}",
+                got="one of a lazy module, which has no shape yet",
+                expected="a model whose every tensor has its shape",
+                remedy="Call the model once on a batch before it goes into the job.",
+            )
         if tensor.device.type not in ("cpu", "meta"):
             raise JobError(
                 f"Job(model=...), tensor {what!r}",

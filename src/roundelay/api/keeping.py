@@ -114,9 +114,13 @@ class Keeper:
 
 
 def put(captured: Captured, snapshot: Snapshot) -> None:
-    """The snapshot's weights into the person's own model, as new memory: the old is where the session began."""
-    for name, parameter in captured.parameters().items():
-        parameter.data = snapshot.parameters[name].clone()
+    """The snapshot's weights into the person's own model, as new memory: the old is where the session began.
+
+    What no stage has, since nothing that the loss reads depends on it, stays as it is.
+    """
+    own = captured.parameters()
+    for name, tensor in snapshot.parameters.items():
+        own[name].data = tensor.clone()
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             buffer.copy_(snapshot.buffers.get(name, buffer))

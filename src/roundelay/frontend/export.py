@@ -6,6 +6,7 @@ placeholders; linear, attention, convolution and LSTM stay single operations.
 
 from __future__ import annotations
 
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.face import CallShape, Face, OutputShape
+from roundelay.frontend.unseen import refuse_parts, refuse_sparse
 
 PREFIX = "model."
 
@@ -62,18 +64,18 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
     """Export ``model`` for calls like this one, every size of every tensor free to vary where the model allows it.
 
     Raises:
-        CaptureError: naming the module, the line and the remedy.
+        CaptureError: naming the module, the line and the remedy; also where export would lose something of it.
     """
+    refuse_parts(model)
     face = Face(model, call)
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
-        with _watch_modules(model) as running, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="The tensor attributes? .* assigned during export"
-            )  # recurrent layers
+        with _watch_modules(model) as running, _quiet():
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
+            except CaptureError:
+                raise
             except Exception as error:  # whatever the person's forward raises
                 failures.append(error)
                 if running.failed_at is None:
@@ -82,6 +84,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
                 continue
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
+        refuse_sparse(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
@@ -97,6 +100,26 @@ def _rows_only(tensor: torch.Tensor) -> dict[int, Any]:
 
 def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
     return {}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch tells of exports that go well."""
+    sizes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    sizes.addFilter(_matters)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="The tensor attributes? .* assigned during export"
+            )  # recurrent layers
+            yield
+    finally:
+        sizes.removeFilter(_matters)
+
+
+def _matters(record: logging.LogRecord) -> bool:
+    """An inequality of sizes that it cannot simplify (pooling rounds up) it checks as it is, after a long traceback."""
+    return not record.getMessage().startswith("Failed to reduce inequalities")
 
 
 class _Running:

@@ -8,13 +8,14 @@ tensors that sit in known containers; everything else is remembered as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import JobError
+from roundelay.frontend.unseen import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -148,7 +149,10 @@ class Face(torch.nn.Module):
     def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
         """Call the model as the person would; return the tensor leaves of its result."""
         args, kwargs = self._call.unflatten(list(leaves))
-        results, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        with refusing_draws(), refusing_tensor_hooks():
+            result = self.model(*args, **kwargs)
+        results, spec = _flat(result)
+        refuse_own_backwards(leaf for leaf in results if isinstance(leaf, torch.Tensor))
         rest = {i: _harmless(leaf) for i, leaf in enumerate(results) if not isinstance(leaf, torch.Tensor)}
         self._seen.shape = OutputShape(spec, rest)
         return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
@@ -157,6 +161,16 @@ class Face(torch.nn.Module):
     def output_shape(self) -> OutputShape | None:
         """Layout of the last result, or None before the first call."""
         return self._seen.shape
+
+
+def _flat(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and layout of a result; dataclasses are made known to pytree where they are met."""
+    leaves, spec = pytree.tree_flatten(result)
+    made = [leaf for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
+    new = {type(leaf) for leaf in made if all(field.init for field in fields(leaf))}
+    for kind in new:
+        pytree.register_dataclass(kind)
+    return _flat(result) if new else (leaves, spec)
 
 
 def _harmless(leaf: Any) -> Any:

@@ -91,8 +91,8 @@ def run_nodes(
             elif role.kind == "input":
                 env[node] = tensors[int(role.name)]
             else:
-                copy = role.tensor is not None and (copy_weights or role.kind != "parameter")
-                env[node] = role.tensor.clone() if copy and role.tensor is not None else role.tensor
+                copy = copy_weights or role.kind != "parameter"
+                env[node] = role.tensor if role.tensor is None else _own(role.tensor, copy=copy)
         elif node.op == "get_attr":
             env[node] = getattr(exported.module, str(node.target))
         elif node.op == "call_function":
@@ -105,6 +105,13 @@ def run_nodes(
             if watch is not None:
                 watch(node)
     return {node.name: value for node, value in env.items()}, writes
+
+
+def _own(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """A weight to run on; without autograd one that asks for no gradient, as what is made of it asks for none."""
+    if copy:
+        return weight.clone()
+    return weight if torch.is_grad_enabled() else weight.detach()
 
 
 def _declared_writes(node: Node) -> list[Any]:

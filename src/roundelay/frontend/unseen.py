@@ -1,0 +1,154 @@
+"""What ``torch.export`` leaves out without a word, or stages cannot keep, found and refused.
+
+An exported graph holds the operations of a forward, and nothing else of what the person's code does: not the backward
+of a ``torch.autograd.Function``, no hook on a gradient; and a number that Python or NumPy draws is a constant in it. A
+run would then equal its reference, bit for bit, and not be the training that was asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx
+
+from roundelay.errors import CaptureError
+
+_KEPT = "operations whose gradients autograd knows by itself: a stage's backward runs no code of the model's own"
+
+
+def refuse_parts(model: torch.nn.Module) -> None:
+    """Refuse a model with compiled parts, or with hooks on gradients.
+
+    Raises:
+        CaptureError: naming the parameter or the module.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise _hook(f"parameter {name!r}")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _hook(f"module {name!r} ({type(module).__name__})")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module {name!r}",
+                got=f"a {type(module).__name__} of torch.jit",
+                expected="a module in Python, which torch.export can follow",
+                remedy="Leave out torch.jit.script and torch.jit.trace; --compile makes stages faster.",
+            )
+
+
+def refuse_sparse(graph: torch.fx.Graph) -> None:
+    """Refuse operations that make sparse gradients.
+
+    Raises:
+        CaptureError: naming the operation.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            places = {argument.name: i for i, argument in enumerate(node.target._schema.arguments)}
+            i = places.get("sparse", len(node.args))
+            if node.kwargs.get("sparse") is True or (i < len(node.args) and node.args[i] is True):
+                raise CaptureError(
+                    f"operation {node.name!r} ({node.target}) of the model's forward",
+                    got="sparse=True, and with it a sparse gradient",
+                    expected="dense gradients, which can be summed and sent",
+                    remedy="Leave out sparse=True, and take an optimizer for dense gradients.",
+                )
+
+
+@contextmanager
+def refusing_tensor_hooks() -> Iterator[None]:
+    """Refuse a forward in this block that hangs hooks on gradients of its tensors.
+
+    Raises:
+        CaptureError: it does.
+    """
+    tensor: Any = torch.Tensor
+    register_hook, hooked = tensor.register_hook, [False]
+
+    def noting(self: torch.Tensor, hook: Any) -> Any:
+        hooked[0] |= not _of_torch(sys._getframe(1).f_globals.get("__name__", ""))
+        return register_hook(self, hook)
+
+    tensor.register_hook = noting
+    try:
+        yield
+    finally:
+        tensor.register_hook = register_hook
+    if hooked[0]:
+        raise _hook("a tensor of the model's forward")
+
+
+def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
+    """Refuse outputs that were made by an autograd function of the person's own.
+
+    Raises:
+        CaptureError: naming the function.
+    """
+    left, seen = [output.grad_fn for output in outputs], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith("torch._"):  # where operators live that export keeps
+            raise _own_backward(kind)
+        left += [below for below, _ in node.next_functions]
+
+
+@contextmanager
+def refusing_draws() -> Iterator[None]:
+    """Refuse a forward in this block that draws from Python's or NumPy's own generators.
+
+    Raises:
+        CaptureError: it does.
+    """
+    python, numpy = random.getstate(), _numpy()
+    yield
+    drawn = "random" if random.getstate() != python else "numpy.random" if _numpy() != numpy else None
+    if drawn is not None:
+        raise CaptureError(
+            "the model's forward",
+            got=f"a number drawn by {drawn}",
+            expected="random numbers of torch: any other would be drawn once, and be a constant from then on",
+            remedy="Draw with torch, for example torch.rand(()), and choose with torch.where instead of `if`.",
+        )
+
+
+def _numpy() -> tuple[bytes, int]:
+    state: Any = np.random.get_state(legacy=False)
+    return state["state"]["key"].tobytes(), state["state"]["pos"]
+
+
+def _of_torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+def _hook(where: str) -> CaptureError:
+    return CaptureError(
+        where,
+        got="a hook on its gradient, which no stage would call",
+        expected=_KEPT,
+        remedy="Remove the hook; put what it does into the loss, or into the optimizer's step.",
+    )
+
+
+def _own_backward(kind: type) -> CaptureError:
+    remedy = "Write it with torch operations (x + (y - x).detach() has y's value and x's gradient), or make it an "
+    remedy += "operator: torch.library.custom_op with register_autograd."
+    if kind.__module__ == "torch.utils.checkpoint":
+        remedy = "Leave activation checkpointing out, or give it use_reentrant=False: `--backward recompute` does the "
+        remedy += "same for a whole stage."
+    return CaptureError(
+        f"torch.autograd.Function {kind.__qualname__!r} in the model's forward",
+        got="a backward of its own, which torch.export does not see",
+        expected=_KEPT,
+        remedy=remedy,
+    )
