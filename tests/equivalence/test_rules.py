@@ -15,13 +15,15 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import roundelay
+from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
-from roundelay.ir.micro_batch import stream
+from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import UpdateRule, register_rule, rule_named, rules
 from roundelay.job import Named
 from roundelay.lower.check import programs_of
 from roundelay.planner.prove import prove
+from roundelay.runtime.handlers import Context, do_forward
 from roundelay.sim import simulate
 from tests.equivalence.cells import VARIANTS, Variant, allowed, bench
 from tests.lower.plans import plan_of
@@ -201,3 +203,25 @@ def test_as_many_versions_are_held_as_the_rule_needs(rule: str) -> None:
         "spectrain": [2, 2, 3, 2],
     }
     assert held == expected[rule]
+
+
+@pytest.mark.parametrize("name", ["pipedream-vertical", "pipedream-2bw", "cdp-v2", "pipedream"])
+def test_a_running_stage_lets_old_versions_go(name: str) -> None:
+    """It keeps for later forwards no more than the simulator counts; a stash is its tape's own."""
+    place = bench("mlp")
+    place.restore()
+    job = place.job(MOMENTUM, batches=lambda epoch: place.entry.batches(epoch, 12))
+    plan = place.plan(VARIANTS[name], 4, 4 if rule_named(name).versions == "table" else 1)
+    kept: dict[int, list[int]] = {k: [] for k in range(4)}
+
+    def watched(context: Context, run: Run) -> MicroBatch | None:
+        header = do_forward(context, run)
+        kept[context.worker].append(len(context.stage._kept))
+        return header
+
+    handlers = {k: {"forward": watched} for k in range(4)}
+    Session(job, place.captured, plan, 0, Length(steps=12)).run(notify=lambda event: None, handlers=handlers)
+    # behind a batch's last forward nothing older is read, which with M = D comes on stage 0 as the update does; and as
+    # cdp-v2 reads W[t] as soon as it is there, what it reads is its newest
+    expected = {"pipedream-vertical": [0, 1, 2, 3], "pipedream-2bw": [0, 1, 1, 1]}
+    assert [max(kept[k]) for k in range(4)] == expected.get(name, [0, 0, 0, 0])

@@ -12,6 +12,7 @@ import torch
 
 from roundelay.api.gathering import Evaluated, Event, Updated
 from roundelay.api.outcomes import LOSS, Outcome, Point, Results, write
+from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
 from roundelay.api.training import Length, Session, Trained, extent
 from roundelay.api.variants import Variant, variants
@@ -171,7 +172,7 @@ class _Comparison:
         self._results.check(settings)
         path = self._results.path / "cuts.toml"
         if path.exists():
-            plan = _read(path)
+            plan = read_plan(path, "Put the comparison into another folder by --out.")
         else:
             planned = plan_with_reasons(
                 self._job, captured=self._captured, rule=EXACT, cuts=cuts, workers=workers, **self._choices
@@ -188,7 +189,7 @@ class _Comparison:
         for text in dict.fromkeys(rules):
             path = self._results.plan(text)
             if path.exists():
-                plans[text] = _read(path)
+                plans[text] = read_plan(path, "Put the comparison into another folder by --out.")
                 continue
             try:
                 plans[text] = self._planned(text)
@@ -274,20 +275,3 @@ def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dic
                 Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
             )
     return {name: tuple(points) for name, points in curves.items()}
-
-
-def _read(path: Path) -> Plan:
-    """A plan that was kept.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        return Plan.parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"plan file {path}",
-            got=str(error),
-            expected="a plan as the comparison has written it",
-            remedy="Put the comparison into another folder by --out.",
-        ) from error

@@ -15,6 +15,7 @@ import typer
 
 from roundelay import debug
 from roundelay.api import simulate
+from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
@@ -174,7 +175,7 @@ def simulate_command(
     as_json: o.Json = False,
 ) -> None:
     """Run a plan's programs on a virtual clock: makespan, bubble, busy share, memory, versions."""
-    plan = o.read_plan(plan_file)
+    plan = read_plan(plan_file)
     simulation = simulate(plan, batches=batches)
     if trace is not None:
         t = {(i.worker, i.g): i.version for i in simulation.intervals}

@@ -10,11 +10,12 @@ import typer
 
 from roundelay.api import capture
 from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.debug import launched
-from roundelay.errors import PlanError, UsageError
+from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
@@ -183,23 +184,6 @@ def alone(command: str) -> None:
             expected="the command by itself",
             remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
         )
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file.
-
-    Raises:
-        PlanError: it cannot be read, or is no plan.
-    """
-    try:
-        return Plan.parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"plan file {path}",
-            got=str(error),
-            expected="a plan as `roundelay plan` writes it",
-            remedy="Write one with `roundelay plan JOB.py -o plan.toml`.",
-        ) from error
 
 
 def _obey(plan: Plan, choices: Choices) -> Plan:

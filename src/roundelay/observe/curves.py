@@ -6,15 +6,15 @@ Its writer has a thread of its own. So it exists only from the first value on, w
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from roundelay.errors import RunError, UsageError
+from roundelay.errors import RunError
 from roundelay.observe.files import unwritten
+from roundelay.observe.optional import optional
 
 FLUSH_S = 5
 """Seconds after which values are on the disk at the latest; a run that is killed loses no more."""
@@ -32,15 +32,7 @@ def writer() -> CurveWriter:
     Raises:
         UsageError: TensorBoard is not installed, or cannot be loaded.
     """
-    try:
-        found: CurveWriter = importlib.import_module(WRITER).SummaryWriter
-    except Exception as error:  # a package that does not fit its neighbours fails in any way it likes
-        raise UsageError(
-            "--tensorboard",
-            got=f"{type(error).__name__}: {error}",
-            expected="the package tensorboard, which is optional",
-            remedy="Install it with `pip install tensorboard`, or leave the option out.",
-        ) from error
+    found: CurveWriter = optional(WRITER, "--tensorboard", "tensorboard", ", or leave the option out.").SummaryWriter
     return found
 
 

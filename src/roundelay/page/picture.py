@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roundelay.errors import UsageError
+from roundelay.observe.optional import optional
 from roundelay.page.comparison import Chart, style_of
 from roundelay.page.scale import LOG_FROM
 
@@ -26,15 +25,8 @@ def drawer() -> Drawer:
     Raises:
         UsageError: matplotlib is not installed, or cannot be loaded.
     """
-    try:
-        found: Drawer = importlib.import_module(DRAWER).Figure
-    except Exception as error:  # a package that does not fit its neighbours fails in any way it likes
-        raise UsageError(
-            "pictures as PNG",
-            got=f"{type(error).__name__}: {error}",
-            expected="the package matplotlib, which is optional",
-            remedy="Install it with `pip install matplotlib`; the HTML page has the same curves without it.",
-        ) from error
+    without = "; the HTML page has the same curves without it."
+    found: Drawer = optional(DRAWER, "pictures as PNG", "matplotlib", without).Figure
     return found
 
 
