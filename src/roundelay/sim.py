@@ -7,10 +7,11 @@ What comes out is what would happen, event by event, with the memory it takes: n
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -111,7 +112,7 @@ class _Clock:
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0
-        self.heap: list[tuple[float, int, int, Event]] = []
+        self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.pushed = 0
         self.intervals: list[Interval] = []
         self.events: list[list[str]] = [[] for _ in programs]
@@ -122,11 +123,11 @@ class _Clock:
     def run(self) -> None:
         """Until every machine has halted."""
         for worker in range(len(self.machines)):
-            self.push(0.0, worker, Start())
+            self.fire(worker)
         while self.heap:
-            self.now, _, worker, event = heapq.heappop(self.heap)
-            for command in self.machines[worker].handle(event):
-                self.obey(worker, command)
+            self.now, _, worker, happens = heapq.heappop(self.heap)
+            happens()
+            self.fire(worker)
         stuck = [machine for machine in self.machines if not machine.halted]
         left = [c for machine in self.machines for c, unread in machine.unread.items() if unread]
         if not stuck and left:
@@ -144,29 +145,16 @@ class _Clock:
                 remedy="Raise `slots` of the edges that are waited for.",
             )
 
-    def push(self, delay: float, worker: int, event: Event) -> None:
-        """An event for ``worker`` after ``delay`` seconds."""
+    def push(self, delay: float, worker: int, happens: Callable[[], None]) -> None:
+        """Something happens to ``worker`` after ``delay`` seconds."""
         self.pushed += 1
-        heapq.heappush(self.heap, (self.now + delay, self.pushed, worker, event))
+        heapq.heappush(self.heap, (self.now + delay, self.pushed, worker, happens))
 
-    def obey(self, worker: int, command: Command) -> None:
-        """Carry out one command."""
-        if isinstance(command, Run):
-            self.compute(worker, command)
-        elif isinstance(command, Send):
-            channel = self.channels[command.channel]
-            start = max(self.now, self.link_free[channel.id])
-            self.link_free[channel.id] = start + self.bytes[channel.id] / self.plan.bytes_per_s
-            arrival = self.link_free[channel.id] + self.plan.latency_s
-            self.push(arrival - self.now, channel.target, Arrived(channel.id, self.headers[command.g]))
-        elif isinstance(command, Grant):
-            self.on_way[command.channel] -= 1
-            self.push(self.plan.latency_s, self.channels[command.channel].source, Granted(command.channel))
-        else:
-            assert isinstance(command, Halt)
-
-    def compute(self, worker: int, run: Run) -> None:
-        """An instruction takes its time."""
+    def fire(self, worker: int) -> None:
+        """What the worker can run now, it runs; that takes its time."""
+        run = self.machines[worker].fire()
+        if run is None:
+            return
         seconds = self.seconds(worker, run)
         for channel, _ in run.gives:
             self.on_way[channel] += 1
@@ -174,10 +162,24 @@ class _Clock:
         self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[run.g] = run.header  # as a message of this micro-batch carries it
-        opcode = run.instruction.opcode
         weights = run.version, run.reads, run.keep, run.distance
+        opcode = run.instruction.opcode
         self.intervals.append(Interval(worker, opcode, run.g, *weights, self.now, self.now + seconds))
-        self.push(seconds, worker, Finished(self.headers[run.g] if opcode == "read" else None))
+        self.push(seconds, worker, partial(self.finish, worker, run))
+
+    def finish(self, worker: int, run: Run) -> None:
+        """A run has ended: its messages and grants set out."""
+        self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
+        for number, _ in run.gives:
+            channel, target = self.channels[number], self.machines[self.channels[number].target]
+            start = max(self.now, self.link_free[number])
+            self.link_free[number] = start + self.bytes[number] / self.plan.bytes_per_s
+            arrival = self.link_free[number] + self.plan.latency_s
+            self.push(arrival - self.now, channel.target, partial(target.arrive, number, self.headers[run.g]))
+        for number, _ in run.takes:
+            self.on_way[number] -= 1
+            source = self.channels[number].source
+            self.push(self.plan.latency_s, source, partial(self.machines[source].grant, number))
 
     def seconds(self, worker: int, run: Run) -> float:
         """Predicted seconds of an instruction."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
-from roundelay.actor.machine import Arrived, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.actor.machine import Machine, Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
@@ -35,38 +36,42 @@ class World:
         self.channels = {c.id: c for program in programs for c in program.channels}
         self.headers = {header.g: header for header in headers}
         self.lost = set(lost)
-        self.pending: dict[Queue, deque[tuple[int, Event]]] = {}
+        self.pending: dict[Queue, deque[tuple[int, Callable[[], None]]]] = {}
         self.runs: list[list[Run]] = [[] for _ in programs]
         self.unread_peak = dict.fromkeys(self.channels, 0)
         self.in_flight_peak = [0 for _ in programs]
         for worker in range(len(programs)):
-            self.post(("result", worker), worker, Start())
+            self.post(("result", worker), worker, lambda: None)
 
-    def post(self, queue: Queue, worker: int, event: Event) -> None:
-        """An event sets out for ``worker``."""
+    def post(self, queue: Queue, worker: int, happens: Callable[[], None]) -> None:
+        """Something sets out for ``worker``."""
         if queue not in self.lost:
-            self.pending.setdefault(queue, deque()).append((worker, event))
+            self.pending.setdefault(queue, deque()).append((worker, happens))
 
     def step(self, queue: Queue) -> None:
         """The first event of ``queue`` arrives."""
-        worker, event = self.pending[queue].popleft()
+        worker, happens = self.pending[queue].popleft()
         machine = self.machines[worker]
-        for command in machine.handle(event):
-            if isinstance(command, Run):
-                self.runs[worker].append(command)
-                self.headers[command.g] = command.header or self.headers[command.g]  # as a message carries it
-                header = self.headers[command.g] if command.instruction.opcode == "read" else None
-                self.post(("result", worker), worker, Finished(header))
-            elif isinstance(command, Send):
-                channel = self.channels[command.channel]
-                self.post(("message", channel.id), channel.target, Arrived(channel.id, self.headers[command.g]))
-            elif isinstance(command, Grant):
-                self.post(("grant", command.channel), self.channels[command.channel].source, Granted(command.channel))
-            else:
-                assert isinstance(command, Halt)
+        happens()
+        run = machine.fire()
+        if run is not None:
+            self.runs[worker].append(run)
+            self.headers[run.g] = run.header or self.headers[run.g]  # as a message carries it
+            self.post(("result", worker), worker, partial(self.finish, worker, run))
         for number, unread in machine.unread.items():
             self.unread_peak[number] = max(self.unread_peak[number], len(unread))
         self.in_flight_peak[worker] = max(self.in_flight_peak[worker], machine.in_flight)
+
+    def finish(self, worker: int, run: Run) -> None:
+        """A run has ended: its messages and grants set out."""
+        self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
+        for number, _ in run.gives:
+            target = self.channels[number].target
+            arrive = partial(self.machines[target].arrive, number, self.headers[run.g])
+            self.post(("message", number), target, arrive)
+        for number, _ in run.takes:
+            source = self.channels[number].source
+            self.post(("grant", number), source, partial(self.machines[source].grant, number))
 
     def run(self, choose: Choice) -> World:
         """Until nothing is pending."""

@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.actor.machine import (
-    Machine,
-    Run,
-    Start,
-)
+from roundelay.actor.machine import Machine, Run
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -243,5 +239,5 @@ def test_a_missing_message_stops_the_consumer_who_says_which() -> None:
 def test_all_that_is_lacking_is_named() -> None:
     middle = Machine(emit(plan_of("1f1b", 3, 4, slots=1))[1])
     middle.credits[2] = 0
-    assert middle.handle(Start()) == []
+    assert middle.fire() is None
     assert middle.waits_for() == "forward of micro-batch 0 waits for message 0 on channel 0, a free slot of channel 2"

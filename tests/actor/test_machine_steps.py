@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundelay.actor.machine import (
-    Arrived,
-    Command,
-    Finished,
-    Grant,
-    Granted,
-    Halt,
-    Machine,
-    Send,
-    Start,
-)
+from roundelay.actor.machine import Machine
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.program import Program
@@ -29,92 +19,141 @@ def second_of_two() -> Machine:
     return Machine(emit(plan_of("pipedream", 2, 1, slots=1))[1])
 
 
-def brief(commands: list[Command]) -> list[str]:
-    """Commands as text, runs by their own."""
-    return [str(command) for command in commands]
+def fired(machine: Machine) -> str:
+    """What it fires, as text; empty for nothing."""
+    run = machine.fire()
+    return "" if run is None else str(run)
 
 
-def test_commands_come_with_the_event_that_allows_them() -> None:
+def test_an_instruction_fires_with_the_event_that_allows_it() -> None:
     machine = second_of_two()
     assert machine.waits_for() == "it has not started"
-    assert machine.handle(Start()) == []
-    assert brief(machine.handle(Arrived(0, HEADERS[0]))) == ["forward g=0 version=0 takes=0[0]"]
+    assert fired(machine) == ""
+    machine.arrive(0, HEADERS[0])
+    assert fired(machine) == "forward g=0 version=0 takes=0[0]"
     assert machine.waits_for() == "forward of micro-batch 0 is running"
-    assert brief(machine.handle(Finished())) == [str(Grant(0)), "backward g=0 version=0 gives=1[0]"]
-    assert brief(machine.handle(Arrived(0, HEADERS[1]))) == []  # early, and kept: one thing at a time
-    assert brief(machine.handle(Finished())) == [str(Send(1, 0)), "update g=0 version=0"]
-    assert brief(machine.handle(Finished())) == ["forward g=1 version=1 takes=0[0]"]
-    assert brief(machine.handle(Finished())) == [str(Grant(0))]
+    assert fired(machine) == ""  # one thing at a time
+    machine.finish()
+    assert fired(machine) == "backward g=0 version=0 gives=1[0]"
+    machine.arrive(0, HEADERS[1])  # early, and kept
+    assert fired(machine) == ""
+    machine.finish()
+    assert fired(machine) == "update g=0 version=0"
+    machine.finish()
+    assert fired(machine) == "forward g=1 version=1 takes=0[0]"
+    machine.finish()
+    assert fired(machine) == ""
     assert machine.waits_for() == "backward of micro-batch 1 waits for a free slot of channel 1"
-    assert brief(machine.handle(Granted(1))) == ["backward g=1 version=1 gives=1[0]"]
-    assert brief(machine.handle(Finished())) == [str(Send(1, 1)), "update g=1 version=1"]
-    assert machine.handle(Finished()) == [Halt()]
+    machine.grant(1)
+    assert fired(machine) == "backward g=1 version=1 gives=1[0]"
+    machine.finish()
+    assert fired(machine) == "update g=1 version=1"
+    machine.finish()
+    assert not machine.halted
+    assert fired(machine) == ""
     assert machine.halted
     assert machine.version == 2
-    assert machine.handle(Granted(1)) == []
+    machine.grant(1)
+    assert fired(machine) == ""
+
+
+def test_the_machine_says_whether_a_free_slot_is_what_it_lacks() -> None:
+    machine = second_of_two()
+    assert fired(machine) == "" and not machine.wants_credit  # a message is what it lacks
+    for header in HEADERS:
+        machine.arrive(0, header)
+        while machine.fire():
+            machine.finish()
+    assert machine.waits_for() == "backward of micro-batch 1 waits for a free slot of channel 1"
+    assert machine.wants_credit
+    machine.grant(1)
+    assert fired(machine) and not machine.wants_credit
 
 
 def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
     machine = Machine(emit(plan_of("1f1b", 1, 2))[0])
-    headers = stream([2])
-    assert brief(machine.handle(Start())) == ["read g=0 version=0"]
-    assert brief(machine.handle(Finished(headers[0]))) == ["forward g=0 version=0"]
-    assert brief(machine.handle(Finished())) == ["backward g=0 version=0"]
-    assert brief(machine.handle(Finished())) == ["read g=1 version=0"]  # no update: the batch has not ended
+    header = stream([2])[0]
+    assert fired(machine) == "read g=0 version=0"
+    machine.finish(header)
+    assert machine.header(0) == header
+    shown = []
+    while len(shown) < 3:
+        shown.append(fired(machine))
+        machine.finish()
+    # no update in between: the batch has not ended
+    assert shown == ["forward g=0 version=0", "backward g=0 version=0", "read g=1 version=0"]
+
+
+def test_what_is_done_with_is_forgotten() -> None:
+    machine = second_of_two()
+    for header in stream([1] * 6):
+        machine.arrive(0, header)
+        while machine.fire():
+            machine.finish()
+        machine.grant(1)
+        while machine.fire():
+            machine.finish()
+    assert [g for g in range(6) if machine.header(g)] == [5]
 
 
 def test_a_message_beyond_the_slots_is_a_broken_law() -> None:
     machine = Machine(emit(plan_of("pipedream", 3, 1, slots=2))[1])
     machine.credits[2] = 0  # so that nothing is taken
-    machine.handle(Start())
+    assert machine.fire() is None
     for header in stream([1] * 2):
-        machine.handle(Arrived(0, header))
+        machine.arrive(0, header)
     with pytest.raises(InternalError, match="channel 0 with all 2 slots full"):
-        machine.handle(Arrived(0, stream([1] * 3)[2]))
+        machine.arrive(0, stream([1] * 3)[2])
 
 
 def test_a_message_that_is_being_read_still_fills_its_slot() -> None:
     machine = second_of_two()
-    machine.handle(Start())
-    machine.handle(Arrived(0, HEADERS[0]))
+    machine.arrive(0, HEADERS[0])
+    assert fired(machine)
     assert machine.waits_for() == "forward of micro-batch 0 is running"
     with pytest.raises(InternalError, match="channel 0 with all 1 slots full"):
-        machine.handle(Arrived(0, HEADERS[1]))
+        machine.arrive(0, HEADERS[1])
 
 
 @pytest.mark.parametrize("g", [1, 2])
 def test_a_message_out_of_order_is_a_broken_law(g: int) -> None:
     machine = second_of_two()
-    machine.handle(Start())
+    assert machine.fire() is None
+    machine.arrive(0, stream([1] * 3)[g])
     with pytest.raises(InternalError, match="out of order on channel 0 for micro-batch 0"):
-        machine.handle(Arrived(0, stream([1] * 3)[g]))
+        machine.fire()
 
 
 def test_a_broken_law_names_the_instruction_that_met_it() -> None:
     machine = second_of_two()
-    machine.handle(Start())
+    assert machine.fire() is None
+    machine.arrive(0, HEADERS[1])
     with pytest.raises(InternalError) as broken:
-        machine.handle(Arrived(0, HEADERS[1]))
+        machine.fire()
     assert "forward of micro-batch 0" in broken.value.subject
 
 
 def test_a_result_of_nothing_is_a_broken_law() -> None:
     machine = second_of_two()
-    machine.handle(Start())
+    assert machine.fire() is None
     with pytest.raises(InternalError, match="a result without a running instruction"):
-        machine.handle(Finished())
+        machine.finish()
 
 
-@pytest.mark.parametrize("event", [Arrived(1, HEADERS[0]), Arrived(7, HEADERS[0]), Granted(0), Granted(7), Granted(1)])
-def test_an_event_of_a_channel_that_cannot_have_it_is_a_broken_law(event: Arrived | Granted) -> None:
-    """A channel that goes out, or another worker's, or a grant for a slot that was never taken."""
-    machine = second_of_two()
-    machine.handle(Start())
-    with pytest.raises(InternalError):
-        machine.handle(event)
+@pytest.mark.parametrize("channel", [1, 7])
+def test_a_message_on_a_channel_that_goes_elsewhere_is_a_broken_law(channel: int) -> None:
+    with pytest.raises(InternalError, match="which it does not take from"):
+        second_of_two().arrive(channel, HEADERS[0])
+
+
+@pytest.mark.parametrize("channel", [0, 7, 1])
+def test_a_grant_that_cannot_be_is_a_broken_law(channel: int) -> None:
+    """Of a channel that comes in, of another worker's, or for a slot that was never taken."""
+    with pytest.raises(InternalError, match="none of which it has filled"):
+        second_of_two().grant(channel)
 
 
 def test_machines_of_a_printed_program_do_the_same() -> None:
     programs = emit(plan_of("pipeoptim", 1, 2))
     first, second = Machine(programs[0]), Machine(Program.parse(str(programs[0])))
-    assert brief(first.handle(Start())) == brief(second.handle(Start()))
+    assert fired(first) == fired(second) != ""

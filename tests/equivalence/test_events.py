@@ -108,10 +108,10 @@ class Counting(Endpoint):
     def __init__(self, inner: Endpoint, ledger: Ledger) -> None:
         self.worker, self._inner, self._ledger = inner.worker, inner, ledger
 
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """A message is on its way."""
         self._ledger.add(message.channel, 1)
-        self._inner.send(to, message)
+        return self._inner.send(to, message)
 
     def grant(self, to: int, channel: int) -> None:
         """A message has been used."""

@@ -1,62 +1,35 @@
 """The machine that executes one worker's program. It does no input or output and knows no clock.
 
-Whoever drives it (the runtime with threads and sockets, the simulator with a heap of virtual times) hands it events and
-carries out its commands. An instruction fires when the messages it takes are there and the channels it gives to have a
-free slot; then a ``Run`` command is given, and nothing else fires until ``Finished`` comes back. Order and versions
-depend on the program and the micro-batches alone, never on timing.
+Whoever drives it (the runtime with threads and sockets, the simulator with a heap of virtual times) tells it what has
+happened, and asks it what to run. An instruction fires when the messages it takes are there and the channels it gives
+to have a free slot; until :meth:`Machine.finish` nothing else fires. Order and versions depend on the program and the
+micro-batches alone, never on timing.
 
 ::
 
-    Arrived(channel, header) ─┐                       ┌─ Run(opcode, g, version, distance, slots)
-    Granted(channel) ─────────┼──►  Machine.handle ───┼─ Send(channel, g)      after a Run that gives
-    Finished(header) ─────────┘                       ├─ Grant(channel)        after a Run that takes
-                                                      └─ Halt
+    arrive(channel, header) ──┐
+    grant(channel) ───────────┼──►  Machine  ──► fire() -> Run(opcode, g, version, distance, slots), or None
+    finish(header) ───────────┘
+
+When a run is finished, its driver sends what it made to every channel in ``Run.gives``, and then grants a slot of every
+channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, *req* and *ack* (Sect. 4.1).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import ENTRY, PREVIOUS, Instruction, Program
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A message has arrived on ``channel``; messages of one channel arrive in order."""
-
-    channel: int
-    header: MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """The consumer of ``channel`` has freed a slot."""
-
-    channel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The running instruction is done; a ``read`` brings the micro-batch's header."""
-
-    header: MicroBatch | None = None
-
-
-Event = Start | Arrived | Granted | Finished
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Carry out an instruction.
+@final
+class Run(NamedTuple):
+    """An instruction to be carried out; a tuple, as a worker makes four of them per micro-batch.
 
     Args:
         instruction: which one.
@@ -90,29 +63,6 @@ class Run:
         return " ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send what the last instruction made for micro-batch ``g`` on ``channel``."""
-
-    channel: int
-    g: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Tell the producer of ``channel`` that a slot is free."""
-
-    channel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Halt:
-    """The program has ended."""
-
-
-Command = Run | Send | Grant | Halt
-
-
 @final
 class Machine:
     """Executes one program.
@@ -140,31 +90,80 @@ class Machine:
         self._at, self._base = 0, first_g
         self._running: Run | None = None
         self.halted = False
+        #: whether a free slot is what the last :meth:`fire` lacked
+        self.wants_credit = False
 
-    def handle(self, event: Event) -> list[Command]:
-        """Take one event; return what to do, in order."""
-        commands: list[Command] = []
-        if isinstance(event, Arrived):
-            self._arrive(event)
-        elif isinstance(event, Granted):
-            self._grant(event.channel)
-        elif isinstance(event, Finished):
-            commands = self._finish(event)
-        if self._running is None and not self.halted:
-            commands += self._fire()
-        return commands
+    def arrive(self, channel: int, header: MicroBatch) -> None:
+        """A message of the micro-batch has arrived on ``channel``; messages of one channel arrive in order."""
+        unread = self.unread.get(channel)
+        if unread is None:
+            raise self._broken(f"a message on channel {channel}, which it does not take from")
+        in_use = self._running is not None and channel in self._running.instruction.takes
+        if len(unread) + in_use >= self._slots[channel]:
+            raise self._broken(f"a message on channel {channel} with all {self._slots[channel]} slots full")
+        unread.append(header.g)
+        self._headers.setdefault(header.g, header)
+
+    def grant(self, channel: int) -> None:
+        """The consumer of ``channel`` has freed a slot."""
+        if self.credits.get(channel, self._slots.get(channel)) == self._slots.get(channel):
+            raise self._broken(f"a free slot of channel {channel}, none of which it has filled")
+        self.credits[channel] += 1
+
+    def finish(self, header: MicroBatch | None = None) -> None:
+        """The running instruction is done; a ``read`` brings the micro-batch's header."""
+        run, self._running = self._running, None
+        if run is None:
+            raise self._broken("a result without a running instruction")
+        if header is not None:
+            self._headers[header.g] = replace(header, entry=self.version)
+        opcode = run.instruction.opcode
+        if opcode == "forward":
+            self._forward = run.g + 1
+            known = self._headers[run.g]
+            if known.final or (self.program.window == "batch" and known.ends_batch):
+                self._window_end = run.g
+        elif opcode == "backward":
+            self._backward = run.g + 1
+        elif opcode == "update":
+            self.version += 1
+
+    def fire(self) -> Run | None:
+        """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
+
+        Updates where no batch ends are passed over. Behind the program's end the machine has :attr:`halted`.
+        """
+        self.wants_credit = False
+        if self._running is not None:
+            return None
+        while True:
+            if self._at >= len(self._block) and not self._next_block():
+                self.halted = True
+                return None
+            instruction = self._block[self._at]
+            g = self._base + instruction.offset
+            if instruction.opcode == "update" and not self._headers[g].ends_batch:
+                self._at += 1
+                continue
+            for channel in instruction.takes:
+                if not self.unread[channel]:
+                    return None
+            for channel in instruction.gives:
+                if not self.credits[channel]:
+                    self.wants_credit = True
+                    return None
+            self._running = self._claim(instruction, g)
+            self._at += 1
+            return self._running
+
+    def header(self, g: int) -> MicroBatch | None:
+        """What is known of a micro-batch that is not yet done with."""
+        return self._headers.get(g)
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that are forward but not yet backward."""
         return self._forward - self._backward
-
-    @property
-    def wants_credit(self) -> bool:
-        """Whether a free slot is among what the machine waits for."""
-        if self._running is not None or self._at >= len(self._block):
-            return False
-        return any(not self.credits[channel] for channel in self._block[self._at].gives)
 
     def waits_for(self) -> str:
         """What the machine waits for, for people."""
@@ -177,67 +176,9 @@ class Machine:
         lacks += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
         return f"{instruction.opcode} of micro-batch {g} waits for {', '.join(lacks) or 'nothing'}"
 
-    def _arrive(self, event: Arrived) -> None:
-        if event.channel not in self.unread:
-            raise self._broken(f"a message on channel {event.channel}, which it does not take from")
-        unread = self.unread[event.channel]
-        in_use = self._running is not None and event.channel in self._running.instruction.takes
-        if len(unread) + in_use >= self._slots[event.channel]:
-            raise self._broken(f"a message on channel {event.channel} with all {self._slots[event.channel]} slots full")
-        unread.append(event.header.g)
-        self._headers.setdefault(event.header.g, event.header)
-
-    def _grant(self, channel: int) -> None:
-        if self.credits.get(channel, self._slots.get(channel)) == self._slots.get(channel):
-            raise self._broken(f"a free slot of channel {channel}, none of which it has filled")
-        self.credits[channel] += 1
-
-    def _finish(self, event: Finished) -> list[Command]:
-        run = self._running
-        if run is None:
-            raise self._broken("a result without a running instruction")
-        self._running = None
-        if event.header is not None:
-            self._headers[event.header.g] = replace(event.header, entry=self.version)
-        self._account(run)
-        sends: list[Command] = [Send(channel, run.g) for channel, _ in run.gives]
-        return sends + [Grant(channel) for channel, _ in run.takes]
-
-    def _account(self, run: Run) -> None:
-        opcode, header = run.instruction.opcode, self._headers[run.g]
-        if opcode == "forward":
-            self._forward = run.g + 1
-            if header.final or (self.program.window == "batch" and header.ends_batch):
-                self._window_end = run.g
-        elif opcode == "backward":
-            self._backward = run.g + 1
-        elif opcode == "update":
-            self.version += 1
-
-    def _fire(self) -> list[Command]:
-        """Fire the next instruction if it can, passing over updates where no batch ends."""
-        while True:
-            if self._at >= len(self._block) and not self._next_block():
-                self.halted = True
-                return [Halt()]
-            instruction = self._block[self._at]
-            g = self._base + instruction.offset
-            if instruction.opcode == "update" and not self._headers[g].ends_batch:
-                self._at += 1
-                continue
-            if not self._ready(instruction):
-                return []
-            self._running = self._claim(instruction, g)
-            self._at += 1
-            return [self._running]
-
-    def _ready(self, instruction: Instruction) -> bool:
-        """Whether every message is there and every slot free; asked at each event, hence without generators."""
-        empty = [channel for channel in instruction.takes if not self.unread[channel]]
-        return not empty and not [channel for channel in instruction.gives if not self.credits[channel]]
-
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""
+        self._headers.pop(self._backward - 2, None)  # a block holds one backward at most
         end = self._window_end
         if end is not None and self._forward > end:
             if self._backward <= end:
@@ -249,8 +190,6 @@ class Machine:
         warm = self._forward - self._window_start < self.program.lag
         self._block = self.program.warm_up if warm else self.program.steady
         self._at, self._base = 0, self._forward if warm else self._forward - self.program.lag
-        for g in [g for g in self._headers if g < self._backward - 1]:
-            del self._headers[g]
         return True
 
     def _claim(self, instruction: Instruction, g: int) -> Run:
@@ -261,33 +200,24 @@ class Machine:
         for channel in instruction.gives:
             self.credits[channel] -= 1
         header = self._headers.get(g)
-        return Run(
-            instruction,
-            g,
-            header,
-            self.version,
-            *self._reads(instruction, header),
-            self._distance(instruction, header),
-            tuple((c, self._slot(c)) for c in instruction.takes),
-            tuple((c, self._slot(c)) for c in instruction.gives),
-        )
+        reads: tuple[int, int | None] = self.version, None
+        if instruction.reads and header is not None:
+            reads = self._reads(instruction.reads, header)
+        distance = self._distance(instruction.distance, header) if instruction.distance and header is not None else 0
+        takes = tuple([(channel, self._slot(channel)) for channel in instruction.takes])
+        gives = tuple([(channel, self._slot(channel)) for channel in instruction.gives])
+        return Run(instruction, g, header, self.version, *reads, distance, takes, gives)
 
-    def _distance(self, instruction: Instruction, header: MicroBatch | None) -> int:
-        if not instruction.distance or header is None:
-            return 0
-        far, _, behind = instruction.distance.partition("+")
-        if far != "crossed":
-            return int(far)
-        return header.batch - self.version + (header.index + int(behind or 0)) // header.count
+    def _distance(self, distance: str, header: MicroBatch) -> int:
+        crossed, more = _parsed(distance)
+        return header.batch - self.version + (header.index + more) // header.count if crossed else more
 
-    def _reads(self, instruction: Instruction, header: MicroBatch | None) -> tuple[int, int | None]:
+    def _reads(self, reads: str, header: MicroBatch) -> tuple[int, int]:
         """The version that is read, and the oldest that a later forward may read."""
-        if not instruction.reads or header is None:
-            return self.version, None
-        if instruction.reads == ENTRY:
+        if reads == ENTRY:
             return header.entry, header.entry
-        stated = header.batch - (instruction.reads[header.index] == PREVIOUS)
-        oldest = header.batch - (PREVIOUS in instruction.reads[header.index + 1 : header.count])
+        stated = header.batch - (reads[header.index] == PREVIOUS)
+        oldest = header.batch - (PREVIOUS in reads[header.index + 1 : header.count])
         return max(self._first_version, min(stated, self.version)), max(self._first_version, oldest)
 
     def _slot(self, channel: int) -> int:
@@ -301,3 +231,10 @@ class Machine:
             expected="events that its program allows",
             remedy="Report this as a bug of Roundelay, with the plan.",
         )
+
+
+@cache
+def _parsed(distance: str) -> tuple[bool, int]:
+    """``crossed+2`` as (True, 2), ``3`` as (False, 3)."""
+    far, _, behind = distance.partition("+")
+    return (True, int(behind or 0)) if far == "crossed" else (False, int(far))

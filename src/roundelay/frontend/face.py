@@ -84,6 +84,8 @@ class OutputShape:
 
     def unflatten(self, tensors: Mapping[int, Any]) -> Any:
         """The result again; ``tensors`` maps the index among tensor leaves to the leaf."""
+        if self.spec.is_leaf() and not self.rest:  # a model that returns a tensor, as most do
+            return tensors[0]
         leaves, seen = [], 0
         for i in range(self.spec.num_leaves):
             if i in self.rest:

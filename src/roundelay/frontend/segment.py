@@ -23,8 +23,7 @@ the same bits wherever it is cut and whatever carries the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,30 +102,32 @@ class Segment:
             measure: fill in ``Tape.storages``.
         """
         # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
-        leaves = {n: params[n].data.requires_grad_(n in self.trainable) for n in self.spec.parameters}
-        values = {n: self._leaf(n, inputs[n]) for n in self.spec.inputs}
+        leaves = {n: params[n].data for n in self.spec.parameters}
+        trained = {n: leaf.requires_grad_() for n, leaf in leaves.items() if n in self.trainable}
+        values = {n: inputs[n] for n in self.spec.inputs}
+        entered = {n: value.detach().requires_grad_() for n, value in values.items() if n in self.differentiable}
+        values.update(entered)
         weights = Weights() if mixed else None
+        owned = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves.values())}
         storages: dict[int, int] = {}
-        hooks = _Hooks(list(leaves.values()), weights, storages if measure else None)
-        with torch.enable_grad(), hooks.active():
-            made = self._run(leaves, buffers, values, draw)
-            made = [_boundary(value, hooks.owned) for value in made]
-        outputs = dict(zip(self.spec.outputs, made, strict=True))
-        roots = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.requires_grad}
-        tape = Tape(
-            roots=roots,
-            inputs={n: v for n, v in values.items() if n in self.differentiable},
-            parameters={n: leaves[n] for n in self.spec.parameters if n in self.trainable},
-            weights=weights,
-            storages=storages,
-        )
+        if mixed or measure:
+            hooks = _Hooks(owned, [leaf.stride() for leaf in leaves.values()], weights, storages if measure else None)
+            with torch.enable_grad(), hooks.active():
+                made = self._run(leaves, buffers, values, draw, owned)
+        elif torch.is_grad_enabled():
+            made = self._run(leaves, buffers, values, draw, owned)
+        else:
+            with torch.enable_grad():
+                made = self._run(leaves, buffers, values, draw, owned)
+        roots = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
         if mixed:  # backward reads others: the forward's weights, if predicted, need not wait for it
-            for leaf in tape.parameters.values():
+            for leaf in trained.values():
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)
         if measure:
-            for held in (*tape.roots.values(), *tape.inputs.values()):
+            for held in (*roots.values(), *entered.values()):
                 hooks.count(held)
-        return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}, tape
+        outputs = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in made.items()}
+        return outputs, Tape(roots, entered, trained, weights, storages)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
@@ -140,45 +141,44 @@ class Segment:
         """
         if tape.weights is not None:
             tape.weights.live = [params[n] for n in self.spec.parameters]
-        arrived = {n: grad for n, grad in grad_outputs.items() if grad is not None}
-        entering = [(root, arrived[n]) for n, root in tape.roots.items() if n in arrived]
-        leaves = [*tape.inputs.values(), *tape.parameters.values()]
-        if not entering or not leaves:
+        roots, entering = [], []
+        for name, root in tape.roots.items():
+            grad = grad_outputs.get(name)
+            if grad is not None:
+                roots.append(root)
+                entering.append(grad)
+        leaves = (*tape.inputs.values(), *tape.parameters.values())
+        if not roots or not leaves:
             return {}, {}
         # what torch.autograd.grad calls, without checks that cost as much as the backward of a small layer
-        grads = torch.autograd.Variable._execution_engine.run_backward(
-            tuple([root for root, _ in entering]),
-            tuple([grad for _, grad in entering]),
+        grads: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(roots),
+            tuple(entering),
             False,  # keep the graph
             False,  # make a graph of the backward
-            tuple(leaves),
+            leaves,
             True,  # a leaf may have no gradient
             accumulate_grad=False,
         )
-        named = [(n, grad) for n, grad in zip([*tape.inputs, *tape.parameters], grads, strict=True)]
-        of_inputs, of_parameters = named[: len(tape.inputs)], named[len(tape.inputs) :]
-        return _present(of_inputs), _present(of_parameters)
+        of_leaves = iter(grads)
+        of_inputs = {n: grad.contiguous() for n, grad in zip(tape.inputs, of_leaves) if grad is not None}
+        of_parameters = {n: grad.contiguous() for n, grad in zip(tape.parameters, of_leaves) if grad is not None}
+        return of_inputs, of_parameters
 
-    def _leaf(self, name: str, value: Any) -> Any:
-        return value.detach().requires_grad_() if name in self.differentiable else value
-
-    def _run(self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], draw: Draw) -> Sequence[Any]:
+    def _run(
+        self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], draw: Draw, owned: Mapping[int, int]
+    ) -> dict[str, Any]:
         """Call the piece on copies of the buffers it changes, so that tapes of earlier micro-batches keep theirs."""
-        own = {n: buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers}
-        made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
-        buffers.update((n, own[n]) for n in self.spec.buffers if n in self.mutated)
-        return made
+        if not self.spec.buffers:
+            made = self.call(*leaves.values(), *values.values(), draw)
+        else:
+            own = {n: buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers}
+            made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
+            buffers.update((n, own[n]) for n in self.mutated)
+        return {n: _boundary(value, owned) for n, value in zip(self.spec.outputs, made, strict=True)}
 
 
-def _present(named: Iterable[tuple[str, torch.Tensor | None]]) -> Tensors:
-    return {name: grad.contiguous() for name, grad in named if grad is not None}
-
-
-def _addresses(tensors: Any) -> dict[int, int]:
-    return {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(tensors)}
-
-
-def _boundary(value: Any, owned: dict[int, int]) -> Any:
+def _boundary(value: Any, owned: Mapping[int, int]) -> Any:
     """An output as it leaves the segment: contiguous, and never a window into a weight that will change."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -190,28 +190,27 @@ class _Hooks:
     """Saved-tensor hooks of one forward: count what is held, and keep references instead of weights."""
 
     def __init__(
-        self, parameters: list[torch.Tensor], weights: Weights | None, storages: dict[int, int] | None
+        self,
+        owned: Mapping[int, int],
+        strides: list[tuple[int, ...]],
+        weights: Weights | None,
+        storages: dict[int, int] | None,
     ) -> None:
-        self.owned = _addresses(parameters)
-        self._strides = [parameter.stride() for parameter in parameters] if weights is not None else []
-        self._weights = weights
-        self._storages = storages
+        self._owned, self._strides, self._weights, self._storages = owned, strides, weights, storages
 
     def active(self) -> Any:
-        """The context in which the hooks act; none where nothing is asked of them."""
-        if self._weights is None and self._storages is None:
-            return nullcontext()
+        """The context in which the hooks act."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage behind ``tensor`` once, unless a parameter owns it."""
         address = tensor.untyped_storage().data_ptr()
-        if self._storages is not None and address not in self.owned:
+        if self._storages is not None and address not in self._owned:
             self._storages[address] = tensor.untyped_storage().nbytes()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Reference:
         self.count(tensor)
-        index = self.owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
+        index = self._owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
         if index is None:
             return tensor.detach()  # an output that its own graph held would live in a cycle until a backward
         return index, tensor.size(), tensor.stride(), int(tensor.storage_offset())

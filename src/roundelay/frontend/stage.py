@@ -78,7 +78,7 @@ class StageFunction:
             The stage's outputs by name, and the tape.
         """
         values = dict(inputs)
-        before = dict(buffers)
+        before = dict(buffers) if mode == "recompute" else {}
         tapes = self._taped(params, buffers, values, draw, mixed=mode == "mixed", measure=measure)
         outputs = {n: values[n] for n in self.outputs}
         if mode == "recompute":  # with a graph that is dropped: some kernels give other bits when none is asked for
@@ -100,14 +100,13 @@ class StageFunction:
         tapes = tape.tapes
         if tape.mode == "recompute":
             tapes = self._taped(params, dict(tape.buffers), dict(tape.inputs), tape.draw, mixed=False, measure=False)
-        grads: Tensors = {n: grad for n, grad in grad_outputs.items() if grad is not None}
+        grads = dict(grad_outputs)
         of_params: Tensors = {}
         for segment, part in zip(reversed(self.segments), reversed(tapes), strict=True):
-            entering = {n: grads.pop(n, None) for n in segment.spec.outputs}
-            of_inputs, own = segment.backward(part, entering, params)
+            of_inputs, own = segment.backward(part, {n: grads.pop(n, None) for n in segment.spec.outputs}, params)
             grads.update(of_inputs)
             of_params.update(own)
-        return {n: grads[n] for n in self.inputs if n in grads}, of_params
+        return {n: grad for n in self.inputs if (grad := grads.get(n)) is not None}, of_params
 
     def _taped(
         self,

@@ -69,18 +69,18 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
 def do_forward(context: Context, run: Run) -> MicroBatch | None:
     """Forward of one micro-batch, and what it sends on."""
     header = _header(run)
-    values = context.entered.pop(run.g, {})
+    values = context.entered.pop(run.g, None) or {}
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
-        values |= zip(context.edges[channel][1].values, message.values, strict=True)
+        values.update(zip(context.edges[channel][1].values, message.values, strict=True))
     inputs = {name: values[name] for name in context.stage.function.inputs}
     outputs = context.stage.forward(run, header, inputs, Draw(context.seed, run.g))
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
-    values |= outputs
+    values.update(outputs)
     for channel, _ in run.gives:
-        edge = context.edges[channel][1]
-        context.outbox[channel] = Message(channel, header.numbers(), tuple(_value(values[n]) for n in edge.values))
+        given = [_value(values[name]) for name in context.edges[channel][1].values]
+        context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
     if LOSS in outputs:
         _tell_loss(context, header, outputs)
     return None
@@ -93,7 +93,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
-        grads |= zip(context.edges[channel][1].gradients, message.values[1:], strict=True)  # type: ignore[arg-type]
+        grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g))
     of_inputs, of_parameters = context.stage.backward(run, grads)
@@ -102,9 +102,8 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("backward", run.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
     for channel, _ in run.gives:
-        edge = context.edges[channel][1]
-        values = (count, *(of_inputs.get(name) for name in edge.gradients))
-        context.outbox[channel] = Message(channel, header.numbers(), values)
+        values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
+        context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
     return None
 
 

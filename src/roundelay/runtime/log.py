@@ -35,9 +35,12 @@ class Log:
 
         A few that are older than ``first`` stay, as a worker's instructions are not in the order of micro-batches.
         """
-        events = self.events
-        events.append(event)
-        self.first = max(self.first, event[0].g + 1 - self._kept)
-        while events[0][0].g < self.first:
-            events.popleft()
+        self.events.append(event)
+        if event[0].g >= self.first + self._kept:
+            self._drop(event[0].g + 1 - self._kept)
+
+    def _drop(self, first: int) -> None:
+        self.first = first
+        while self.events[0][0].g < first:
+            self.events.popleft()
             self.dropped += 1

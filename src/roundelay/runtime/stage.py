@@ -90,7 +90,7 @@ class Stage:
         restore_state(self.optimizer, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
-        self.forward_weights: dict[str, torch.Tensor] | None = None
+        self.forward_weights: Mapping[str, torch.Tensor] | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # of these the gradient is a sum of our own, which may be added to in place
         self._count = 0.0
@@ -112,14 +112,15 @@ class Stage:
             draw: key of the random numbers.
         """
         mode: Mode = run.instruction.mode  # type: ignore[assignment]
-        key = tuple(tuple(v.shape) for v in inputs.values() if isinstance(v, torch.Tensor))
+        key = tuple([v.shape for v in inputs.values() if isinstance(v, torch.Tensor)])
         weights = self.forward_weights or self.weights(run)
         measure = key not in self._tape_bytes
         outputs, tape = self.function.forward(weights, self.buffers, inputs, draw, mode=mode, measure=measure)
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
-        self._keep = run.keep
-        self._forget()
+        if self._keep is not None or run.keep is not None:
+            self._keep = run.keep
+            self._forget()
         if header.ends_epoch and header.ends_batch:  # later forwards replace buffers, they do not write them
             self._at_epoch_end = dict(self.buffers)
         return outputs
@@ -134,19 +135,19 @@ class Stage:
         """
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
-        for name, gradient in of_parameters.items():
-            self._add(name, gradient)
+        self._add(of_parameters)
         return of_inputs, of_parameters
 
-    def _add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a micro-batch's gradient to the batch's; the first one may be somebody else's too and is not written."""
-        if name in self._summed:
-            self._gradients[name].add_(gradient)
-        elif name in self._gradients:
-            self._gradients[name] = torch.add(self._gradients[name], gradient)
-            self._summed.add(name)
-        else:
-            self._gradients[name] = gradient
+    def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add a micro-batch's gradients to the batch's; the first may be somebody else's too and are not written."""
+        for name, gradient in gradients.items():
+            if name in self._summed:
+                self._gradients[name].add_(gradient)
+            elif name in self._gradients:
+                self._gradients[name] = torch.add(self._gradients[name], gradient)
+                self._summed.add(name)
+            else:
+                self._gradients[name] = gradient
 
     def seed(self, header: MicroBatch, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean."""
@@ -190,11 +191,11 @@ class Stage:
         if self._kept:
             self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
 
-    def live(self) -> dict[str, torch.Tensor]:
-        """The newest weights."""
-        return dict(self.parameters)
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The newest weights; to be read only."""
+        return self.parameters
 
-    def weights(self, run: Run) -> dict[str, torch.Tensor]:
+    def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
         """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
         if run.reads != run.version:
             return self._kept[run.reads]
@@ -272,7 +273,7 @@ class Stage:
 
     def _predict(self, version: int, distance: int) -> dict[str, torch.Tensor]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        predicted = self.live()
+        predicted = dict(self.live())
         with torch.no_grad():
             for index, group, p in groups_of(self.optimizer):
                 outlook = Outlook(self._rates.rates(index, version, distance))

@@ -46,14 +46,14 @@ class StreamEndpoint(Endpoint):
         self._own: Stream | None = device.stream if isinstance(device, Accelerated) else None
         self._sources: dict[torch.device, Stream] = {}
 
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """As `inner` does, with a place in this worker's stream."""
         note = None
         if self._own is not None:
             note = self._driver.event()
             note.record(self._own)
         self._notes[self.worker, to, message.channel].append(note)
-        self._inner.send(to, message)
+        return self._inner.send(to, message)
 
     def grant(self, to: int, channel: int) -> None:
         """As `inner` does: a slot is room for a message, not for what a stream still does with it."""

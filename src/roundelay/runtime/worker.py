@@ -6,14 +6,14 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from roundelay.actor.machine import Arrived, Command, Event, Finished, Grant, Granted, Halt, Machine, Run, Send, Start
+from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, JobError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
@@ -30,8 +30,7 @@ from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Initial, Stage
 from roundelay.runtime.tally import failure
-from roundelay.transport import contract
-from roundelay.transport.contract import Endpoint
+from roundelay.transport.contract import Arrived, Endpoint, Granted
 
 Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
@@ -116,7 +115,8 @@ class _Worker:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch)
-        self.channels = {c.id: c for c in program.channels}
+        self.targets = {c.id: c.target for c in program.channels}
+        self.sources = {c.id: c.source for c in program.channels}
         self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
@@ -125,7 +125,7 @@ class _Worker:
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
         self.context = Context(
-            worker, stage, task.seed, self.data, _edges(task.partition, self.channels), report, audit
+            worker, stage, task.seed, self.data, _edges(task.partition, program.channels), report, audit
         )
         self.tally = _Tally(time.perf_counter())
         self.log = Log()
@@ -138,81 +138,74 @@ class _Worker:
 
     def execute(self) -> None:
         """The program, and what it leaves to tell."""
-        commands = self.machine.handle(Start())
-        while not self.machine.halted:
-            if commands:
-                commands = [follow for command in commands for follow in self.obey(command)]
-            else:
-                commands = self.machine.handle(self.wait())
-        for command in commands:
-            self.obey(command)
+        machine = self.machine
+        while not machine.halted:
+            run = machine.fire()
+            if run is not None:
+                self.carry_out(run)
+            elif not machine.halted:
+                self.wait()
         self._tell_events()
         self.report(Report("finished", self.worker, self._summary()))
 
-    def obey(self, command: Command) -> list[Command]:
-        """Carry out one command; what it makes the machine say comes back."""
-        if isinstance(command, Run):
-            return self.compute(command)
-        if isinstance(command, Send):
-            channel = self.channels[command.channel]
-            self.endpoint.send(channel.target, self.context.outbox.pop(channel.id))
-        elif isinstance(command, Grant):
-            self.endpoint.grant(self.channels[command.channel].source, command.channel)
-        else:
-            assert isinstance(command, Halt)
-        return []
-
-    def compute(self, run: Run) -> list[Command]:
-        """Execute an instruction and tell the machine."""
+    def carry_out(self, run: Run) -> None:
+        """Execute an instruction, send what it makes and give back the slots of what it took."""
         opcode = run.instruction.opcode
         start = time.perf_counter()
         try:
             header = self.handlers[opcode](self.context, run)
-        except JobError as error:  # data or loss that cannot be used: tell where
-            what = f"stage {self.worker}, {opcode} of micro-batch {run.g}: {error.subject}"
-            raise JobError(what, got=error.got, expected=error.expected, remedy=error.remedy) from error
-        except (RoundelayError, MemoryError):
-            raise
-        except (Exception, SystemExit) as error:  # the person's model, loss or optimizer
-            raise _unexpected(f"stage {self.worker}, {opcode} of micro-batch {run.g}", error) from error
+        except (Exception, SystemExit) as error:
+            explained = _explained(error, f"stage {self.worker}, {opcode} of micro-batch {run.g}")
+            if explained is error:
+                raise
+            raise explained from error
         end = time.perf_counter()
+        self.machine.finish(header)
+        sent = 0
+        for channel, _ in run.gives:
+            sent += self.endpoint.send(self.targets[channel], self.context.outbox.pop(channel))
+        for channel, _ in run.takes:
+            self.endpoint.grant(self.sources[channel], channel)
         batch = (header or run.header or _UNKNOWN).batch
-        outbox = self.context.outbox
-        sent = sum(message.payload_bytes for message in outbox.values()) if outbox else 0
         self.log.add((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
-        self.tally.busy_s += end - start if opcode != "read" else 0.0
+        if opcode != "read":
+            self.tally.busy_s += end - start
         if opcode == "update":
             self._progress(run, end)
-        return self.machine.handle(Finished(header))
 
-    def wait(self) -> Event:
-        """The next event from the endpoint.
+    def wait(self) -> None:
+        """Until the endpoint delivers something, which the machine is told.
 
         Raises:
             DeadlineError: nothing came in time.
             WorkerLostError: a worker is gone.
         """
+        machine = self.machine
         try:
-            delivery = self.endpoint.receive(self.task.plan.deadline_s, self.machine.wants_credit)
+            delivery = self.endpoint.receive(self.task.plan.deadline_s, machine.wants_credit)
         except DeadlineError as error:
-            raise DeadlineError(
-                f"worker {self.worker}",
-                got=f"silence for {self.task.plan.deadline_s:g} s while {self.machine.waits_for()}",
-                expected="a message within the plan's deadline_s",
-                remedy="See what the other workers do; raise deadline_s if one instruction takes longer.",
-            ) from error
-        if isinstance(delivery, contract.Arrived):
+            raise self._silence() from error
+        if isinstance(delivery, Arrived):
             message = delivery.message
-            header = MicroBatch.of(message.header)
-            self.context.inbox[message.channel, header.g] = message
-            return Arrived(message.channel, header)
-        if isinstance(delivery, contract.Granted):
-            return Granted(delivery.channel)
-        raise WorkerLostError(
-            f"worker {delivery.source}",
-            got=delivery.reason,
-            expected="a living worker",
-            remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+            g = message.header[0]
+            self.context.inbox[message.channel, g] = message
+            machine.arrive(message.channel, machine.header(g) or MicroBatch.of(message.header))
+        elif isinstance(delivery, Granted):
+            machine.grant(delivery.channel)
+        else:
+            raise WorkerLostError(
+                f"worker {delivery.source}",
+                got=delivery.reason,
+                expected="a living worker",
+                remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+            )
+
+    def _silence(self) -> DeadlineError:
+        return DeadlineError(
+            f"worker {self.worker}",
+            got=f"silence for {self.task.plan.deadline_s:g} s while {self.machine.waits_for()}",
+            expected="a message within the plan's deadline_s",
+            remedy="See what the other workers do; raise deadline_s if one instruction takes longer.",
         )
 
     def _digest(self, kind: str, number: int, tensors: Mapping[str, object]) -> None:
@@ -269,13 +262,18 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
-def _edges(partition: Partition, channels: Mapping[int, Channel]) -> dict[int, tuple[Channel, Edge]]:
+def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
     """Channel to what travels on it."""
     by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
-    return {
-        c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
-        for c in channels.values()
-    }
+    return {c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)]) for c in channels}
+
+
+def _explained(error: BaseException, where: str) -> BaseException:
+    """What an instruction has raised; with its place, if it comes from the person's data, model or optimizer."""
+    if isinstance(error, JobError):
+        what = f"{where}: {error.subject}"
+        return JobError(what, got=error.got, expected=error.expected, remedy=error.remedy)
+    return error if isinstance(error, (RoundelayError, MemoryError)) else _unexpected(where, error)
 
 
 def _unexpected(subject: str, error: BaseException) -> UserCodeError:

@@ -19,8 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NamedTuple, NoReturn, TypeVar, final
 
 import torch
 
@@ -63,8 +62,7 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one worker sends to another.
 
     Args:
@@ -80,12 +78,15 @@ class Message:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the tensors; header, ints and floats are not counted, as no cost model prices them."""
-        return sum([value.nbytes for value in self.values if isinstance(value, torch.Tensor)])
+        total = 0
+        for value in self.values:
+            if isinstance(value, torch.Tensor):
+                total += value.nbytes
+        return total
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(NamedTuple):
     """`message` has come from worker `source`."""
 
     source: int
@@ -93,8 +94,7 @@ class Arrived:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """Worker `source`, the consumer of `channel`, has freed one slot of it: one credit."""
 
     source: int
@@ -102,8 +102,7 @@ class Granted:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """Worker `source` is gone for good; nothing follows from it."""
 
     source: int
@@ -120,8 +119,11 @@ class Endpoint(ABC):
     """This worker's number, 0 to num_workers - 1."""
 
     @abstractmethod
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """Hand `message` over and return at once; nobody may write its tensors afterwards.
+
+        Returns:
+            Its `Message.payload_bytes`.
 
         Raises:
             InternalError: the message breaks the contract, `to` is no other worker, or this endpoint is closed.
@@ -207,18 +209,21 @@ class CheckedEndpoint(Endpoint):
     def _abort(self, reason: str) -> None: ...
 
     @final
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """Check, count and hand over `message`."""
         payload_bytes = check_message(message, self.carries)
-        self._check_sending(to)
+        if self._ended is not None or to not in self._others:
+            self._refuse(to)
         self._sent[message.channel] += payload_bytes
         self._send(to, message)
+        return payload_bytes
 
     @final
     def grant(self, to: int, channel: int) -> None:
         """Check and return one credit."""
         check_channel(channel)
-        self._check_sending(to)
+        if self._ended is not None or to not in self._others:
+            self._refuse(to)
         self._grant(to, channel)
 
     @final
@@ -238,9 +243,12 @@ class CheckedEndpoint(Endpoint):
             if self._credits:
                 self._wants_credit = False
                 return self._credits.popleft()
-            delivery = take(self._inbox, deadline - time.monotonic(), self.worker, timeout_s)
+            try:
+                delivery = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise nothing_came(self.worker, timeout_s) from None
             self._wants_credit = False
-            if isinstance(delivery, Lost):
+            if type(delivery) is Lost:
                 self._forget(delivery.source)
             if delivery is not None:
                 return delivery
@@ -292,7 +300,8 @@ class CheckedEndpoint(Endpoint):
                 self._ended, self._aborted = reason, aborted
         return first
 
-    def _check_sending(self, to: int) -> None:
+    def _refuse(self, to: int) -> NoReturn:
+        """Say why nothing can be sent to worker `to`."""
         if to not in self._others:
             raise InternalError(
                 f"worker {self.worker} sending",
@@ -307,25 +316,12 @@ class CheckedEndpoint(Endpoint):
                 expected="an open one",
                 remedy="Look at the first error of the run; this one follows from it.",
             )
-        if self._ended is not None:
-            raise InternalError(
-                f"worker {self.worker} sending to worker {to}",
-                got="a closed endpoint",
-                expected="an open one",
-                remedy="Report this: a worker closes only when its program has ended.",
-            )
-
-
-def take(inbox: queue.SimpleQueue[_T], patience_s: float, worker: int, timeout_s: float) -> _T:
-    """The next thing in `inbox`, waiting at most `patience_s` seconds, the rest of `timeout_s`.
-
-    Raises:
-        DeadlineError: nothing came.
-    """
-    try:
-        return inbox.get(timeout=max(0.0, patience_s))
-    except queue.Empty:
-        raise nothing_came(worker, timeout_s) from None
+        raise InternalError(
+            f"worker {self.worker} sending to worker {to}",
+            got="a closed endpoint",
+            expected="an open one",
+            remedy="Report this: a worker closes only when its program has ended.",
+        )
 
 
 def nothing_came(worker: int, timeout_s: float) -> DeadlineError:
@@ -346,23 +342,25 @@ def check_channel(channel: int) -> None:
 
 def check_message(message: Message, carries: tuple[str, ...]) -> int:
     """The message's payload bytes; raise InternalError unless it keeps the contract. About a microsecond per value."""
-    check_channel(message.channel)
-    if len(message.header) > MAX_HEADER:
-        raise _bad("header", f"{len(message.header)} numbers", f"at most {MAX_HEADER}")
-    if len(message.values) > MAX_VALUES:
-        raise _bad("values", f"{len(message.values)} of them", f"at most {MAX_VALUES}")
-    if message.header:
-        _check_ints(message.header)
-    for value in message.values:
+    channel, header, values = message
+    check_channel(channel)
+    if len(header) > MAX_HEADER:
+        raise _bad("header", f"{len(header)} numbers", f"at most {MAX_HEADER}")
+    if len(values) > MAX_VALUES:
+        raise _bad("values", f"{len(values)} of them", f"at most {MAX_VALUES}")
+    if header:
+        _check_ints(header)
+    payload_bytes = 0
+    for value in values:
         if isinstance(value, torch.Tensor):
             fault = _tensor_fault(value, carries)
             if fault is not None:
                 raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
+            payload_bytes += value.nbytes
         elif type(value) is int:
             _check_ints((value,))
         elif value is not None and type(value) is not float:
             raise _bad("value", f"a {type(value).__name__}", "a tensor, an int, a float or None")
-    payload_bytes = message.payload_bytes
     if payload_bytes > MAX_MESSAGE_BYTES:
         raise _bad("tensors", f"{payload_bytes} bytes", f"at most {MAX_MESSAGE_BYTES}")
     return payload_bytes

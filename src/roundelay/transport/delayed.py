@@ -34,9 +34,9 @@ class DelayedEndpoint(Endpoint):
         self._last_due: dict[tuple[int, int], float] = {}
         self._received: Counter[int] = Counter()
 
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """As `inner` does."""
-        self._inner.send(to, message)
+        return self._inner.send(to, message)
 
     def grant(self, to: int, channel: int) -> None:
         """As `inner` does."""

@@ -54,17 +54,18 @@ class NcclEndpoint(Endpoint):
         self._guard = threading.Thread(target=self._main, name="guard", daemon=True)
         self._guard.start()
 
-    def send(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> int:
         """As the contract says: the frame, then the tensors."""
-        check_message(message, ("cpu", self._place.device.type))
+        payload_bytes = check_message(message, ("cpu", self._place.device.type))
         frame, parts = announced(message, self._place.device.type)
         self._inner.send(to, frame)
-        self._sent[message.channel] += message.payload_bytes
+        self._sent[message.channel] += payload_bytes
         if parts and to not in self._lost:
             try:
                 self._lanes.to[to].send(parts)
             except RuntimeError as fault:
                 self._lose(to, str(fault))
+        return payload_bytes
 
     def grant(self, to: int, channel: int) -> None:
         """As the contract says."""
