@@ -268,8 +268,8 @@ def test_an_abort_from_another_thread_ends_a_wait_and_lets_everything_go() -> No
 
 def test_bytes_that_are_no_message_lose_their_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def babble(endpoint: ShmEndpoint) -> None:
-        monkeypatch.setattr(shm.wire, "grant_frame", lambda channel: bytearray(b"\xff" * 64))
-        endpoint.grant(1, 0)
+        monkeypatch.setattr(shm.wire, "encode", lambda message, inline: (bytearray(b"\xff" * 64), []))
+        endpoint.send(1, Message(0, (), ()))
         endpoint.close()
 
     def listen(endpoint: ShmEndpoint) -> list[str]:

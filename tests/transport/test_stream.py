@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
 from roundelay.transport import frame as wire
-from roundelay.transport.contract import Arrived, Granted, Message
+from roundelay.transport.contract import Arrived, Message
 from roundelay.transport.ring import HEAD, LEAST_BYTES, TAIL, Ring
 from roundelay.transport.stream import CHUNK_BYTES, Ended, Inlet, Outlet
 
@@ -24,7 +24,7 @@ class Pipe:
     def __init__(self, size: int = LEAST_BYTES) -> None:
         self.ring = Ring(size)
         self.told = {"arrived": 0, "freed": 0}
-        self.outlet = Outlet(self.ring, lambda what: self.tell("arrived"))
+        self.outlet = Outlet(self.ring, lambda: self.tell("arrived"))
         self.inlet = Inlet(5, self.ring, lambda: self.tell("freed"))
 
     def tell(self, what: str) -> None:
@@ -72,14 +72,19 @@ def test_whatever_is_sent_arrives_once_whole_and_in_order(sizes: list[list[int]]
     assert pipe.ring.counters[HEAD] == pipe.ring.counters[TAIL]
 
 
-def test_grants_and_the_end_keep_their_places() -> None:
+def test_the_end_comes_behind_what_was_sent_before_it() -> None:
     pipe = Pipe()
     pipe.send(made([10]))
-    pipe.outlet.put(wire.grant_frame(3))
     pipe.outlet.put(wire.end_frame(""))
     assert isinstance(pipe.inlet.read(), Arrived)
-    assert pipe.inlet.read() == Granted(5, 3)
     assert isinstance(pipe.inlet.read(), Ended)
+
+
+def test_a_frame_that_no_ring_carries_is_refused() -> None:
+    pipe = Pipe()
+    pipe.outlet.put(wire.grant_frame(3))
+    with pytest.raises(InternalError, match="a message or an end"):
+        pipe.inlet.read()
 
 
 def test_a_receiver_is_told_of_a_long_message_while_it_is_copied() -> None:

@@ -194,19 +194,20 @@ class Machine:
 
     def _claim(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires."""
+        takes, gives = [], []
         for channel in instruction.takes:
             if self.unread[channel].popleft() != g:
                 raise self._broken(f"a message out of order on channel {channel} for micro-batch {g}")
+            takes.append((channel, self._slot(channel)))
         for channel in instruction.gives:
             self.credits[channel] -= 1
+            gives.append((channel, self._slot(channel)))
         header = self._headers.get(g)
         reads: tuple[int, int | None] = self.version, None
         if instruction.reads and header is not None:
             reads = self._reads(instruction.reads, header)
         distance = self._distance(instruction.distance, header) if instruction.distance and header is not None else 0
-        takes = tuple([(channel, self._slot(channel)) for channel in instruction.takes])
-        gives = tuple([(channel, self._slot(channel)) for channel in instruction.gives])
-        return Run(instruction, g, header, self.version, *reads, distance, takes, gives)
+        return Run(instruction, g, header, self.version, *reads, distance, tuple(takes), tuple(gives))
 
     def _distance(self, distance: str, header: MicroBatch) -> int:
         crossed, more = _parsed(distance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -91,11 +92,15 @@ def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
 
     Tensors without dimensions go into every micro-batch.
     """
-    rows = num_rows(batch)
-    count = min(num_micro_batches, rows)
-    sizes = [rows // count + (i < rows % count) for i in range(count)]
-    starts = [sum(sizes[:i]) for i in range(count)]
+    sizes = split_rows(num_rows(batch), num_micro_batches)
+    starts = itertools.accumulate(sizes[:-1], initial=0)
     return [_rows(batch, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def split_rows(rows: int, num_micro_batches: int) -> list[int]:
+    """Rows of each micro-batch of a batch of ``rows``."""
+    count = min(num_micro_batches, rows)
+    return [rows // count + (i < rows % count) for i in range(count)]
 
 
 def _rows(batch: Batch, start: int, size: int) -> Batch:

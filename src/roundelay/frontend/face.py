@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class CallShape:
     @staticmethod
     def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], CallShape]:
         """Tensor leaves of a call, in order, and the rest of it."""
+        if not kwargs and all([type(arg) is torch.Tensor for arg in args]):
+            return list(args), _plain(len(args))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
@@ -67,7 +70,13 @@ class CallShape:
 
     def matches(self, other: CallShape) -> bool:
         """Whether two calls differ in their tensors only."""
-        return self.spec == other.spec and self.constants == other.constants
+        return self is other or (self.spec == other.spec and self.constants == other.constants)
+
+
+@cache
+def _plain(count: int) -> CallShape:
+    """The layout of so many tensors by position, which most models are called with."""
+    return CallShape(pytree.tree_structure(((0,) * count, {})), {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError, RoundelayError, UserCodeError
-from roundelay.frontend.batch import num_rows, replace, split
+from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
@@ -107,10 +107,10 @@ def read(
     source = _batches(batches, seed, extent)
     for batch, epoch, ends_epoch, final in source:
         rows = num_rows(batch)
-        parts = split(batch, micro_batches)
-        for i, part in enumerate(parts):
-            last = int(final and i + 1 == len(parts))
-            header = MicroBatch(g, t, i, len(parts), num_rows(part), rows, epoch, int(ends_epoch), last)
+        sizes = split_rows(rows, micro_batches)
+        for i, part in enumerate(split(batch, micro_batches)):
+            last = int(final and i + 1 == len(sizes))
+            header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last)
             yield header, values(part)
             g += 1
         t += 1

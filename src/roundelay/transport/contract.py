@@ -136,12 +136,12 @@ class Endpoint(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
-        """The next delivery, in the order of arrival; credits may be late.
+        """The next delivery, in the order of arrival; a credit may overtake a message, or be late.
 
         Args:
             timeout_s: seconds to wait; 0: what is there.
-            credits: whether a credit alone is worth being woken for. Without it, one that comes while this waits may
-                stay for a later call: to wake a worker costs more than all else about a credit.
+            credits: whether a credit is wanted. Without it, one may stay for a later call: to take it, and to be woken
+                for it, would cost more than all else about a credit.
 
         Raises:
             DeadlineError: nothing came within `timeout_s` seconds.
@@ -240,7 +240,7 @@ class CheckedEndpoint(Endpoint):
         deadline = time.monotonic() + timeout_s
         while True:
             self._wants_credit = credits
-            if self._credits:
+            if credits and self._credits:
                 self._wants_credit = False
                 return self._credits.popleft()
             try:
@@ -264,8 +264,9 @@ class CheckedEndpoint(Endpoint):
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """The next delivery, counted."""
         delivery = self._take(timeout_s, credits)
-        if isinstance(delivery, Arrived):
-            self._received[delivery.message.channel] += delivery.message.payload_bytes
+        if type(delivery) is Arrived:
+            message = delivery.message
+            self._received[message.channel] += message.payload_bytes
         return delivery
 
     @final

@@ -43,7 +43,7 @@ class DelayedEndpoint(Endpoint):
         self._inner.grant(to, channel)
 
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
-        """The next delivery that is due; a credit counts as any other.
+        """The next delivery that is due; a credit that is held back counts as any other.
 
         Raises:
             DeadlineError: nothing was due within `timeout_s` seconds.
@@ -52,7 +52,7 @@ class DelayedEndpoint(Endpoint):
         while True:
             now = time.monotonic()
             due = self._held[0][0] if self._held else deadline
-            self._hold(min(due, deadline) - now)
+            self._hold(min(due, deadline) - now, credits)
             if self._held and self._held[0][0] <= time.monotonic():
                 return self._release()
             if time.monotonic() >= deadline:
@@ -76,10 +76,10 @@ class DelayedEndpoint(Endpoint):
         """Bytes of what `receive` returned: less than `inner` counts while something is held back."""
         return dict(self._received)
 
-    def _hold(self, patience_s: float) -> None:
+    def _hold(self, patience_s: float, credits: bool) -> None:
         """Wait up to `patience_s` seconds for a delivery of `inner`, and hold it back."""
         try:
-            delivery = self._inner.receive(max(0.0, patience_s))
+            delivery = self._inner.receive(max(0.0, patience_s), credits)
         except DeadlineError:
             return
         due = max(time.monotonic() + self._random.uniform(0.0, self._max_delay_s), self._earliest(delivery))

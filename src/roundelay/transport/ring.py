@@ -26,6 +26,9 @@ TAIL, HEAD, WANTED = 0, 16, 32
 """Places of the counters, and of the writer's flag that it waits for room. Two cache lines lie between any two of them,
 as processors fetch lines in pairs."""
 
+FIRST_FREE = 48
+"""What lies behind is for whoever has the ring (`credits.py`)."""
+
 _COUNTERS_BYTES = mmap.PAGESIZE
 
 

@@ -12,6 +12,7 @@ Choices, and what speaks for them:
   `SPIN_S`, if its last wait was a short one, and only then sleeps: to be woken takes 50 microseconds and more.
 - A message that finds no room does not make its sender wait: it stays in the sender's memory, and a thread that is
   started then and only then copies it in as the receiver makes room.
+- A credit is no message (`credits.py`): whoever lacks none does not look for any.
 - No handshake ends a link. What is in a ring stays there when its writer ends; so `close` is done when everything is
   in the rings, END last. An `abort` leaves its reason on the board and lets go of the lifeline; a death lets go of it
   without a word.
@@ -29,7 +30,8 @@ from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import frame as wire
-from roundelay.transport.contract import CheckedEndpoint, Delivery, Lost, Message, nothing_came
+from roundelay.transport.contract import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
+from roundelay.transport.credits import CreditsGiven, CreditsTaken
 from roundelay.transport.ring import Fence
 from roundelay.transport.stream import Ended, Inlet, Outlet
 from roundelay.transport.wiring import AWAKE, MESSAGES, MESSAGES_AND_CREDITS, Wiring
@@ -65,6 +67,7 @@ class ShmEndpoint(CheckedEndpoint):
         self._wiring, self._deadline_s = wiring, deadline_s
         self._links = {other: _Link(worker, other, wiring) for other in self._others}
         self._open = tuple(self._links.values())  # those that may still say something; who is heard first comes first
+        self._giving = self._open  # those whose credits count: all but the lost
         self._bell = wiring.arrived[worker]
         self._poller = select.poll()
         self._lives: dict[int, _Link] = {wiring.lifelines[other].reading: link for other, link in self._links.items()}
@@ -85,14 +88,19 @@ class ShmEndpoint(CheckedEndpoint):
             self._wake_helper()
 
     def _grant(self, to: int, channel: int) -> None:
-        if self._links[to].outlet.put(wire.grant_frame(channel), credit=True):
-            self._wake_helper()
+        link = self._links[to]
+        try:
+            link.credits.give(channel)
+            link.tell(MESSAGES_AND_CREDITS)
+        except ValueError:  # another thread has ended this endpoint, and closed what it shared
+            if not self._left:
+                raise
 
     def _take(self, timeout_s: float, credits: bool) -> Delivery:
         deadline = time.monotonic() + timeout_s
         try:
             with self._reading:
-                delivery = self._await(deadline, MESSAGES_AND_CREDITS if credits else MESSAGES)
+                delivery = self._await(deadline, credits)
         finally:
             if self._left:
                 self._let_go()
@@ -101,17 +109,17 @@ class ShmEndpoint(CheckedEndpoint):
             raise nothing_came(self.worker, timeout_s)
         return delivery
 
-    def _await(self, deadline: float, wanted: int) -> Delivery | None:
+    def _await(self, deadline: float, credits: bool) -> Delivery | None:
         """The next delivery; None when the deadline has passed or this endpoint has ended."""
         if self._left:
             return None
         if time.monotonic() - self._looked > LOOK_EVERY_S:
             self._look(0.0)
-        delivery = self._scan()
+        delivery = self._scan(credits)
         if delivery is None and self._hopeful:
-            delivery = self._spin(deadline)
+            delivery = self._spin(deadline, credits)
         while delivery is None and not self._left:
-            delivery = self._sleep(deadline, wanted)
+            delivery = self._sleep(deadline, credits)
             if delivery is None and time.monotonic() >= deadline:
                 break
         return None if self._has_left() else delivery
@@ -120,14 +128,22 @@ class ShmEndpoint(CheckedEndpoint):
         """Whether another thread has ended this endpoint meanwhile."""
         return self._left
 
-    def _scan(self) -> Delivery | None:
-        """What one of the others has said, each in turn."""
+    def _credit(self) -> Granted | None:
+        """A credit that one of the others has given."""
+        for link in self._giving:
+            channel = link.credited.take()
+            if channel is not None:
+                return Granted(link.worker, channel)
+        return None
+
+    def _scan(self, credits: bool) -> Delivery | None:
+        """What one of the others has said, each in turn; else a credit, if wanted."""
         for place, link in enumerate(self._open, 1):
             delivery = self._hear(link)
             if delivery is not None:
                 self._open = self._open[place:] + self._open[:place]
                 return delivery
-        return None
+        return self._credit() if credits else None
 
     def _hear(self, link: _Link) -> Delivery | None:
         gone = link.gone  # asked first: all that it ever wrote is in the ring by then
@@ -144,6 +160,7 @@ class ShmEndpoint(CheckedEndpoint):
 
     def _lose(self, link: _Link, reason: str) -> Lost:
         self._drop(link)
+        self._giving = tuple(other for other in self._giving if other is not link)
         return Lost(link.worker, reason)
 
     def _drop(self, link: _Link) -> None:
@@ -151,11 +168,11 @@ class ShmEndpoint(CheckedEndpoint):
         self._open = tuple(other for other in self._open if other is not link)
         link.outlet.seal(ABORT_GRACE_S)
 
-    def _spin(self, deadline: float) -> Delivery | None:
+    def _spin(self, deadline: float, credits: bool) -> Delivery | None:
         """Look again and again for a short while; it begins anew while a long message comes in."""
         until, taken = 0.0, -1
         while True:
-            delivery = self._scan()
+            delivery = self._scan(credits)
             if delivery is not None:
                 return delivery
             now = time.monotonic()
@@ -165,18 +182,18 @@ class ShmEndpoint(CheckedEndpoint):
                 return None
             os.sched_yield()
 
-    def _sleep(self, deadline: float, wanted: int) -> Delivery | None:
+    def _sleep(self, deadline: float, credits: bool) -> Delivery | None:
         """Wait for the bell, a death or the deadline, and hear what there is then."""
         board = self._wiring.board
-        board.sleep(self.worker, wanted)
+        board.sleep(self.worker, MESSAGES_AND_CREDITS if credits else MESSAGES)
         self._fence()  # a sender writes, then asks whether we sleep; we the other way round
         try:
-            delivery = self._scan()
+            delivery = self._scan(credits)
             if delivery is None:
                 start = time.monotonic()
                 self._look(min(deadline - start, _NAP_S))
                 self._hopeful = time.monotonic() - start < SHORT_WAIT_S
-                delivery = self._scan()
+                delivery = self._scan(credits)
         finally:
             board.sleep(self.worker, AWAKE)
         return delivery
@@ -308,11 +325,13 @@ class _Link:
     def __init__(self, worker: int, other: int, wiring: Wiring) -> None:
         board, arrived, freed = wiring.board, wiring.arrived[other], wiring.freed[other]
 
-        def tell_arrived(what: int) -> None:
+        def tell(what: int = MESSAGES) -> None:
             if board.asleep(other) >= what:
                 arrived.ring()
 
-        self.worker = other
-        self.outlet = Outlet(wiring.rings[worker, other], tell_arrived)
+        self.worker, self.tell = other, tell
+        self.outlet = Outlet(wiring.rings[worker, other], tell)
         self.inlet = Inlet(other, wiring.rings[other, worker], freed.ring)
+        self.credits = CreditsGiven(wiring.rings[worker, other])
+        self.credited = CreditsTaken(wiring.rings[other, worker])
         self.gone = False  # its lifeline has ended; what it wrote before may still be in the ring

@@ -16,9 +16,8 @@ import torch
 
 from roundelay.errors import InternalError
 from roundelay.transport import frame as wire
-from roundelay.transport.contract import Arrived, Granted, Message
+from roundelay.transport.contract import Arrived, Message
 from roundelay.transport.ring import HEAD, TAIL, WANTED, Fence, Ring
-from roundelay.transport.wiring import MESSAGES, MESSAGES_AND_CREDITS
 
 CHUNK_BYTES = 2**18
 """After so many bytes the other end is told, so that it copies out while we copy in."""
@@ -33,10 +32,10 @@ class Outlet:
 
     Args:
         ring: where the bytes go.
-        tell: wakes the receiver if it sleeps and wants what has come: `wiring.MESSAGES`, or more for a credit.
+        tell: wakes the receiver if it sleeps.
     """
 
-    def __init__(self, ring: Ring, tell: Callable[[int], None]) -> None:
+    def __init__(self, ring: Ring, tell: Callable[[], None]) -> None:
         self._ring, self._tell = ring, tell
         self._fence = Fence()
         self._waiting: deque[tuple[int, int, int, object]] = deque()  # start, end, address, owner of a piece
@@ -54,7 +53,7 @@ class Outlet:
         counters = self._ring.counters
         return counters[TAIL] - counters[HEAD] <= self._ring.size // 2
 
-    def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = (), *, credit: bool = False) -> bool:
+    def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = ()) -> bool:
         """Send a frame and the tensors that follow it; dropped once sealed.
 
         Returns:
@@ -62,7 +61,7 @@ class Outlet:
         """
         if self._copying.acquire(blocking=False):
             try:
-                if self._sealed or self._put_at_once(frame, tensors, MESSAGES_AND_CREDITS if credit else MESSAGES):
+                if self._sealed or self._put_at_once(frame, tensors):
                     return False
             finally:
                 self._copying.release()
@@ -94,7 +93,7 @@ class Outlet:
             self._copying.release()
         return done
 
-    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor], what: int) -> bool:
+    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
         """The short way, of a short message when nothing waits: all of it is written, then told once."""
         ring, size = self._ring, len(frame)
         counters = ring.counters
@@ -111,7 +110,7 @@ class Outlet:
         self._fence.order()
         counters[TAIL] = tail
         self._fence()  # the receiver says that it sleeps, then looks at the tail; we the other way round
-        self._tell(what)
+        self._tell()
         return True
 
     def _append(self, address: int, count: int, owner: object) -> None:
@@ -142,7 +141,7 @@ class Outlet:
 
     def _told(self, tail: int) -> int:
         self._fence()  # as in `_put_at_once`
-        self._tell(MESSAGES)
+        self._tell()
         return tail
 
 
@@ -173,7 +172,7 @@ class Inlet:
         self._message: Message | None = None
         self._parts: deque[tuple[int, int]] = deque()  # address and bytes of what is still to be filled
 
-    def read(self) -> Arrived | Granted | Ended | None:
+    def read(self) -> Arrived | Ended | None:
         """The next thing that has come in whole, or None.
 
         Raises:
@@ -213,7 +212,7 @@ class Inlet:
         self.taken = self._ring.counters[TAIL]
         self.free()
 
-    def _begin(self, available: int) -> Granted | Ended | None:
+    def _begin(self, available: int) -> Ended | None:
         """Read the head of what comes next, and its body if that is inside its frame."""
         if not wire.HEAD_BYTES <= available <= self._ring.size:
             if 0 <= available < wire.HEAD_BYTES:
@@ -233,7 +232,11 @@ class Inlet:
         self._take(wire.HEAD_BYTES + head.length)
         if head.kind == wire.MESSAGE:
             return None
-        return Granted(self._source, head.channel) if head.kind == wire.GRANT else Ended()
+        if head.kind != wire.END:
+            raise InternalError(
+                "a frame in a ring", got=str(head), expected="a message or an end", remedy="Report this."
+            )
+        return Ended()
 
     def _decode(self, head: wire.Head, body: memoryview) -> None:
         self._message, apart = wire.decode(head, body)

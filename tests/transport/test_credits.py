@@ -1,0 +1,43 @@
+"""Credits as counts in shared memory: none is lost, none is doubled, each keeps its channel."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.errors import InternalError
+from roundelay.transport.credits import CreditsGiven, CreditsTaken
+from roundelay.transport.ring import HEAD, LEAST_BYTES, TAIL, WANTED, Ring
+
+CHANNELS = st.sampled_from([0, 1, 7, 2**31 - 1])
+
+
+@given(st.lists(st.one_of(CHANNELS, st.none())))
+def test_whatever_is_given_is_taken_once(steps: list[int | None]) -> None:
+    """None stands for a look at what is there."""
+    ring = Ring(LEAST_BYTES)
+    given, taken = CreditsGiven(ring), CreditsTaken(ring)
+    got: list[int] = []
+    for channel in [*steps, *[None] * len(steps)]:
+        if channel is not None:
+            given.give(channel)
+        elif (credit := taken.take()) is not None:
+            got.append(credit)
+    assert sorted(got) == sorted(channel for channel in steps if channel is not None)
+    assert taken.take() is None
+
+
+def test_the_ring_s_own_counters_are_left_alone() -> None:
+    ring = Ring(LEAST_BYTES)
+    given = CreditsGiven(ring)
+    for channel in range(100):
+        given.give(channel)
+    assert [ring.counters[place] for place in (TAIL, HEAD, WANTED)] == [0, 0, 0]
+
+
+def test_more_channels_than_there_is_room_for_are_refused() -> None:
+    given = CreditsGiven(Ring(LEAST_BYTES))
+    with pytest.raises(InternalError, match="Cut the model where fewer values cross"):
+        for channel in range(300):
+            given.give(channel)
