@@ -2,6 +2,7 @@
 
 D = 2 and D = 4 stages of one 16 x 16 linear layer each, 8 micro-batches of 4 rows, SGD, processes over gloo. CPU time
 is that of the processes, user and system, as a slope over the number of steps, so that start and end do not count.
+Beside ours and torch's stands a loop written out by hand for this model (`bare.py`): what is left when all else is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from benchmarks import rival
 from benchmarks.common import alternate, asked, report, spread, table
+from benchmarks.overhead import bare
 from benchmarks.schedule.run import WIDTH, M, job
 from roundelay import capture, plan
 from roundelay.api.training import Length, Session
@@ -62,6 +64,8 @@ def main() -> None:
     candidates: dict[str, Callable[[], float]] = {}
     for size in (4,) if what.short else (2, 4):
         candidates[f"D = {size}: torch 1F1B"] = functools.partial(theirs, size, steps)
+        for name, least in (("threads", bare.over_threads), ("gloo", bare.over_gloo)):
+            candidates[f"D = {size}: by hand, {name}"] = functools.partial(least, size, M, steps, WIDTH)
         for transport in TRANSPORTS:
             for rule in ("1f1b",) if what.short else ("1f1b", "pipedream"):
                 candidates[f"D = {size}: ours {rule}, {transport}"] = functools.partial(

@@ -1,1 +1,1 @@
-"""The actor machine: told what happens, it says what to run, without input or output of its own. Pure Python, no torch."""
+"""The actor machine: told what happens, it says what to run; no input or output of its own, no torch."""

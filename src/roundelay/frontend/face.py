@@ -54,7 +54,7 @@ class CallShape:
     @staticmethod
     def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], CallShape]:
         """Tensor leaves of a call, in order, and the rest of it."""
-        if not kwargs and all([type(arg) is torch.Tensor for arg in args]):
+        if not kwargs and {*map(type, args)} <= {torch.Tensor}:
             return list(args), _plain(len(args))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

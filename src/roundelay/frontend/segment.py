@@ -23,7 +23,7 @@ the same bits wherever it is cut and whatever carries the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,10 +160,8 @@ class Segment:
             True,  # a leaf may have no gradient
             accumulate_grad=False,
         )
-        of_leaves = iter(grads)
-        of_inputs = {n: grad.contiguous() for n, grad in zip(tape.inputs, of_leaves) if grad is not None}
-        of_parameters = {n: grad.contiguous() for n, grad in zip(tape.parameters, of_leaves) if grad is not None}
-        return of_inputs, of_parameters
+        count = len(tape.inputs)
+        return _present(tape.inputs, grads[:count]), _present(tape.parameters, grads[count:])
 
     def _run(
         self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], draw: Draw, owned: Mapping[int, int]
@@ -176,6 +174,10 @@ class Segment:
             made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
             buffers.update((n, own[n]) for n in self.mutated)
         return {n: _boundary(value, owned) for n, value in zip(self.spec.outputs, made, strict=True)}
+
+
+def _present(names: Iterable[str], grads: Sequence[torch.Tensor | None]) -> Tensors:
+    return {name: grad.contiguous() for name, grad in zip(names, grads, strict=True) if grad is not None}
 
 
 def _boundary(value: Any, owned: Mapping[int, int]) -> Any:
