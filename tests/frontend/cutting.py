@@ -107,13 +107,13 @@ def forwards(
 ) -> list[Forward]:
     """Forward of every stage, each with buffers of its own; ``buffers`` then holds what they have become.
 
-    Options are ``draw``, ``mode`` and ``measure``.
+    Options are ``draw``, ``mode``, ``measure`` and ``halved``.
     """
     values: dict[str, Any] = dict(captured.values(batch))
-    given = {"draw": DRAW, "mode": "stash", "measure": False} | options
+    given = {"draw": DRAW, "mode": "stash", "measure": False, "halved": False} | options
     entering, done = dict(buffers), []
     for spec in cut.stages:
-        function = captured.stage(spec)
+        function = captured.stage(spec, halved=given["halved"])
         inputs = {n: values[n] for n in function.inputs}
         params_of, own = {n: params[n] for n in spec.parameters}, {n: entering[n].clone() for n in spec.buffers}
         before = {n: b.clone() for n, b in own.items()}
@@ -129,7 +129,7 @@ def forwards(
 def backwards(
     made: Sequence[Forward], params: Tensors
 ) -> tuple[Tensors, list[dict[str, Tensor | None]], list[Tensors]]:
-    """Backward of every stage, the last one first."""
+    """Backward of every stage, the last one first; the weights' halves at the very end, where there are any."""
     grads: dict[str, Tensor] = {LOSS: torch.ones_like(made[-1].outputs[LOSS])}
     of_params: Tensors = {}
     entering: list[dict[str, Tensor | None]] = []
@@ -140,13 +140,15 @@ def backwards(
         grads |= of_inputs
         leaving.insert(0, of_inputs)
         of_params |= own
+    for one in made:
+        of_params |= one.function.weights(one.tape.debt)
     return of_params, entering, leaving
 
 
 def run(captured: Captured, cut: Partition, batch: Batch, params: Tensors, **options: Any) -> Done:
     """Forward with ``params`` and backward with ``later`` (or ``params``), through all stages.
 
-    Options are ``later``, ``buffers``, ``draw``, ``mode`` and ``measure``.
+    Options are ``later``, ``buffers``, ``draw``, ``mode``, ``measure`` and ``halved``.
     """
     buffers = options.pop("buffers", None) or buffers_of(captured)
     later = options.pop("later", params)

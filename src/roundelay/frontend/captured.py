@@ -22,6 +22,7 @@ from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
+from roundelay.frontend.split import Split, split
 from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
@@ -123,9 +124,20 @@ class Captured:
         """Names of the buffers that a forward changes."""
         return self._cleaned.mutated
 
-    def stage(self, spec: StageSpec, device: torch.device = CPU) -> StageFunction:
-        """The functions of one stage, for weights, buffers and inputs that lie on ``device``."""
+    def stage(self, spec: StageSpec, device: torch.device = CPU, *, halved: bool = False) -> StageFunction:
+        """The functions of one stage, for weights, buffers and inputs that lie on ``device``.
+
+        Args:
+            spec: which operations.
+            device: where they run.
+            halved: its backward leaves the weights' half for later, as :mod:`roundelay.frontend.split` says.
+        """
         segments = [self._segment(part, device) for part in spec.segments]
+        if halved:
+            segments = [
+                changed(segment, halves=self._halves(part, device, segment))
+                for part, segment in zip(spec.segments, segments, strict=True)
+            ]
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
@@ -168,6 +180,9 @@ class Captured:
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
         return Segment(spec, call, trainable, wanted, mutated)
+
+    def _halves(self, spec: SegmentSpec, device: torch.device, segment: Segment) -> Split:
+        return split(self._pieces[spec, device], spec.parameters, segment.trainable)
 
     def _call_of(self, spec: SegmentSpec, device: torch.device) -> Call:
         if self.mode is None:
@@ -278,6 +293,7 @@ def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.Grap
     read += [name if name in nodes else places[_source(name)] for name in spec.inputs]
     for place in read:  # called as in the whole graph: a parameter's own name may be that of an operation
         env[place] = piece.placeholder(place)
+        env[place].meta = dict(nodes[place].meta)  # shapes, by which operations are split
     env[DRAW] = piece.placeholder(DRAW)
     first_place = {id(exported.roles[p].tensor): p for p in env if p in exported.roles}
 

@@ -15,6 +15,9 @@ mode           the tape holds                                        backward di
 ``mixed``      activations, with weights replaced by references      activations of the forward, given weights
 =============  ====================================================  ===========================================
 
+A segment with ``halves`` runs its backward in two: :meth:`Segment.backward` leaves out the gradients of the parameters
+that :mod:`roundelay.frontend.split` can compute later, and :func:`roundelay.frontend.split.settle` computes those.
+
 Recomputation belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and ``mixed``.
 
 Boundaries are contiguous: outputs and input gradients are laid out as a network would deliver them, so that a run gives
@@ -30,6 +33,7 @@ from typing import Any
 import torch
 
 from roundelay.frontend.draws import Draw
+from roundelay.frontend.split import Owed, Split
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -54,6 +58,7 @@ class Tape:
         parameters: leaves of the trained parameters, by name.
         weights: where ``mixed`` finds the backward's weights; None for ``stash``.
         storages: bytes of each storage that is held for backward, by its address; parameters are not counted.
+        owed: what the weights' half of backward will compute; nothing where backward is whole.
     """
 
     roots: Tensors
@@ -61,6 +66,7 @@ class Tape:
     parameters: Tensors
     weights: Weights | None
     storages: dict[int, int]
+    owed: list[Owed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Segment:
         trainable: names of parameters that want a gradient.
         differentiable: names of inputs that want a gradient.
         mutated: names of buffers that a forward changes.
+        halves: the same call, for a backward in two halves; None for a whole one.
     """
 
     spec: SegmentSpec
@@ -80,6 +87,7 @@ class Segment:
     trainable: frozenset[str]
     differentiable: frozenset[str]
     mutated: frozenset[str]
+    halves: Split | None = None
 
     def forward(
         self,
@@ -110,29 +118,33 @@ class Segment:
         weights = Weights() if mixed else None
         owned = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves.values())}
         storages: dict[int, int] = {}
+        owed: list[Owed] = []
+        last = (draw,) if self.halves is None else (draw, owed)
         if mixed or measure:
             hooks = _Hooks(owned, [leaf.stride() for leaf in leaves.values()], weights, storages if measure else None)
             with torch.enable_grad(), hooks.active():
-                made = self._run(leaves, buffers, values, draw, owned)
+                made = self._run(leaves, buffers, values, last, owned)
         elif torch.is_grad_enabled():
-            made = self._run(leaves, buffers, values, draw, owned)
+            made = self._run(leaves, buffers, values, last, owned)
         else:
             with torch.enable_grad():
-                made = self._run(leaves, buffers, values, draw, owned)
+                made = self._run(leaves, buffers, values, last, owned)
         roots = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
         if mixed:  # backward reads others: the forward's weights, if predicted, need not wait for it
             for leaf in trained.values():
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)
         if measure:
-            for held in (*roots.values(), *entered.values()):
+            for held in (*roots.values(), *entered.values(), *(x for one in owed for x in one.read)):
                 hooks.count(held)
         outputs = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in made.items()}
-        return outputs, Tape(roots, entered, trained, weights, storages)
+        return outputs, Tape(roots, entered, trained, weights, storages, owed)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
         """Gradients of inputs and parameters, by name; a name is missing where no gradient arrives.
+
+        In two halves this is the first: the tape's ``owed`` then know the gradients that the second one needs.
 
         Args:
             tape: of the forward.
@@ -147,7 +159,10 @@ class Segment:
             if grad is not None:
                 roots.append(root)
                 entering.append(grad)
-        leaves = (*tape.inputs.values(), *tape.parameters.values())
+        parameters, leaves = tape.parameters, (*tape.inputs.values(), *tape.parameters.values())
+        if self.halves is not None:
+            parameters = {n: leaf for n, leaf in parameters.items() if n not in self.halves.late}
+            leaves = (*tape.inputs.values(), *parameters.values(), *(one.place for one in tape.owed))
         if not roots or not leaves:
             return {}, {}
         # what torch.autograd.grad calls, without checks that cost as much as the backward of a small layer
@@ -160,18 +175,21 @@ class Segment:
             True,  # a leaf may have no gradient
             accumulate_grad=False,
         )
-        count = len(tape.inputs)
-        return _present(tape.inputs, grads[:count]), _present(tape.parameters, grads[count:])
+        first, second = len(tape.inputs), len(tape.inputs) + len(parameters)
+        for one, grad in zip(tape.owed, grads[second:], strict=True):
+            one.place, one.gradient = None, grad
+        return _present(tape.inputs, grads[:first]), _present(parameters, grads[first:second])
 
     def _run(
-        self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], draw: Draw, owned: Mapping[int, int]
+        self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], last: tuple[Any, ...], owned: Mapping[int, int]
     ) -> dict[str, Any]:
         """Call the piece on copies of the buffers it changes, so that tapes of earlier micro-batches keep theirs."""
+        call = self.call if self.halves is None else self.halves.call
         if not self.spec.buffers:
-            made = self.call(*leaves.values(), *values.values(), draw)
+            made = call(*leaves.values(), *values.values(), *last)
         else:
             own = {n: buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers}
-            made = self.call(*leaves.values(), *own.values(), *values.values(), draw)
+            made = call(*leaves.values(), *own.values(), *values.values(), *last)
             buffers.update((n, own[n]) for n in self.mutated)
         return {n: _boundary(value, owned) for n, value in zip(self.spec.outputs, made, strict=True)}
 

@@ -8,15 +8,18 @@ autograd adds its own. No sum of gradients stands outside of autograd.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.segment import Segment, Tape, Tensors
+from roundelay.frontend.split import Owed, settle
 
 Mode = Literal["stash", "recompute", "mixed"]
+Debt = list[tuple[list[Owed], Tensors]]
+"""What a backward in two halves leaves for its second one: for each segment what is owed, and its parameters."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class StageTape:
         buffers: the buffers before the forward, held by ``recompute`` only.
         draw: key of the random numbers.
         num_bytes: bytes held for backward, parameters not counted; -1 if not measured.
+        debt: what its backward has left for the weights' half.
     """
 
     mode: Mode
@@ -38,6 +42,7 @@ class StageTape:
     buffers: Tensors
     draw: Draw
     num_bytes: int
+    debt: Debt = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class StageFunction:
     ) -> tuple[Tensors, Tensors]:
         """Gradients of the stage's inputs and of its parameters, by name; missing where none arrives.
 
+        Of segments with ``halves`` it is the first half, and leaves ``tape.debt`` for :meth:`weights`.
+
         Args:
             tape: of the forward.
             grad_outputs: gradients of the stage's outputs by name.
@@ -106,7 +113,19 @@ class StageFunction:
             of_inputs, own = segment.backward(part, {n: grads.pop(n, None) for n in segment.spec.outputs}, params)
             grads.update(of_inputs)
             of_params.update(own)
+            if part.owed:
+                tape.debt.append((part.owed, part.parameters))
         return {n: grad for n in self.inputs if (grad := grads.get(n)) is not None}, of_params
+
+    @staticmethod
+    def weights(debt: Debt) -> Tensors:
+        """The second half of a backward: the gradients of parameters that the first half has left out, by name."""
+        return {name: grad for owed, parameters in debt for name, grad in settle(owed, parameters).items()}
+
+    @property
+    def halved(self) -> bool:
+        """Whether its backward is the first of two halves."""
+        return any(segment.halves is not None for segment in self.segments)
 
     def _taped(
         self,
