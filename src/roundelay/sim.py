@@ -40,7 +40,8 @@ class WorkerReport:
     Args:
         busy_s: seconds it computes.
         tapes_peak: most forwards waiting for their backward at one time.
-        tape_bytes_peak: bytes they hold.
+        owed_peak: most backwards waiting for their weights' half at one time.
+        tape_bytes_peak: most bytes that both hold at one time.
         versions_read: smallest and largest distance between the batch of a forward and the version it reads.
         versions_held_peak: most weight versions alive at one time, predicted copies included.
         unread_peak: most messages on the way or unread, for each channel into it.
@@ -49,6 +50,7 @@ class WorkerReport:
 
     busy_s: float
     tapes_peak: int
+    owed_peak: int
     tape_bytes_peak: int
     versions_read: tuple[int, int]
     versions_held_peak: int
@@ -185,10 +187,12 @@ class _Clock:
         """Predicted seconds of an instruction."""
         stage = self.plan.stages[worker]
         again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
+        whole = 0.0 if self.machines[worker].program.owed else stage.weights_s
         times = {
             "read": 0.0,
             "forward": stage.forward_s,
-            "backward": stage.backward_s + again,
+            "backward": stage.backward_s + again + whole,
+            "backward-weight": stage.weights_s,
             "update": stage.update_s,
         }
         return times[run.instruction.opcode]
@@ -206,7 +210,8 @@ class _Clock:
     def _worker(self, program: Program) -> WorkerReport:
         mine = [interval for interval in self.intervals if interval.worker == program.worker]
         alive: dict[int, tuple[int, int]] = {}
-        peak_tapes = peak_versions = 0
+        stage, owed = self.plan.stages[program.worker], 0
+        peak_tapes = peak_owed = peak_bytes = peak_versions = 0
         gaps = [0]
         stash, ahead = (any(i.weights == which for i in program.drain) for which in ("forward", "ahead"))
         oldest: int | None = None
@@ -222,11 +227,16 @@ class _Clock:
             peak_tapes, peak_versions = max(peak_tapes, len(alive)), max(peak_versions, len(held))
             if interval.opcode == "backward":
                 del alive[interval.g]
+                owed += program.owed > 0
+            peak_owed = max(peak_owed, owed)
+            peak_bytes = max(peak_bytes, len(alive) * stage.tape_bytes + owed * stage.owed_bytes)
+            owed -= interval.opcode == "backward-weight"
         into = [c for c in program.channels if c.target == program.worker]
         return WorkerReport(
             busy_s=sum(interval.end_s - interval.start_s for interval in mine),
             tapes_peak=peak_tapes,
-            tape_bytes_peak=peak_tapes * self.plan.stages[program.worker].tape_bytes,
+            owed_peak=peak_owed,
+            tape_bytes_peak=peak_bytes,
             versions_read=(min(gaps), max(gaps)),
             versions_held_peak=peak_versions,
             unread_peak={c.id: self.on_way_peak[c.id] for c in into},

@@ -9,24 +9,30 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.check import programs_of
+from roundelay.schedules import schedule_named
 from roundelay.sim import Interval, simulate
 
-_LETTERS = {"forward": "F", "backward": "B"}
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W"}
 
-LEGEND = "F0: forward of micro-batch 0, B0: its backward, B0': with the update after it, ·: waiting"
+LEGEND = (
+    "F0: forward of micro-batch 0, B0: its backward (where there is W0: the gradients of its inputs, W0 those of its "
+    "weights), B0': with the update after it, ·: waiting"
+)
 
 
 def staircase(plan: Plan, batches: int) -> str:
     """The plan's schedule as a grid: one row per stage, one column per time slot.
 
-    Every forward and every backward takes one slot, messages and updates none: the picture shows the order and the
-    waiting that the schedule itself asks for, not this machine's times.
+    Every forward and every backward, or half of one, takes one slot, messages and updates none: the picture shows the
+    order and the waiting that the schedule itself asks for, not this machine's times.
 
     Args:
         plan: the plan.
         batches: full batches to draw.
     """
-    even = [replace(stage, forward_s=1.0, backward_s=1.0, update_s=0.0) for stage in plan.stages]
+    even = [
+        replace(stage, forward_s=1.0, backward_s=1.0, weights_s=_halved(plan), update_s=0.0) for stage in plan.stages
+    ]
     unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, backward=_one_slot(plan))
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
     columns = {k: _row(simulation.intervals_of(k)) for k in range(plan.num_stages)}
@@ -36,6 +42,11 @@ def staircase(plan: Plan, batches: int) -> str:
 def _one_slot(plan: Plan) -> str:
     """A backward mode without a repeated forward, if the rule has one, so that a backward takes one slot."""
     return next((mode for mode in rule_named(plan.rule).modes if mode != "recompute"), plan.backward)
+
+
+def _halved(plan: Plan) -> float:
+    """A slot for the second half of a backward, where there is one."""
+    return 1.0 if schedule_named(rule_named(plan.rule).schedule).halved else 0.0
 
 
 def _row(intervals: list[Interval]) -> list[str]:

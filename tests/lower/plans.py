@@ -21,9 +21,11 @@ STAGE: dict[str, Any] = {
     "device": "cpu",
     "forward_s": 1.0,
     "backward_s": 2.0,
+    "weights_s": 0.0,
     "update_s": 0.0,
     "parameter_bytes": 100,
     "tape_bytes": 10,
+    "owed_bytes": 4,
 }
 
 

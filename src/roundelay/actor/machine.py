@@ -84,7 +84,7 @@ class Machine:
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
         self._first_version = first_version
-        self._forward = self._backward = self._window_start = first_g
+        self._forward = self._backward = self._settled = self._window_start = first_g
         self._window_end: int | None = None
         self._block: tuple[Instruction, ...] = ()
         self._at, self._base = 0, first_g
@@ -125,13 +125,16 @@ class Machine:
                 self._window_end = run.g
         elif opcode == "backward":
             self._backward = run.g + 1
+        elif opcode == "backward-weight":
+            self._settled = run.g + 1
         elif opcode == "update":
             self.version += 1
 
     def fire(self) -> Run | None:
         """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
 
-        Updates where no batch ends are passed over. Behind the program's end the machine has :attr:`halted`.
+        Passed over is what acts on nothing: an update where no batch ends, and whatever would lie before the window
+        (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
         """
         self.wants_credit = False
         if self._running is not None:
@@ -142,7 +145,7 @@ class Machine:
                 return None
             instruction = self._block[self._at]
             g = self._base + instruction.offset
-            if instruction.opcode == "update" and not self._headers[g].ends_batch:
+            if g < self._window_start or (instruction.opcode == "update" and not self._headers[g].ends_batch):
                 self._at += 1
                 continue
             for channel in instruction.takes:
@@ -178,11 +181,15 @@ class Machine:
 
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""
-        self._headers.pop(self._backward - 2, None)  # a block holds one backward at most
+        # a block holds one backward at most, and one second half
+        self._headers.pop((self._settled if self.program.tail else self._backward) - 2, None)
         end = self._window_end
         if end is not None and self._forward > end:
             if self._backward <= end:
                 self._block, self._at, self._base = self.program.drain, 0, self._backward
+                return True
+            if self.program.tail and self._settled <= end:
+                self._block, self._at, self._base = self.program.tail, 0, self._settled
                 return True
             if self._headers[end].final:
                 return False

@@ -183,8 +183,8 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
 
 def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
     """Stages of which only the ends and the devices are known yet."""
-    nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "update_s"), 0.0)
-    nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes"), 0)
+    nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
+    nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
     return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
 
 
@@ -227,8 +227,9 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     captured = for_plan(captured, draft)
     compile_stages(job, captured, draft, stages, seed)
     devices = [torch.device(name) for name in draft.devices]
+    halved = schedule_named(rule_named(draft.rule).schedule).halved
     with users_code("measuring the stages on the first micro-batch"), one_thread():
-        measured = profile(captured, stages, sample, draft.backward, devices)  # type: ignore[arg-type]
+        measured = profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured))
     prove(made)
     return made
@@ -241,9 +242,11 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
             device=stage.device,
             forward_s=_round(part.forward_s),
             backward_s=_round(part.backward_s),
+            weights_s=_round(part.weights_s),
             update_s=_round(part.update_s),
             parameter_bytes=sum(graph.parameters[n].num_bytes for n in spec.parameters),
             tape_bytes=part.tape_bytes,
+            owed_bytes=part.owed_bytes,
         )
         for stage, spec, part in zip(draft.stages, stages.stages, measured, strict=True)
     )

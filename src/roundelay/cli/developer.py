@@ -25,7 +25,8 @@ def show_run(trained: Trained) -> None:
     if debug.level() >= 2:
         for worker, events in sorted(trained.events.items()):
             stage = trained.plan.stages[worker]
-            planned = {"forward": stage.forward_s, "backward": stage.backward_s, "update": stage.update_s}
+            planned = {"forward": stage.forward_s, "backward": stage.backward_s, "backward-weight": stage.weights_s}
+            planned["update"] = stage.update_s
             for opcode, seconds in planned.items():
                 took = [event[6] - event[5] for event in events if event[0] == opcode]
                 if took:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +213,12 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
 
 
 def activation_bytes(trained: Trained) -> list[int]:
-    """Most bytes that each stage's tapes have held: most forwards in flight times the bytes of one."""
+    """Most bytes that each stage's tapes, and what backwards in two halves owe, have held at one time."""
     peaks = []
     for k in range(trained.plan.num_stages):
-        flying = peak = 0
-        for event in trained.events.get(k, []):
-            flying += (event[0] == "forward") - (event[0] == "backward")
-            peak = max(peak, flying)
-        peaks.append(peak * int(trained.workers[k]["tape_bytes"]))
+        tape, debt = int(trained.workers[k]["tape_bytes"]), int(trained.workers[k]["owed_bytes"])
+        change = {"forward": tape, "backward": debt - tape, "backward-weight": -debt}
+        peaks.append(max(accumulate((change.get(event[0], 0) for event in trained.events.get(k, [])), initial=0)))
     return peaks
 
 

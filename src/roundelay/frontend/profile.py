@@ -14,7 +14,7 @@ from roundelay.frontend.captured import Captured
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.placed import CPU
-from roundelay.frontend.stage import Mode, StageFunction
+from roundelay.frontend.stage import Mode, StageFunction, debt_bytes
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 
@@ -25,15 +25,19 @@ class StageProfile:
 
     Args:
         forward_s: median seconds of a forward.
-        backward_s: median seconds of a backward, without a repeated forward.
+        backward_s: median seconds of a backward, without a repeated forward; of its first half where it has two.
+        weights_s: median seconds of its second half; 0 where it is whole.
         update_s: seconds of reading and writing its weights three times, a stand-in for the optimizer.
         tape_bytes: bytes that one forward leaves for its backward, parameters not counted.
+        owed_bytes: bytes that the first half of a backward leaves for the second.
     """
 
     forward_s: float
     backward_s: float
+    weights_s: float
     update_s: float
     tape_bytes: int
+    owed_bytes: int
 
 
 def profile(
@@ -43,6 +47,8 @@ def profile(
     mode: Mode,
     devices: Sequence[torch.device] | None = None,
     repeats: int = 3,
+    *,
+    halved: bool = False,
 ) -> list[StageProfile]:
     """Run every stage forward and backward on one micro-batch, on copies of the buffers.
 
@@ -53,33 +59,40 @@ def profile(
         mode: backward mode.
         devices: where each stage runs; by default the CPU.
         repeats: how often; the first run warms up.
+        halved: run every backward in two halves.
     """
     places = devices or [CPU] * len(partition.stages)
     parameters = captured.parameters()
     functions = [
-        _Placed(captured.stage(spec, place), parameters, spec, place)
+        _Placed(captured.stage(spec, place, halved=halved), parameters, spec, place)
         for spec, place in zip(partition.stages, places, strict=True)
     ]
-    times: list[tuple[list[float], list[float]]] = [([], []) for _ in functions]
-    tapes = [0] * len(functions)
-    for repeat in range(repeats + 1):
-        measured = _once(captured, functions, micro_batch, mode)
-        for k, (forward_s, backward_s, num_bytes) in enumerate(measured):
-            tapes[k] = num_bytes
-            if repeat:
-                times[k][0].append(forward_s)
-                times[k][1].append(backward_s)
-    return [
-        StageProfile(
-            forward_s=statistics.median(forward),
-            backward_s=max(
-                1e-9, statistics.median(backward) - (statistics.median(forward) if mode == "recompute" else 0.0)
-            ),
-            update_s=touch(function.parameters.values(), function.now_s),
-            tape_bytes=tape,
+    runs = [_once(captured, functions, micro_batch, mode) for _ in range(repeats + 1)][1:]
+    profiles = []
+    for k, function in enumerate(functions):
+        mine = [run[k] for run in runs]
+        forward_s, backward_s, weights_s = (statistics.median(one.seconds[i] for one in mine) for i in range(3))
+        again = forward_s if mode == "recompute" else 0.0
+        profiles.append(
+            StageProfile(
+                forward_s=forward_s,
+                backward_s=max(1e-9, backward_s - again),
+                weights_s=weights_s if halved else 0.0,
+                update_s=touch(function.parameters.values(), function.now_s),
+                tape_bytes=mine[-1].tape_bytes,
+                owed_bytes=mine[-1].owed_bytes,
+            )
         )
-        for (forward, backward), tape, function in zip(times, tapes, functions, strict=True)
-    ]
+    return profiles
+
+
+@dataclass(slots=True)
+class _Measured:
+    """One pass of a stage: seconds of its forward, its backward and that one's second half; bytes that waited."""
+
+    seconds: list[float]
+    tape_bytes: int
+    owed_bytes: int = 0
 
 
 @final
@@ -134,31 +147,32 @@ def _learning(function: StageFunction) -> StageFunction:
     return replace(function, segments=tuple(segments))
 
 
-def _once(
-    captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode: Mode
-) -> list[tuple[float, float, int]]:
-    """(seconds forward, seconds backward, bytes on the tape) of each stage."""
+def _once(captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode: Mode) -> list[_Measured]:
+    """Forward and backward through all stages."""
     values: dict[str, Any] = dict(captured.values(micro_batch))
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
-    tapes, forwards = [], []
+    tapes, measured = [], []
     for stage in stages:
         inputs = {n: stage.here(values[n]) for n in stage.function.inputs}
         buffers = {n: stage.here(b) for n, b in buffers.items()}
         start = stage.now_s()
         outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, Draw(0, 0), mode=mode, measure=True)
-        forwards.append(stage.now_s() - start)
+        measured.append(_Measured([stage.now_s() - start], tape.num_bytes))
         values.update(outputs)
         tapes.append(tape)
     grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}
-    backwards = []
-    for stage, tape in zip(reversed(stages), reversed(tapes), strict=True):
+    for stage, tape, one in zip(reversed(stages), reversed(tapes), reversed(measured), strict=True):
         entering = {n: stage.here(grads.pop(n, None)) for n in stage.function.outputs}
         start = stage.now_s()
         of_inputs, _ = stage.function.backward(tape, entering, stage.parameters)
+        middle = stage.now_s()
         grads.update(of_inputs)
-        backwards.append(stage.now_s() - start)
-    sizes = [tape.num_bytes for tape in tapes]
-    return list(zip(forwards, reversed(backwards), sizes, strict=True))
+        one.owed_bytes = debt_bytes(tape.debt)
+        second = stage.now_s()
+        stage.function.weights(tape.debt)
+        one.seconds += [middle - start, stage.now_s() - second]
+        tape.debt.clear()
+    return measured
 
 
 def touch(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:

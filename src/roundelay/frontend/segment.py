@@ -162,7 +162,8 @@ class Segment:
         parameters, leaves = tape.parameters, (*tape.inputs.values(), *tape.parameters.values())
         if self.halves is not None:
             parameters = {n: leaf for n, leaf in parameters.items() if n not in self.halves.late}
-            leaves = (*tape.inputs.values(), *parameters.values(), *(one.place for one in tape.owed))
+            places: Sequence[Any] = [one.place for one in tape.owed]
+            leaves = (*tape.inputs.values(), *parameters.values(), *places)
         if not roots or not leaves:
             return {}, {}
         # what torch.autograd.grad calls, without checks that cost as much as the backward of a small layer

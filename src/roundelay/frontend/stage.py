@@ -150,6 +150,12 @@ class StageFunction:
         return [*(inputs[n] for n in self.inputs), *(b for n, b in buffers.items() if n in mutated)]
 
 
+def debt_bytes(debt: Debt) -> int:
+    """Bytes that wait for a backward's second half."""
+    waiting = [one for owed, _ in debt for one in owed if one.gradient is not None]
+    return _num_bytes([tensor for one in waiting for tensor in (*one.read, one.gradient)])
+
+
 def _union(storages: Any) -> dict[int, int]:
     return {address: size for part in storages for address, size in part.items()}
 

@@ -27,19 +27,23 @@ class StagePlan:
         segments: operations that end its segments, in order.
         device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them.
         forward_s: predicted seconds of one forward.
-        backward_s: predicted seconds of one backward, without a repeated forward.
+        backward_s: predicted seconds of one backward, without a repeated forward; of its first half where it has two.
+        weights_s: predicted seconds of its second half, the weights' gradients; 0 where not measured apart.
         update_s: predicted seconds of one update.
         parameter_bytes: bytes of its weights.
         tape_bytes: bytes that one forward leaves for its backward.
+        owed_bytes: bytes that the first half of a backward leaves for the second; 0 where it is whole.
     """
 
     segments: tuple[str, ...]
     device: str
     forward_s: float
     backward_s: float
+    weights_s: float
     update_s: float
     parameter_bytes: int
     tape_bytes: int
+    owed_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

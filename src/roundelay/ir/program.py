@@ -1,6 +1,6 @@
 """Programs: what one worker executes, as finite text.
 
-A program is three blocks of instructions over a running micro-batch number ``g``::
+A program is three blocks, or four, of instructions over a running micro-batch number ``g``::
 
     worker 0 of 2
     window run
@@ -22,7 +22,13 @@ A program is three blocks of instructions over a running micro-batch number ``g`
 
 In a window (one batch, or the whole run) the warm-up block runs ``lag`` times, the steady block until the window's last
 forward is done, wherever that is, and the drain block until nothing is in flight. ``update`` acts only where g ends its
-batch. Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and
+batch.
+
+A program with ``backward-weight`` runs its backwards in two halves: ``backward`` makes the gradients of the stage's
+inputs and owes the rest to ``backward-weight``, some micro-batches later (``g-2``; none before the window's first). A
+fourth block, the tail, then runs until nothing is owed.
+
+Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and
 each channel it gives to has a free slot; slots are registers, and a consumer without a free one stops its producer.
 """
 
@@ -31,11 +37,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, get_args
 
 from roundelay.errors import PlanError
 
-Opcode = Literal["read", "forward", "backward", "update"]
+Opcode = Literal["read", "forward", "backward", "backward-weight", "update"]
 ChannelKind = Literal["forward", "gradient"]
 
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
@@ -70,7 +76,7 @@ class Instruction:
 
     Args:
         opcode: what to do.
-        offset: it acts on micro-batch g + offset.
+        offset: it acts on micro-batch g + offset; on none where that lies before the window.
         takes: channels whose message for that micro-batch it consumes.
         gives: channels to which it sends a message.
         reads: for a forward, which version it reads: ``entry`` (the one that stage 0 read), or a letter for each
@@ -92,7 +98,7 @@ class Instruction:
     mode: str = ""
 
     def __str__(self) -> str:
-        words = [self.opcode, f"g+{self.offset}" if self.offset else "g"]
+        words = [self.opcode, f"g{self.offset:+d}" if self.offset else "g"]
         for word, channels in (("takes", self.takes), ("gives", self.gives)):
             if channels:
                 words += [word, ",".join(map(str, channels))]
@@ -117,6 +123,8 @@ class Program:
         warm_up: block.
         steady: block.
         drain: block.
+        owed: backwards that may wait for their weights' half at one time; 0 where a backward is whole.
+        tail: block, empty where no such half is left when all backwards are done.
     """
 
     worker: int
@@ -128,11 +136,14 @@ class Program:
     warm_up: tuple[Instruction, ...]
     steady: tuple[Instruction, ...]
     drain: tuple[Instruction, ...]
+    owed: int = 0
+    tail: tuple[Instruction, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"worker {self.worker} of {self.num_workers}", f"window {self.window}", f"lag {self.lag}"]
-        lines += [f"tapes {self.tapes}", *map(str, self.channels)]
-        for title, block in (("warm-up", self.warm_up), ("steady", self.steady), ("drain", self.drain)):
+        lines += [f"tapes {self.tapes}", *([f"owed {self.owed}"] if self.owed else []), *map(str, self.channels)]
+        blocks = {"warm-up": self.warm_up, "steady": self.steady, "drain": self.drain}
+        for title, block in (blocks | ({"tail": self.tail} if self.tail else {})).items():
             lines += [title, *(f"  {instruction}" for instruction in block)]
         return "\n".join(lines) + "\n"
 
@@ -145,7 +156,7 @@ class Program:
         """
         heads: dict[str, tuple[str, ...]] = {}
         channels: list[Channel] = []
-        blocks: dict[str, list[Instruction]] = {"warm-up": [], "steady": [], "drain": []}
+        blocks: dict[str, list[Instruction]] = {"warm-up": [], "steady": [], "drain": [], "tail": []}
         block: list[Instruction] | None = None
         lines = text.splitlines()
         for number, line in enumerate(lines, 1):
@@ -161,7 +172,7 @@ class Program:
                     heads[words[0]] = _head(words[0], line)
             except (IndexError, KeyError, ValueError) as error:
                 raise _bad_line(number, line) from error
-        lacking = [name for name in _HEADS if name not in heads]
+        lacking = [name for name in _HEADS if name not in heads and name != "owed"]
         if lacking:
             raise _bad_line(len(lines), f"the end, and no line {lacking[0]!r}")
         worker, num_workers = map(int, heads["worker"])
@@ -172,7 +183,11 @@ class Program:
             int(heads["lag"][0]),
             int(heads["tapes"][0]),
             tuple(channels),
-            *(tuple(part) for part in blocks.values()),
+            tuple(blocks["warm-up"]),
+            tuple(blocks["steady"]),
+            tuple(blocks["drain"]),
+            int(heads["owed"][0]) if "owed" in heads else 0,
+            tuple(blocks["tail"]),
         )
         for number, (line, printed) in enumerate(zip_longest(lines, str(program).splitlines(), fillvalue=""), 1):
             if line != printed:
@@ -185,6 +200,7 @@ _HEADS = {
     "window": re.compile(r"window (batch|run)"),
     "lag": re.compile(r"lag (\d+)"),
     "tapes": re.compile(r"tapes (\d+)"),
+    "owed": re.compile(r"owed (\d+)"),
 }
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),
@@ -211,14 +227,14 @@ def _channel(words: list[str]) -> Channel:
 
 
 def _instruction(words: list[str]) -> Instruction:
-    if words[0] not in ("read", "forward", "backward", "update") or not words[1].startswith("g") or len(words) % 2:
+    if words[0] not in get_args(Opcode) or not words[1].startswith("g") or len(words) % 2:
         raise ValueError(words)
     named = dict(zip(words[2::2], words[3::2], strict=True))
     if not all(_WORDS[word].fullmatch(value) for word, value in named.items()):
         raise ValueError(words)
     return Instruction(
         opcode=words[0],  # type: ignore[arg-type]
-        offset=int(words[1][2:] or 0),
+        offset=int(words[1][1:] or 0),
         takes=tuple(int(c) for c in named.get("takes", "").split(",") if c),
         gives=tuple(int(c) for c in named.get("gives", "").split(",") if c),
         reads=named.get("reads", ""),

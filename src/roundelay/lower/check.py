@@ -4,7 +4,7 @@ The programs are executed by the actor machine itself on a virtual clock, over r
 batches, short ones, and an end at each place in the steady block. What is proved of each:
 
 - every message that is sent is received, no more and no fewer, and nothing is left over;
-- no register overflows: slots, and forwards that wait for their backward;
+- no register overflows: slots, forwards that wait for their backward, and backwards that wait for their second half;
 - nobody waits for ever;
 - the actions of every stage come in the order that the schedule states;
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
@@ -43,7 +43,7 @@ LONGEST_S = 3.2e7
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
 
-_LETTERS = {"forward": "F", "backward": "B", "update": "U"}
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,13 @@ def check_plan(plan: Plan) -> None:
             remedy="Correct the plan.",
         )
     _above_zero("bytes_per_s", plan.bytes_per_s)
+    if plan.compile and schedule_named(rule.schedule).halved:
+        raise PlanError(
+            "compile of the plan",
+            got=f"true beside rule {rule.name!r}",
+            expected="false: a compiled backward makes the gradients of inputs and weights at once",
+            remedy="Leave --compile out, or choose another rule.",
+        )
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
@@ -254,16 +261,20 @@ def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header
 
 
 def check_registers(
-    programs: Sequence[Program], tapes_peak: Sequence[int], unread_peak: Sequence[dict[int, int]]
+    programs: Sequence[Program],
+    tapes_peak: Sequence[int],
+    owed_peak: Sequence[int],
+    unread_peak: Sequence[dict[int, int]],
 ) -> None:
     """Prove that no register overflowed in an executed run.
 
     Raises:
         PlanError: naming the worker and the register.
     """
-    for program, tapes, unread in zip(programs, tapes_peak, unread_peak, strict=True):
+    for program, tapes, owed, unread in zip(programs, tapes_peak, owed_peak, unread_peak, strict=True):
         slots = {c.id: c.slots for c in program.channels}
         full = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
+        full.append((f"backwards of worker {program.worker} whose second half waits", owed, program.owed))
         full += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
         for what, used, quota in full:
             if used > quota:

@@ -70,9 +70,12 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
         forward = Instruction("forward", offset, takes, gives, version, distance=ahead_by, mode=plan.backward)
         return (Instruction("read", offset), forward) if stage == 0 else (forward,)
 
+    delay = schedule.delay(stage) if schedule.delay is not None else 0
+    late = (Instruction("backward-weight", -delay),) if schedule.halved else ()
     back = (
         Instruction("backward", 0, grads_in, grads_out, "", rule.backward_reads(plan.backward), back_by, plan.backward),
-        Instruction("update", 0),
+        *late,
+        Instruction("update", -delay),
     )
     return Program(
         worker=stage,
@@ -84,6 +87,8 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
         warm_up=ahead(0),
         steady=(*ahead(lag), *back),
         drain=back,
+        owed=min(delay + 1, plan.micro_batches) if schedule.halved else 0,
+        tail=(Instruction("backward-weight", 0), Instruction("update", 0)) if delay else (),
     )
 
 

@@ -3,7 +3,8 @@
 The time of a run is that from the beginning of its first span to the end of its last, the same for every worker. Of a
 worker's time
 
-- ``forward``, ``backward``, ``update`` is time inside those instructions; together they are *busy*;
+- ``forward``, ``backward`` (both halves, where it has two), ``update`` is time inside those instructions; together they
+  are *busy*;
 - ``data`` is time inside ``read``: the person's loader;
 - what is left is *idle*, and each gap of it lies before an instruction (or behind the last one). The instruction was
   *possible* as soon as the neighbours' instructions had ended that make its messages and free its slots. Until then the
@@ -33,7 +34,7 @@ class Shares:
 
     Args:
         forward: inside forwards.
-        backward: inside backwards.
+        backward: inside backwards, both halves where they have two.
         update: inside updates.
         data: inside ``read``.
         idle: the rest.
@@ -117,7 +118,8 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     def share(kind: str) -> float:
         return seconds.get((worker, kind), 0.0) / total if total > 0 else 0.0
 
-    inside = {"forward": share("forward"), "backward": share("backward"), "update": share("update")}
+    backward = share("backward") + share("backward-weight")
+    inside = {"forward": share("forward"), "backward": backward, "update": share("update")}
     unknown, wait = share("idle"), share("wait")
     idle = wait + share("bubble") + unknown
     return Shares(**inside, data=share("read"), idle=idle, wait=None if unknown else wait)

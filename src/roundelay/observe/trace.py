@@ -16,10 +16,10 @@ from typing import Literal
 
 from roundelay.observe.files import replacing_file
 
-COMPUTE = frozenset({"forward", "backward", "update"})
+COMPUTE = frozenset({"forward", "backward", "backward-weight", "update"})
 """Opcodes that compute; a ``read`` waits for data."""
 
-_LETTERS = {"forward": "F", "backward": "B", "update": "U", "read": "R"}
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U", "read": "R"}
 _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
@@ -35,7 +35,7 @@ class Span:
 
     Args:
         worker: k, the worker and its stage.
-        opcode: ``forward``, ``backward``, ``update`` or ``read``.
+        opcode: ``forward``, ``backward``, ``backward-weight``, ``update`` or ``read``.
         g: global number of the micro-batch.
         batch: t, the number of its batch.
         version: version of the weights that it read.

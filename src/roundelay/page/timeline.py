@@ -100,7 +100,7 @@ def _box(span: Span, across: Axis) -> str:
     return box + f'<text class="inside" x="{x + wide / 2:.1f}" y="{y + 17:g}" text-anchor="middle">{text}</text>'
 
 
-_LOOK = {"forward": "forward", "backward": "backward", "update": "update", "read": "data"}
+_LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data", "update": "update", "read": "data"}
 
 
 def told(span: Span) -> str:

@@ -29,7 +29,7 @@ class Ledger:
         gradients: of one batch.
         optimizer: its state, and what weight prediction keeps of the last update.
         versions: weights beside the newest: stashed or predicted.
-        tapes: of all forwards that wait for their backward.
+        tapes: of all forwards that wait for their backward, and of backwards that wait for their second half.
         messages: on the way to it or unread.
     """
 

@@ -24,7 +24,15 @@ def prove(plan: Plan) -> None:
 def _without_times(plan: Plan) -> Plan:
     """The plan with even times: nothing that is proved depends on them, so plans that differ in times are one."""
     even = StagePlan(
-        segments=(), device=CPU, forward_s=1.0, backward_s=2.0, update_s=0.0, parameter_bytes=0, tape_bytes=0
+        segments=(),
+        device=CPU,
+        forward_s=1.0,
+        backward_s=1.0,
+        weights_s=1.0,
+        update_s=0.0,
+        parameter_bytes=0,
+        tape_bytes=0,
+        owed_bytes=0,
     )
     edges = tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges)
     same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0, "latency_s": 0.1, "bytes_per_s": 1.0}
@@ -38,7 +46,9 @@ def _prove(plan: Plan) -> None:
         simulation = simulate(plan, programs, stream(counts))
         check_run(plan, counts, fired(simulation))
         workers = simulation.workers
-        check_registers(programs, [w.tapes_peak for w in workers], [w.unread_peak for w in workers])
+        check_registers(
+            programs, [w.tapes_peak for w in workers], [w.owed_peak for w in workers], [w.unread_peak for w in workers]
+        )
 
 
 def fired(simulation: Simulation) -> list[list[Fired]]:

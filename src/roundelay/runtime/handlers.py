@@ -40,6 +40,7 @@ class Context:
         audit: told of everything that is computed, if somebody asked.
         counts: terms summed by the loss, by micro-batch, until its backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
+        unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
     """
 
     worker: int
@@ -52,6 +53,7 @@ class Context:
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
     entered: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unaudited: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
 
@@ -100,10 +102,22 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     count = context.counts.pop(run.g, 0.0)
     context.stage.count(count)
     if context.audit is not None:
-        context.audit("backward", run.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
+        made = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
+        if context.stage.halved:
+            context.unaudited[run.g] = made
+        else:
+            context.audit("backward", run.g, made)
     for channel, _ in run.gives:
         values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
+    return None
+
+
+def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
+    """Second half of one micro-batch's backward."""
+    of_parameters = context.stage.weight_half(run.g)
+    if context.audit is not None:
+        context.audit("backward", run.g, {**context.unaudited.pop(run.g), **of_parameters})
     return None
 
 
@@ -122,6 +136,7 @@ HANDLERS: dict[str, Handler] = {
     "read": do_read,
     "forward": do_forward,
     "backward": do_backward,
+    "backward-weight": do_backward_weight,
     "update": do_update,
 }
 

@@ -11,11 +11,12 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
+from roundelay.frontend.stage import Debt, debt_bytes
 from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import NO_PREDICTOR
+from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.runtime.optimizer import (
@@ -28,6 +29,7 @@ from roundelay.runtime.optimizer import (
     state_of,
     without_gradients,
 )
+from roundelay.schedules import schedule_named
 from roundelay.weights import LastStep, Outlook, needs_displacement, needs_gradient, predict
 
 
@@ -55,7 +57,7 @@ class Stage:
         captured: the model.
         spec: which part of it.
         job: optimizer and scheduler.
-        plan: its predictor and its clipping.
+        plan: its rule, its predictor and its clipping.
         initial: where it starts, on the CPU; copied.
         place: where it computes, and keeps all that is its own.
     """
@@ -70,7 +72,8 @@ class Stage:
         place: torch.device = CPU,
     ) -> None:
         self.spec = spec
-        self.function = captured.stage(spec, place)
+        self.halved = schedule_named(rule_named(plan.rule).schedule).halved
+        self.function = captured.stage(spec, place, halved=self.halved)
         self.predictor, self._clip = plan.predictor, Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
@@ -89,6 +92,8 @@ class Stage:
             self.scheduler.step()  # type: ignore[union-attr]
         restore_state(self.optimizer, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
+        #: what backwards have left for :meth:`weight_half`, by micro-batch
+        self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
         self._gradients: dict[str, torch.Tensor] = {}
@@ -101,6 +106,7 @@ class Stage:
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
+        self._owed_bytes = 0
 
     def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
         """Forward of one micro-batch; its tape waits for :meth:`backward`.
@@ -128,7 +134,7 @@ class Stage:
     def backward(
         self, run: Run, grads: Mapping[str, torch.Tensor | None]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Backward of one micro-batch; its gradients are added to the batch's.
+        """Backward of one micro-batch, or its first half; its gradients are added to the batch's.
 
         Returns:
             Gradients of the stage's inputs and of its parameters, by name.
@@ -136,7 +142,16 @@ class Stage:
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
         self._add(of_parameters)
+        if self.halved:
+            self.debts[run.g] = tape.debt
+            self._owed_bytes = self._owed_bytes or debt_bytes(tape.debt)
         return of_inputs, of_parameters
+
+    def weight_half(self, g: int) -> dict[str, torch.Tensor]:
+        """Second half of a backward: the gradients that the first has left out, added to the batch's; by name."""
+        of_parameters = self.function.weights(self.debts.pop(g))
+        self._add(of_parameters)
+        return of_parameters
 
     def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add a micro-batch's gradients to the batch's; the first may be somebody else's too and are not written."""
@@ -210,6 +225,10 @@ class Stage:
     def tape_bytes(self) -> int:
         """Most bytes that one forward has left for its backward; parameters are not counted."""
         return max(self._tape_bytes.values(), default=0)
+
+    def owed_bytes(self) -> int:
+        """Bytes that the first half of a backward has left for the second."""
+        return self._owed_bytes
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
         """Copies of weights, optimizer state and buffers, by name, on the CPU.

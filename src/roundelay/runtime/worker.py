@@ -243,6 +243,7 @@ class _Worker:
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": self.context.stage.tape_bytes(),
+            "owed_bytes": self.context.stage.owed_bytes(),
             "private_bytes": private_bytes(),
             **_resident(self.resident),
         }
