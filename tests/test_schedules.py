@@ -19,7 +19,8 @@ from tests.lower.plans import FEW
 
 GPIPE, ONE_F_ONE_B, ASYNC = SCHEDULES["gpipe"], SCHEDULES["1f1b"], SCHEDULES["async-1f1b"]
 EVERY = st.sampled_from(list(SCHEDULES.values()))
-FLUSHING = st.sampled_from([GPIPE, ONE_F_ONE_B])
+ZERO = SCHEDULES["zb-h1"]
+FLUSHING = st.sampled_from([GPIPE, ONE_F_ONE_B, ZERO])
 
 STAGES = st.integers(1, 8).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size)))
 COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -53,6 +54,9 @@ def updates_before(acts: Sequence[Action], kind: str) -> list[int]:
         ("1f1b", 0, "F0 F1 F2 B0 F3 B1 B2 B3 U0"),
         ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 B3 U0"),
         ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 U0"),
+        ("zb-h1", 0, "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 U0"),
+        ("zb-h1", 1, "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3 U0"),
+        ("zb-h1", 2, "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 U0"),
     ],
 )
 def test_one_batch_of_four_on_three_stages(name: str, stage: int, expected: str) -> None:
@@ -78,11 +82,12 @@ def test_every_stage_does_everything_once_and_in_order(
 ) -> None:
     acts = actions(schedule, *place, counts)
     total = sum(counts)
-    for kind, size in (("F", total), ("B", total), ("U", len(counts))):
+    for kind, size in (("F", total), ("B", total), ("W", total * schedule.halved), ("U", len(counts))):
         assert [act.number for act in acts if act.kind == kind] == list(range(size))
     assert {act.stage for act in acts} == {place[0]}
     order = {(act.kind, act.number): i for i, act in enumerate(acts)}
     assert all(order["F", g] < order["B", g] for g in range(total))
+    assert not schedule.halved or all(order["B", g] < order["W", g] for g in range(total))
 
 
 @FEW
@@ -92,7 +97,8 @@ def test_the_update_follows_the_last_backward_of_its_batch_at_once(
 ) -> None:
     acts = printed(actions(schedule, *place, counts))
     lasts = [end - 1 for end in accumulate(counts)]
-    assert [acts[acts.index(f"U{t}") - 1] for t in range(len(counts))] == [f"B{g}" for g in lasts]
+    kind = "W" if schedule.halved else "B"
+    assert [acts[acts.index(f"U{t}") - 1] for t in range(len(counts))] == [f"{kind}{g}" for g in lasts]
 
 
 @FEW
@@ -159,16 +165,27 @@ def test_gpipe_runs_every_forward_of_a_batch_before_its_first_backward(
 
 def in_flight_peak(acts: Sequence[Action]) -> int:
     """Most micro-batches that are forward but not yet backward."""
-    return max(accumulate({"F": 1, "B": -1, "U": 0}[act.kind] for act in acts))
+    return max(accumulate({"F": 1, "B": -1}.get(act.kind, 0) for act in acts))
 
 
 @FEW
-@given(st.sampled_from([ONE_F_ONE_B, ASYNC]), STAGES, COUNTS)
+@given(st.sampled_from([ONE_F_ONE_B, ZERO, ASYNC]), STAGES, COUNTS)
 def test_one_f_one_b_keeps_at_most_d_minus_k_in_flight(
     schedule: Schedule, place: tuple[int, int], counts: list[int]
 ) -> None:
-    window = max(counts) if schedule is ONE_F_ONE_B else sum(counts)
+    window = sum(counts) if schedule is ASYNC else max(counts)
     assert in_flight_peak(actions(schedule, *place, counts)) == min(place[1] - place[0], window)
+
+
+@FEW
+@given(STAGES, COUNTS)
+def test_two_halves_hold_no_more_micro_batches_on_any_stage_than_stage_0_of_1f1b(
+    place: tuple[int, int], counts: list[int]
+) -> None:
+    """Counted are those that are forward and whose weights' half is still to come."""
+    acts = actions(ZERO, *place, counts)
+    held = max(accumulate({"F": 1, "W": -1}.get(act.kind, 0) for act in acts))
+    assert held == min(place[1], max(counts))
 
 
 @FEW
@@ -188,7 +205,7 @@ def test_the_orders_of_all_stages_fit_together(schedule: Schedule, num_stages: i
         for k, acts in enumerate(rows):
             while at[k] < len(acts):
                 act = acts[at[k]]
-                need = {"F": (k - 1, "F", act.number), "B": (k + 1, "B", act.number), "U": None}[act.kind]
+                need = {"F": (k - 1, "F", act.number), "B": (k + 1, "B", act.number)}.get(act.kind)
                 if need is not None and 0 <= need[0] < num_stages and need not in done:
                     break
                 done.add((k, act.kind, act.number))
@@ -203,5 +220,5 @@ def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"'2f2b'.*gpipe, 1f1b, async-1f1b"):
+    with pytest.raises(PlanError, match=r"'2f2b'.*gpipe, 1f1b, zb-h1, async-1f1b"):
         schedule_named("2f2b")

@@ -111,7 +111,47 @@ def test_a_free_slot_is_known_only_after_the_latency() -> None:
     assert timeline(run, 0)[:2] == ["F0 0-1", "F1 2.5-3.5"]
 
 
+def halved(num_stages: int, micro_batches: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Plan:
+    """A plan of ``zb-h1``: seconds of a forward, of a backward's first half and of its second."""
+    plan = plan_of("zb-h1", num_stages, micro_batches)
+    forward_s, backward_s, weights_s = times
+    stage = replace(plan.stages[0], forward_s=forward_s, backward_s=backward_s, weights_s=weights_s)
+    return replace(plan, stages=(stage,) * num_stages)
+
+
+def test_a_backward_in_two_halves_on_two_stages() -> None:
+    run = sim(halved(2, 2), [2])
+    letters = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U"}
+    rows = [
+        [f"{letters[i.opcode]}{i.g} {i.start_s:g}" for i in run.intervals_of(k) if i.opcode in letters] for k in (0, 1)
+    ]
+    assert rows[0] == ["F0 0", "F1 1", "B0 3", "W0 4", "B1 5", "W1 6", "U1 7"]
+    assert rows[1] == ["F0 1", "B0 2", "F1 3", "B1 4", "W0 5", "W1 6", "U1 7"]
+
+
 # --- laws
+
+
+@FEW
+@given(SIZES, st.integers(1, 3), st.sampled_from([(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.0, 1.0)]))
+def test_halves_leave_a_bubble_of_forward_and_first_half_less_the_second(
+    sizes: tuple[int, int], batches: int, times: tuple[float, float, float]
+) -> None:
+    """Qi et al., Table 1: (D - 1)(f + b - w) per batch, with M >= D and a second half no longer than f and b."""
+    num_stages, micro_batches = sizes[0], sizes[0] + sizes[1] - 1
+    f, b, w = times
+    run = sim(halved(num_stages, micro_batches, times), [micro_batches] * batches)
+    assert run.makespan_s == batches * (micro_batches * (f + b + w) + (num_stages - 1) * (f + b - w))
+
+
+@FEW
+@given(SIZES, st.integers(1, 3), st.tuples(*[st.sampled_from([0.5, 1.0, 3.0])] * 3))
+def test_halves_are_never_slower_than_1f1b(
+    sizes: tuple[int, int], batches: int, times: tuple[float, float, float]
+) -> None:
+    """Whatever the times; a plan of halves run by `1f1b` takes both one after the other."""
+    plan, counts = halved(*sizes, times), [sizes[1]] * batches
+    assert sim(plan, counts).makespan_s <= sim(replace(plan, rule="1f1b"), counts).makespan_s
 
 
 @FEW
@@ -278,9 +318,18 @@ def test_tapes_are_as_many_as_the_schedule_keeps_in_flight(job: tuple[Plan, list
         expected = {
             "gpipe": max(counts),
             "1f1b": min(behind, max(counts)),
+            "zb-h1": min(behind, max(counts)),
         }.get(plan.rule, min(behind, sum(counts)))
         assert report.tapes_peak == expected
-        assert report.tape_bytes_peak == expected * 10
+        assert report.owed_peak == (min(stage + 1, max(counts)) if plan.rule == "zb-h1" else 0)
+        if plan.rule != "zb-h1":
+            assert report.tape_bytes_peak == expected * 10
+
+
+def test_tapes_and_what_is_owed_are_added_up_when_both_are_there() -> None:
+    """D = 4, M = 8, tapes of 10 bytes and debts of 4: lag + 1 tapes beside the k debts of the steady state."""
+    run = sim(halved(4, 8), [8, 8])
+    assert [report.tape_bytes_peak for report in run.workers] == [40, 34, 28, 22]
 
 
 @pytest.mark.parametrize(

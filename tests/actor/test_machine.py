@@ -22,7 +22,7 @@ from tests.lower.plans import ASYNCHRONOUS, FEW, RULES, counts_for, edge_of, pla
 JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
 ORDERS = st.sampled_from([at_random, starving])
 SEEDS = st.integers(0, 2**32)
-LETTERS = {"forward": "F", "backward": "B", "update": "U"}
+LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U"}
 
 
 def done(runs: list[Run]) -> list[str]:

@@ -121,6 +121,12 @@ def peaks(changes: dict[str, Any]) -> tuple[int, dict[int, int], int]:
     return workers[0].tape_bytes_peak, workers[1].unread_peak, workers[1].unread_bytes_peak
 
 
+def owes() -> bool:
+    """Under a rule of two halves, stage 0 holds at most all tapes, or all but one and what one backward owes."""
+    halved = {"rule": "zb-h1", "predictor": "none", "micro_batches": 6, "stages.tape_bytes": 5}
+    return [peaks({**halved, "stages.owed_bytes": owed})[0] for owed in (1, 7)] == [15, 17]
+
+
 def cuts_elsewhere(capsys: pytest.CaptureFixture[str]) -> bool:
     """Another end gives the first stage other operations; an unknown one, and one behind the next, are refused."""
     graph, ends = given()[1].graph, [stage.segments[-1] for stage in given()[2].stages]
@@ -174,6 +180,8 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "stages.device": lambda _: refused({"stages.device": "cuda:9999"}) and refused({"stages.device": "tpu"}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
+    "stages.weights_s": lambda _: slower({"stages.weights_s": 0.02}),
+    "stages.owed_bytes": lambda _: owes(),
     "stages.update_s": lambda _: slower({"stages.update_s": 0.02}),
     "stages.parameter_bytes": shows_weights,
     "stages.tape_bytes": lambda _: peaks({"stages.tape_bytes": 7})[0] == 3 * 7,  # D - k forwards in flight

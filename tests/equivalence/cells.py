@@ -47,6 +47,9 @@ class Variant:
 VARIANTS = {
     "gpipe": Variant("gpipe", "none", "stash"),
     "1f1b": Variant("1f1b", "none", "stash"),
+    "zb-h1": Variant("zb-h1", "none", "stash"),
+    "zb-h1 recompute": Variant("zb-h1", "none", "recompute"),
+    "zb-h1 mixed": Variant("zb-h1", "none", "mixed"),
     "pipedream": Variant("pipedream", "none", "stash"),
     "pipedream-vertical": Variant("pipedream-vertical", "none", "stash"),
     "pipedream-2bw": Variant("pipedream-2bw", "none", "stash"),
@@ -67,6 +70,8 @@ VARIANTS = {
 PAIRED = (
     "gpipe",
     "1f1b",
+    "zb-h1",
+    "zb-h1 recompute",
     "pipedream",
     "pipedream-vertical",
     "cdp-v1",

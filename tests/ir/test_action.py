@@ -33,7 +33,7 @@ def test_a_text_is_an_action_that_prints_so_or_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2f0", "2W0", "-2F0", "2F-1", "2F0 ", " 2F0", "2F0\n", "2 F 0", "2F0B1", "1.0F0"]
+    "text", ["", "F0", "2F", "2f0", "2V0", "-2F0", "2F-1", "2F0 ", " 2F0", "2F0\n", "2 F 0", "2F0B1", "1.0F0"]
 )
 def test_what_is_no_action_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError) as refusal:

@@ -22,9 +22,11 @@ STAGES = st.builds(
     segments=st.lists(TEXTS, max_size=3).map(tuple),
     forward_s=FLOATS,
     backward_s=FLOATS,
+    weights_s=FLOATS,
     update_s=FLOATS,
     parameter_bytes=INTS,
     tape_bytes=INTS,
+    owed_bytes=INTS,
 )
 EDGES = st.builds(
     EdgePlan, source=INTS, target=INTS, slots=INTS, forward_bytes=INTS, backward_bytes=INTS, gradient=st.booleans()

@@ -20,7 +20,7 @@ IDS = st.lists(NUMBERS, max_size=3).map(tuple)
 CHANNELS = st.builds(Channel, NUMBERS, st.sampled_from(["forward", "gradient"]), NUMBERS, NUMBERS, NUMBERS)
 INSTRUCTIONS = st.builds(
     Instruction,
-    opcode=st.sampled_from(["read", "forward", "backward", "update"]),
+    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "update"]),
     offset=NUMBERS,
     takes=IDS,
     gives=IDS,
@@ -29,6 +29,7 @@ INSTRUCTIONS = st.builds(
     mode=st.sampled_from(["", "stash", "recompute", "mixed"]),
 )
 BLOCKS = st.lists(INSTRUCTIONS, max_size=4).map(tuple)
+BEHIND = st.builds(Instruction, opcode=st.sampled_from(["backward-weight", "update"]), offset=st.integers(-9, 9))
 PROGRAMS = st.builds(
     Program,
     worker=NUMBERS,
@@ -38,8 +39,10 @@ PROGRAMS = st.builds(
     tapes=NUMBERS,
     channels=st.lists(CHANNELS, max_size=3).map(tuple),
     warm_up=BLOCKS,
-    steady=BLOCKS,
+    steady=st.lists(INSTRUCTIONS | BEHIND, max_size=4).map(tuple),
     drain=BLOCKS,
+    owed=NUMBERS,
+    tail=BLOCKS,
 )
 TEXT = str(emit(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)], backward="recompute"))[0])
 LINES = TEXT.splitlines()
@@ -141,6 +144,8 @@ WRONG_LINES = [
     (9, "  read g2"),
     (9, "  read gx2"),
     (9, "  read g-2"),
+    (10, "  forward g-1 gives 0"),
+    (14, "  backward-weight g--1"),
     (9, "  read h"),
     (9, "   "),
     (9, "read g"),

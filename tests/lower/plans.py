@@ -12,7 +12,7 @@ from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 
 ASYNCHRONOUS = ("pipedream", "pipeoptim", "pipedream-vertical", "spectrain", "async", "lookahead")
-RULES = ("gpipe", "1f1b", *ASYNCHRONOUS)
+RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
 
 #: For tests whose every example is a run of its own.
 FEW = settings(max_examples=25)

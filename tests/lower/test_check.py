@@ -162,9 +162,10 @@ def test_a_stage_s_actions_in_another_order_are_refused(rule: str) -> None:
 def test_an_action_too_few_or_too_many_is_refused(rule: str) -> None:
     plan = plan_of(rule, 2, 2)
     fired = fired_in(plan, [2])
-    with pytest.raises(PlanError, match="stage 1, action 4: got the end; expected 1U0"):
+    end = len(fired[1]) - 1
+    with pytest.raises(PlanError, match=f"stage 1, action {end}: got the end; expected 1U0"):
         check_run(plan, [2], [fired[0], fired[1][:-1]])
-    with pytest.raises(PlanError, match="stage 1, action 5: got 1U0; expected the end"):
+    with pytest.raises(PlanError, match=f"stage 1, action {end + 1}: got 1U0; expected the end"):
         check_run(plan, [2], [fired[0], [*fired[1], fired[1][-1]]])
 
 
@@ -214,7 +215,7 @@ def test_the_runs_to_prove_end_everywhere_and_hold_short_batches(num_stages: int
 
 def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
     programs = emit(plan_of("1f1b", 2, 4))
-    check_registers(programs, [2, 1], [{1: 2}, {0: 2}])
+    check_registers(programs, [2, 1], [0, 0], [{1: 2}, {0: 2}])
 
 
 @pytest.mark.parametrize(
@@ -228,4 +229,16 @@ def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
 )
 def test_a_register_that_overflows_is_refused(tapes: list[int], unread: list[dict[int, int]], where: str) -> None:
     with pytest.raises(PlanError, match=where):
-        check_registers(emit(plan_of("1f1b", 2, 4)), tapes, unread)
+        check_registers(emit(plan_of("1f1b", 2, 4)), tapes, [0, 0], unread)
+
+
+def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says() -> None:
+    programs = emit(plan_of("zb-h1", 2, 4))
+    check_registers(programs, [2, 1], [1, 2], [{1: 2}, {0: 2}])
+    with pytest.raises(PlanError, match="worker 1 whose second half waits: got 3; expected at most 2"):
+        check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}])
+
+
+def test_halves_are_not_compiled() -> None:
+    with pytest.raises(PlanError, match=r"compile.*zb-h1"):
+        check_plan(plan_of("zb-h1", 2, 4, compile=True))

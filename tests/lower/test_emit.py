@@ -67,7 +67,8 @@ def test_an_edge_that_skips_is_taken_where_it_ends_and_nowhere_else() -> None:
 @given(plans())
 def test_only_the_first_worker_reads_and_every_block_ends_with_its_update(plan: Plan) -> None:
     for program in emit(plan):
-        opcodes = [[i.opcode for i in block] for block in (program.warm_up, program.steady, program.drain)]
+        blocks = (program.warm_up, program.steady, program.drain)
+        opcodes = [[i.opcode for i in block if i.opcode != "backward-weight"] for block in blocks]
         ahead = ["read", "forward"] if program.worker == 0 else ["forward"]
         assert opcodes == [ahead, [*ahead, "backward", "update"], ["backward", "update"]]
 
@@ -85,7 +86,31 @@ def test_forwards_run_a_lag_ahead_and_backwards_stay_at_g(plan: Plan) -> None:
             schedule.window,
         )
         assert {i.offset for i in program.steady if i.opcode in ("read", "forward")} == {lag}
-        assert {i.offset for i in (*program.warm_up, *program.drain, *program.steady[-2:])} == {0}
+        back = [i for i in (*program.steady, *program.drain) if i.opcode in ("backward-weight", "update")]
+        assert {i.offset for i in back} == {-k if plan.rule == "zb-h1" else 0}
+        passes = [i for i in (*program.warm_up, *program.drain) if i.opcode in ("read", "forward", "backward")]
+        assert {i.offset for i in (*passes, *program.tail)} == {0}
+
+
+def test_a_program_of_halves_owes_as_many_as_its_stage_s_number_and_then_settles() -> None:
+    first, middle, last = emit(plan_of("zb-h1", 3, 4))
+    assert [program.owed for program in (first, middle, last)] == [1, 2, 3]
+    assert first.tail == ()
+    assert str(middle).splitlines()[11:] == [
+        "steady",
+        "  forward g+1 takes 0 gives 2 mode stash",
+        "  backward g takes 3 gives 1 weights forward mode stash",
+        "  backward-weight g-1",
+        "  update g-1",
+        "drain",
+        "  backward g takes 3 gives 1 weights forward mode stash",
+        "  backward-weight g-1",
+        "  update g-1",
+        "tail",
+        "  backward-weight g",
+        "  update g",
+    ]
+    assert [i.offset for i in last.steady] == [0, 0, -2, -2]
 
 
 @FEW

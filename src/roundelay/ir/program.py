@@ -195,6 +195,7 @@ class Program:
         return program
 
 
+_MAY_LIE_BEHIND = ("backward-weight", "update")
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),
     "window": re.compile(r"window (batch|run)"),
@@ -230,11 +231,14 @@ def _instruction(words: list[str]) -> Instruction:
     if words[0] not in get_args(Opcode) or not words[1].startswith("g") or len(words) % 2:
         raise ValueError(words)
     named = dict(zip(words[2::2], words[3::2], strict=True))
+    offset = int(words[1][1:] or 0)
+    if offset < 0 and words[0] not in _MAY_LIE_BEHIND:
+        raise ValueError(words)
     if not all(_WORDS[word].fullmatch(value) for word, value in named.items()):
         raise ValueError(words)
     return Instruction(
         opcode=words[0],  # type: ignore[arg-type]
-        offset=int(words[1][1:] or 0),
+        offset=offset,
         takes=tuple(int(c) for c in named.get("takes", "").split(",") if c),
         gives=tuple(int(c) for c in named.get("gives", "").split(",") if c),
         reads=named.get("reads", ""),
