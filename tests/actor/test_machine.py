@@ -48,6 +48,13 @@ def test_a_worker_does_what_the_schedule_says_in_its_order(job: tuple[Plan, list
     assert [done(runs) for runs in world.runs] == [expected_actions(plan, k, counts) for k in range(plan.num_stages)]
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 4), (4, 8), (5, 2), (6, 1)])
+def test_halves_are_run_in_the_order_of_their_schedule_through_short_batches(sizes: tuple[int, int]) -> None:
+    plan, counts = plan_of("zb-h1", *sizes), [sizes[1], 1, sizes[1], max(1, sizes[1] - 1)]
+    world = World(plan, stream(counts)).run(in_turn)
+    assert [done(runs) for runs in world.runs] == [expected_actions(plan, k, counts) for k in range(plan.num_stages)]
+
+
 @FEW
 @given(JOBS)
 def test_the_version_is_the_number_of_updates_before(job: tuple[Plan, list[int]]) -> None:

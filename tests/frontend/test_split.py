@@ -151,6 +151,7 @@ EARLY: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "one operation that is split, one that is not": (lambda x, a: x @ a + a.sum(), ((5, 5),)),
     "three readers": (lambda x, a: torch.tanh(torch.tanh(x @ a) @ a) @ a, ((5, 5),)),
     "a weight that is no parameter's": (lambda x, a: (x + a) @ (x * a).t(), ((5,),)),
+    "a bias that is no parameter's": (lambda x, a: functional.linear(x, a, x.sum(0)[:3]), ((3, 5),)),
     "a parameter in the place of the tensor": (lambda x, a: torch.mm(a, x), ((3, 4),)),
     "a vector": (torch.matmul, ((5,),)),
 }
