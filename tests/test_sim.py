@@ -137,7 +137,7 @@ def test_a_backward_in_two_halves_on_two_stages() -> None:
 def test_halves_leave_a_bubble_of_forward_and_first_half_less_the_second(
     sizes: tuple[int, int], batches: int, times: tuple[float, float, float]
 ) -> None:
-    """Qi et al., Table 1: (D - 1)(f + b - w) per batch, with M >= D and a second half no longer than f and b."""
+    """Qi et al., Sect. 2.3: (D - 1)(f + b - w) per batch, with M >= D and a second half no longer than f and b."""
     num_stages, micro_batches = sizes[0], sizes[0] + sizes[1] - 1
     f, b, w = times
     run = sim(halved(num_stages, micro_batches, times), [micro_batches] * batches)

@@ -22,11 +22,11 @@ from benchmarks.common import alternate, asked, report, slope, spread, table
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.runtime.handlers import Context, do_backward, do_forward
+from roundelay.runtime.handlers import Context, do_backward, do_backward_weight, do_forward
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
 BOTH = ("1f1b", "pipeoptim mixed")
-SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours pipedream", "ours pipeoptim mixed")
+SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours zb-h1", "ours pipedream", "ours pipeoptim mixed")
 
 
 class Sleep(torch.autograd.Function):
@@ -114,6 +114,9 @@ def ours(rule: str, backward: str, transport: str, updates: int) -> float:
     """Milliseconds of 8 micro-batches: the slope over the batches' ends at the last stage, from the second batch on."""
     back = B + (F if backward == "recompute" and rule != "gpipe" else 0.0)
     handlers = {"forward": asleep(F, do_forward), "backward": asleep(back, do_backward)}
+    if rule == "zb-h1":
+        halves = asleep(B / 2, do_backward), asleep(B / 2, do_backward_weight)
+        handlers |= dict(zip(("backward", "backward-weight"), halves, strict=True))
     trained = session(rule, backward, transport, updates).run(
         notify=lambda event: None, handlers=dict.fromkeys(range(D), handlers)
     )
@@ -128,6 +131,7 @@ def main() -> None:
     mine = {
         "gpipe": ("gpipe", "stash", M * (F + B) + (D - 1) * (F + B)),
         "1f1b": ("1f1b", "stash", M * (F + B) + (D - 1) * (F + B)),
+        "zb-h1": ("zb-h1", "stash", M * (F + B) + (D - 1) * F),
         "pipedream": ("pipedream", "stash", M * (F + B)),
         "pipeoptim stash": ("pipeoptim", "stash", M * (F + B)),
         "pipeoptim mixed": ("pipeoptim", "mixed", M * (F + B)),

@@ -9,7 +9,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session, Trained
-from roundelay.frontend.split import Owed
+from roundelay.frontend.owing import Owed
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, bench

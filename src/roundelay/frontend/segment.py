@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from roundelay.frontend.draws import Draw
-from roundelay.frontend.split import Owed, Split
+from roundelay.frontend.owing import Owed
+from roundelay.frontend.split import Split
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]

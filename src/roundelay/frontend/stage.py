@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from roundelay.frontend.draws import Draw
+from roundelay.frontend.owing import Owed
 from roundelay.frontend.segment import Segment, Tape, Tensors
-from roundelay.frontend.split import Owed, settle
+from roundelay.frontend.split import settle
 
 Mode = Literal["stash", "recompute", "mixed"]
 Debt = list[tuple[list[Owed], Tensors]]
