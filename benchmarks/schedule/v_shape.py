@@ -3,8 +3,8 @@
 D workers with two virtual stages each, worker k with k and 2D-1-k, so that forwards turn at the last worker and come
 back; a forward, a first half and a second half of a virtual stage take half of what they take of a stage. Nothing of
 the product is asked: a worker that is free takes what is ready, first halves before forwards before second halves,
-later forwards of a V before earlier ones, and holds no more than 2D tapes of half a stage, which is what stage 0 of `1f1b`
-holds. Messages take no time. Every worker updates by itself, so batches follow each other without a barrier.
+later forwards of a V before earlier ones, and holds no more than 2D tapes of half a stage, which is what stage 0 of
+`1f1b` holds. Messages take no time. Every worker updates by itself, so batches follow each other without a barrier.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ that flush, and the whole run for the asynchronous one; the update follows the l
 
 A schedule with a *delay* runs every backward in two halves. The first makes the gradients that the stage before waits
 for; the second, ``W``, those of the weights, ``delay`` micro-batches later, so that it fills what would be bubble. In
-``zb-h1`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, Sect. 2.1) stage k's delay is k: lag and delay then add up
-to D - 1 on every stage, and none holds more micro-batches than stage 0 does under ``1f1b``.
+``zb-h1`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, Sect. 2.1) stage k's delay is k: lag and delay then add
+up to D - 1 on every stage, and none holds more micro-batches than stage 0 does under ``1f1b``.
 
 ::
 

@@ -2,16 +2,16 @@
 
 Backward has no arithmetic in common between the two halves of a product: ``dx = dy W`` is what the stage before waits
 for, ``dW = dy^T x`` is what the update waits for (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). So every
-operation that multiplies by a parameter is run on the parameter *detached*, and leaves a note, :class:`roundelay.frontend.owing.Owed`: what it
-read, and the place in autograd's graph where its output's gradient will pass. The first half is one run of autograd
-that computes no such weight's gradient and picks up the gradients at those places; the second half, :func:`settle`,
-calls the kernels that autograd would have called, on the same operands, so that the bits are those of the whole
-backward. Nothing is computed twice, and no graph is kept between the halves.
+operation that multiplies by a parameter is run on the parameter *detached*, and leaves a note of what it owes
+(:class:`roundelay.frontend.owing.Owed`): what it read, and the place in autograd's graph where its output's gradient
+will pass. The first half is one run of autograd that computes no such weight's gradient and picks up the gradients at
+those places; the second half, :func:`settle`, calls the kernels that autograd would have called, on the same operands,
+so that the bits are those of the whole backward. Nothing is computed twice, and no graph is kept between the halves.
 
-Split are matrix products, convolutions and embeddings (:data:`roundelay.frontend.owing.FORMULAS`). Every other operation's weight gradient (a
-normalisation's, a recurrent layer's, whose kernel makes both at once) is computed in the first half, and so is that of
-a parameter which such an operation reads too, or which more than two operations read: autograd adds three terms in an
-order that is its own.
+Split are matrix products, convolutions and embeddings (:data:`roundelay.frontend.owing.FORMULAS`). Every other
+operation's weight gradient (a normalisation's, a recurrent layer's, whose kernel makes both at once) is computed in the
+first half, and so is that of a parameter which such an operation reads too, or which more than two operations read:
+autograd adds three terms in an order that is its own.
 """
 
 from __future__ import annotations
