@@ -10,7 +10,7 @@ from roundelay.ir.plan import Plan
 from roundelay.sim import Simulation
 
 _COLUMNS = """
-in flight: forwards waiting for their backward; tapes: bytes they hold; messages: on the way or unread;
+in flight: forwards waiting for their backward; tapes: bytes they hold, and halves wait for; messages: on the way or unread;
 crossed: updates between a forward's weights and its batch; versions: of the weights, alive at one time"""
 
 
