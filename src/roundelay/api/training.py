@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from roundelay.api.compiling import compile_stages, for_plan
-from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, Snapshot, Updated
+from roundelay.api.continuing import changed, order_of
+from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
@@ -21,6 +22,7 @@ from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
+from roundelay.observe.flight import StageFlight
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
@@ -38,6 +40,14 @@ class Length:
 
     steps: int | None = None
     epochs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Where checkpoints go: after every epoch, at the end, and after every ``every`` updates if that is not 0."""
+
+    path: Path
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +86,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     seed: int = 0,
     resume: str | Path | None = None,
     save_to: str | Path | None = None,
+    checkpoint_every: int | None = None,
     on_update: Callable[[Updated], None] | None = None,
 ) -> Trained:
     """Train.
@@ -86,8 +97,10 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         steps: number of updates; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
         epochs: number of epochs, those of a resumed checkpoint included.
         seed: of data order and of every random number in the model.
-        resume: checkpoint to continue from, made with any number of stages.
+        resume: checkpoint to continue from. With the plan that it was made by, the run goes on as if it had not been
+            interrupted; with any other it starts with empty stages.
         save_to: where to write a checkpoint after every epoch and at the end.
+        checkpoint_every: also after every so many updates.
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
             slow one is told late. One that raises ends the training; the last checkpoint is whole.
 
@@ -100,7 +113,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
-    return session.run(notify=_telling(on_update), save_to=None if save_to is None else Path(save_to))
+    saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
+    return session.run(notify=_telling(on_update), saving=saving)
 
 
 def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
@@ -150,13 +164,20 @@ class Session:
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
-        self.initial = _initial(captured, start)
+        self.order = order_of(plan)
+        flight = None if start is None else start.flight
+        reason = "" if flight is None else changed(flight, self.order)
+        #: what is told if the stages start empty, though they were not when the checkpoint was made
+        self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
+        self.initial = _initial(captured, start, None if reason or flight is None else flight.stages)
+        #: updates that had been made when the stages were last empty
+        self.since = self.initial.updates if reason or flight is None else flight.since
 
     def run(
         self,
         *,
         notify: Notify,
-        save_to: Path | None = None,
+        saving: Saving | None = None,
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
@@ -166,14 +187,17 @@ class Session:
 
         Args:
             notify: told of updates, evaluations and checkpoints.
-            save_to: where checkpoints go.
+            saving: where checkpoints go, if anywhere.
             audit: collect digests of everything that is computed.
             handlers: worker to handlers of its own, to break a run on purpose.
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
         self._compile(party)
-        keeper = Keeper(self, save_to, evaluates=self.job.evaluate is not None and not audit)
+        self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
+        keeper = Keeper(
+            self, None if saving is None else saving.path, evaluates=self.job.evaluate is not None and not audit
+        )
 
         def listen(report: Report) -> None:
             gatherer.take(report)
@@ -184,6 +208,8 @@ class Session:
 
         rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
         gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot, rates.at)
+        if self.drained is not None:
+            notify(self.drained)
         try:
             with one_thread():
                 run(self._task(audit, handlers or {}), listen, wrap, party)
@@ -256,7 +282,7 @@ def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
     return Extent(at.micro_batches, at.updates, at.epoch, at.batches_into_epoch, steps, epochs)
 
 
-def _initial(captured: Captured, start: Checkpoint | None) -> Initial:
+def _initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFlight, ...] | None) -> Initial:
     if start is None:
         return Initial(
             {n: p.data for n, p in captured.parameters().items()},  # stages copy what they train
@@ -265,7 +291,7 @@ def _initial(captured: Captured, start: Checkpoint | None) -> Initial:
             0,
         )
     buffers = {n: start.buffers.get(n, b).clone() for n, b in captured.buffers().items()}
-    return Initial(start.parameters, buffers, start.optimizer, start.position.updates)
+    return Initial(start.parameters, buffers, start.optimizer, start.position.updates, flight)
 
 
 def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:

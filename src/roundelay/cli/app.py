@@ -73,6 +73,15 @@ def train(
     restarts: Annotated[
         int, typer.Option(help="How often a run that fails goes on from its last checkpoint by itself.", min=0)
     ] = 0,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Also write a checkpoint after every S updates, without draining the stages. [default: epochs' ends]",
+            min=0,
+            metavar="S",
+            show_default=False,
+        ),
+    ] = 0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
     ] = False,
@@ -110,6 +119,7 @@ def train(
         out=out,
         baseline=baseline,
         restarts=restarts,
+        checkpoint_every=checkpoint_every,
         quiet=as_json,
         party=party,
         reasons=reasons,
