@@ -15,6 +15,7 @@ import typer
 
 from roundelay import debug
 from roundelay.api import simulate
+from roundelay.api.origin import First
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
@@ -246,9 +247,10 @@ def verify_command(
     job = load_job(job_file, seed)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
     announce("Training distributed, then in one process ...", as_json)
+    first = First.of(captured)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
-    result = verify_session(session, tamper)
+    result = verify_session(session, tamper, first=first)
     if as_json:
         show_json(verification_json(plan, result))
     else:
