@@ -19,7 +19,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.observe.checkpoint import Checkpoint, Position, Until
 from roundelay.observe.flight import Flight
 from roundelay.runtime.reader import Extent
 
@@ -121,6 +121,7 @@ class Keeper:
             fingerprint=session.plan.model,
             rule=session.plan.rule,
             num_stages=session.plan.num_stages,
+            until=_until(session.extent),
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:
@@ -130,6 +131,11 @@ class Keeper:
                 raise
             return NotSaved(str(path), error.got)
         return Saved(str(path))
+
+
+def _until(extent: Extent) -> Until:
+    """Where a run ends, counted from the first update of all."""
+    return Until(None if extent.batches is None else extent.start_batch + extent.batches, extent.epochs)
 
 
 def _is_between(header: MicroBatch) -> bool:

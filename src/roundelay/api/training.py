@@ -11,6 +11,7 @@ from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.continuing import changed, order_of
 from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
+from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
@@ -20,7 +21,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.files import present
 from roundelay.observe.flight import StageFlight
 from roundelay.runtime.device import check_here
@@ -28,18 +29,9 @@ from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
-from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
 from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Task, Wrap, unchanged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """How long to train: a number of updates, or up to an epoch; the job's own ``steps``, or one epoch, if neither."""
-
-    steps: int | None = None
-    epochs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,28 +250,6 @@ class Session:
             audit=audit,
             handlers=handlers,
         )
-
-
-def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
-    """From where to where to read the data.
-
-    Raises:
-        UsageError: the length is not positive, or the checkpoint is already there.
-    """
-    for name, value in (("steps", length.steps), ("epochs", length.epochs)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
-    steps = length.steps if length.epochs is not None or length.steps is not None else job.steps
-    at = Position(0, 0, 0, 0) if start is None else start.position
-    epochs = length.epochs if length.epochs is not None else (at.epoch + 1 if steps is None else None)
-    if epochs is not None and at.epoch >= epochs:
-        raise UsageError(
-            "--epochs",
-            got=f"{epochs}, but the checkpoint has {at.epoch} behind it",
-            expected="more epochs than the checkpoint has",
-            remedy=f"Give --epochs {at.epoch + 1} or more, or --steps.",
-        )
-    return Extent(at.micro_batches, at.updates, at.epoch, at.batches_into_epoch, steps, epochs)
 
 
 def _initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFlight, ...] | None) -> Initial:

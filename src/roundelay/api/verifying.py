@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from roundelay.api.length import Length
 from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
 from roundelay.api.planning import capture
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Draw
 from roundelay.ir.clip import Clip

@@ -69,7 +69,11 @@ Devices = Annotated[
     typer.Option(help="cpu, cuda (stage k on device k), or one for each stage: cuda:0,cpu. [default: cuda if here]"),
 ]
 Steps = Annotated[
-    int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")
+    int | None,
+    typer.Option(
+        help="Updates to make (more, with --from). [default: what an interrupted run lacks; the job's own number; one "
+        "epoch]"
+    ),
 ]
 Epochs = Annotated[int | None, typer.Option(help="Train up to this many epochs in all, instead of --steps.")]
 Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]

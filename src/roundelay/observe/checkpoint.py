@@ -48,6 +48,23 @@ class Position:
     batches_into_epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Where the run was to end that made a checkpoint.
+
+    Args:
+        updates: in all, those before the run included; None if no number was given.
+        epochs: in all; None if no number was given.
+    """
+
+    updates: int | None = None
+    epochs: int | None = None
+
+    def lies_behind(self, position: Position) -> bool:
+        """Whether the run has still to go there."""
+        return (self.updates or 0) > position.updates or (self.epochs or 0) > position.epoch
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """What a run needs to go on.
@@ -62,6 +79,7 @@ class Checkpoint:
         rule: name of the update rule.
         num_stages: stages of the plan.
         flight: what was in flight; None if the stages were empty.
+        until: where the run was to end.
     """
 
     parameters: dict[str, Tensor]
@@ -73,6 +91,7 @@ class Checkpoint:
     rule: str
     num_stages: int
     flight: Flight | None = None
+    until: Until = Until()
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -193,6 +212,7 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
     manifest = {
         **asdict(checkpoint.position),
         **{name: getattr(checkpoint, name) for name in _FACTS},
+        "until": asdict(checkpoint.until),
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
@@ -237,6 +257,7 @@ def _decode(stored: Stored) -> Checkpoint:
             for parameter, state in manifest["optimizer"].items()
         },
         position=Position(*(manifest[name] for name in Position.__slots__)),
+        until=Until(**manifest.get("until", {})),
         flight=_decode_flight(manifest.get("flight"), stored.flight),
         **{name: manifest[name] for name in _FACTS},
     )

@@ -111,7 +111,7 @@ class Stage:
         self.in_flight = InFlight(flight, place)
         self._predicted: dict[str, tuple[tuple[int, int], dict[str, torch.Tensor]]] = {}
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
-        self._keep = None if flight is None else flight.keep  # the oldest of them
+        self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
 
     def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
