@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.optim.lr_scheduler import LambdaLR
 
+from roundelay.api import keeping
 from roundelay.api.continuing import changed
-from roundelay.api.gathering import Drained
+from roundelay.api.gathering import Drained, Updated
 from roundelay.api.origin import First
 from roundelay.api.training import Length, Saving, Session, load_checkpoint
 from roundelay.api.verifying import verify_session
 from roundelay.errors import UsageError
 from roundelay.ir.rule import UpdateRule, register_rule
 from roundelay.job import Job
-from roundelay.observe.checkpoint import load
+from roundelay.observe.checkpoint import Checkpoint, load
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Variant, allowed, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 
@@ -214,3 +216,59 @@ def test_the_short_run_behind_a_checkpoint_may_end_within_what_was_in_flight(
     assert start.flight is not None
     assert start.flight.micro_batches == 1, "the run's last"
     assert differences(whole, made.rest(start), start) == []
+
+
+@pytest.mark.parametrize("length", [Length(steps=8), EPOCHS])
+def test_an_interrupted_run_goes_on_to_its_own_end(
+    length: Length, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dataclasses.replace(trip("skip", VARIANTS["pipedream"], (3, 1), "sgd"), length=length)
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = made.whole(Saving(path=tmp_path, every=1))
+    for updates in (3, 5):
+        start = load(tmp_path / str(updates))
+        made.restore()
+        rest = Session(made.job(), made.captured, made.plan, 0, Length(), start).run(notify=lambda event: None)
+        assert differences(whole, rest, start) == []
+    ended = load(tmp_path / str(len(whole.updates)))
+    more = Session(made.job(), made.captured, made.plan, 0, Length(), ended)
+    assert more.extent.epochs == ended.position.epoch + 1, "nothing is lacking: one epoch more"
+
+
+def test_epochs_of_one_batch_hand_over_each_its_own_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trip("batchnorm", VARIANTS["pipedream"], (4, 1), "sgd", batches=lambda epoch: bench("batchnorm").batches[:1])
+    made = dataclasses.replace(made, length=Length(epochs=6))
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = made.whole(Saving(path=tmp_path))
+    seen = {epoch: load(tmp_path / str(epoch)) for epoch in range(1, 7)}
+    counted = [name for name in seen[1].buffers if name.endswith("num_batches_tracked")]
+    assert counted
+    for epoch, start in seen.items():
+        assert all(int(start.buffers[name]) == epoch for name in counted)
+    assert differences(whole, made.rest(seen[2]), seen[2]) == []
+
+
+def test_of_checkpoints_that_wait_for_the_disk_the_newest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trip("skip", VARIANTS["pipedream"], (3, 1), "sgd")
+    written: list[int] = []
+    begun, released = threading.Event(), threading.Event()
+
+    def slow(path: Path, checkpoint: Checkpoint, aliases: Any) -> None:
+        begun.set()
+        assert released.wait(60)
+        written.append(checkpoint.position.updates)
+
+    def release(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 9:
+            assert begun.wait(60)
+            released.set()
+
+    monkeypatch.setattr(keeping.store, "save", slow)
+    made.restore()
+    session = Session(made.job(), made.captured, made.plan, 0, EPOCHS)
+    session.run(notify=release, saving=Saving(path=tmp_path, every=1))
+    assert written == sorted(written), "none is overwritten by an older one"
+    assert {5, 10} <= set(written)
+    assert len(written) < 10
