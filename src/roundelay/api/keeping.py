@@ -12,6 +12,7 @@ from typing import Protocol, final
 import torch
 
 from roundelay.api.background import Background
+from roundelay.api.continuing import laid_out
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot
 from roundelay.errors import RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
@@ -150,7 +151,7 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        own[name].data = tensor.clone()
+        own[name].data = laid_out(own[name].data, tensor).clone()
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             buffer.copy_(snapshot.buffers.get(name, buffer))

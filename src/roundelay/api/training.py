@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.api.compiling import compile_stages, for_plan
-from roundelay.api.continuing import changed, order_of
+from roundelay.api.continuing import changed, initial, order_of
 from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
 from roundelay.api.length import Length, extent
@@ -23,14 +23,12 @@ from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.files import present
-from roundelay.observe.flight import StageFlight
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
 from roundelay.runtime.report import Report
-from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Task, Wrap, unchanged
 
 
@@ -161,7 +159,7 @@ class Session:
         reason = "" if flight is None else changed(flight, self.order)
         #: what is told if the stages start empty, though they were not when the checkpoint was made
         self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
-        self.initial = _initial(captured, start, None if reason or flight is None else flight.stages)
+        self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 
@@ -250,18 +248,6 @@ class Session:
             audit=audit,
             handlers=handlers,
         )
-
-
-def _initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFlight, ...] | None) -> Initial:
-    if start is None:
-        return Initial(
-            {n: p.data for n, p in captured.parameters().items()},  # stages copy what they train
-            {n: b.clone() for n, b in captured.buffers().items()},
-            {},
-            0,
-        )
-    buffers = {n: start.buffers.get(n, b).clone() for n, b in captured.buffers().items()}
-    return Initial(start.parameters, buffers, start.optimizer, start.position.updates, flight)
 
 
 def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
