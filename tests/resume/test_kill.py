@@ -14,7 +14,10 @@ from roundelay.observe.checkpoint import load
 from tests.faults.case import Server
 from tests.resume.kill import END_S, JOB, Case, differences, play, whole
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes"),
+    pytest.mark.timeout(400),  # each starts the command three times: seconds, or minutes on a busy machine
+]
 
 CASES = (
     Case("pipeoptim", 3, 1, "shm", 2, 1, seed=4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -211,13 +211,12 @@ class Gatherer:
 
 
 def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
-    """The states of all stages, in order, as one. Of a buffer that several have, each its own, the first stage's."""
+    """The states of all stages, in order, as one. A buffer that several have is the same in all: none changes it."""
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
     flight: list[StageFlight] = []
     for part in parts:
-        others: dict[str, torch.Tensor] = {}
         for name, tensor in part.tensors.items():
             kind, rest = name.split(" ", 1)
             if kind == "state":
@@ -226,9 +225,9 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
             elif kind == "parameter":
                 parameters[rest] = tensor
             elif kind == "buffer":
-                (others if rest in buffers else buffers)[rest] = tensor
+                buffers.setdefault(rest, tensor)
         for parameter, numbers in part.data["numbers"].items():
             optimizer[parameter].update(numbers)
         if "flight" in part.data:
-            flight.append(replace(decode(part.data["flight"], part.tensors), buffers=others))
+            flight.append(decode(part.data["flight"], part.tensors))
     return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None)

@@ -7,7 +7,7 @@ the buffers behind the last micro-batch that the checkpoint counts; so nothing t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,14 +29,12 @@ class StageFlight:
         weights: the weights that these forwards read, and older versions that later forwards may read; by name.
         keep: the oldest version that a later forward may read; None if each reads its newest.
         last: parameter to its last update, as far as a prediction reads it.
-        buffers: those that an earlier stage has as well, each changing its own.
     """
 
     versions: dict[int, int]
     weights: dict[Key, Weights]
     keep: int | None
     last: dict[str, LastStep]
-    buffers: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +73,6 @@ def encode(flight: StageFlight, prefix: str) -> tuple[dict[str, Any], dict[str, 
             name: [last.rate, pool.name(last.displacement), pool.name(last.gradient)]
             for name, last in flight.last.items()
         },
-        "buffers": pool.names(flight.buffers),
     }
     return table, pool.tensors
 
@@ -94,7 +91,6 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlig
         weights={(version, distance): named(names) for version, distance, names in table["weights"]},
         keep=table["keep"],
         last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
-        buffers=named(table["buffers"]),
     )
 
 

@@ -87,8 +87,7 @@ class Stage:
             for n in spec.parameters
         }
         flight = initial.flight_of(spec.stage)
-        buffers = initial.buffers if flight is None else {**initial.buffers, **flight.buffers}
-        self.buffers = {n: buffers[n].to(place, copy=True) for n in spec.buffers}
+        self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
