@@ -32,20 +32,23 @@ class InFlight:
         self._buffers: dict[int, Weights] = {}  # updates made at coming hand-overs, to the buffers there
         self._read: dict[int, tuple[int, int, Key]] = {}  # micro-batch: batch, version, which weights
         self._weights: dict[Key, Weights] = {}
-        self._again = set() if start is None else set(start.versions)  # forwards that are done again
+        #: micro-batches whose forward is still to be done again
+        self.left = set() if start is None else set(start.versions)
         self._recalled = {} if start is None or not start.versions else placed(start.weights, place)
 
     def again(self, run: Run) -> Weights | None:
-        """The weights that a forward reads which is done again after a checkpoint; None for any other."""
-        if run.g not in self._again or run.instruction.opcode != "forward":
+        """The weights that a forward reads which is done again after a checkpoint; None for any other pass."""
+        if run.g not in self.left or run.instruction.opcode != "forward":
             return None
         weights = self._recalled[run.reads, run.distance]
-        self._again.remove(run.g)
-        if not self._again:
+        self.left.remove(run.g)
+        if not self.left:
             self._recalled = {}
         return weights
 
-    def forwarded(self, run: Run, header: MicroBatch, weights: Weights, buffers: Mapping[str, torch.Tensor]) -> None:
+    def forwarded(
+        self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
         """Note what a forward has read, if a checkpoint will want it, and what a batch's last one has left."""
         if self._due:
             key = run.reads, run.distance

@@ -207,8 +207,7 @@ class Stage:
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
         """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
-        again = self.in_flight.again(run)
-        if again is not None:
+        if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
             return again
         if run.reads != run.version:
             return self._kept[run.reads]
