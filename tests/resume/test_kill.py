@@ -50,6 +50,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, server: Server
     left = load(tmp_path / "full" / "checkpoint")
     assert 0 < left.position.updates <= 12
     assert left.flight is not None
-    pid = server.train(tmp_path, *case.options(), "--from", "full", "--out", "more", job=JOB)
+    pid = server.train(tmp_path, "--from", "full", "--out", "more", job=JOB)  # by its plan, and to its end
     assert server.wait(pid, END_S) == 0, (tmp_path / "err").read_text()
     assert differences(expected.end, load(tmp_path / "more" / "checkpoint")) == []

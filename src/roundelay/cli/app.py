@@ -105,7 +105,7 @@ def train(
     party, choices = o.joined(choices, restarts)
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
-    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
+    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party, resume)
     if party is not None and not party.leads:
         attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         raise typer.Exit(attended)
@@ -245,7 +245,7 @@ def verify_command(
     o.exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)
-    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
+    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
     announce("Training distributed, then in one process ...", as_json)
     first = First.of(captured)
     start = None if resume is None else load_checkpoint(resume, captured)
