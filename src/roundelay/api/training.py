@@ -84,13 +84,14 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model has the trained weights afterwards.
         plan: by default one for two workers.
-        steps: number of updates; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
+        steps: number of updates. If neither it nor ``epochs`` is given: what the interrupted run lacks that ``resume``
+            is a checkpoint of; else the job's own number, or one epoch.
         epochs: number of epochs, those of a resumed checkpoint included.
         seed: of data order and of every random number in the model.
         resume: checkpoint to continue from. With the plan that it was made by, the run goes on as if it had not been
             interrupted; with any other it starts with empty stages.
         save_to: where to write a checkpoint after every epoch and at the end.
-        checkpoint_every: also after every so many updates.
+        checkpoint_every: also after every so many updates, without draining the stages.
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
             slow one is told late. One that raises ends the training; the last checkpoint is whole.
 
@@ -99,6 +100,13 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         UserCodeError: ``on_update`` raises, or other code of the person's does on a worker.
         RunError: the run failed; the last checkpoint is whole.
     """
+    if checkpoint_every is not None and (checkpoint_every < 1 or save_to is None):
+        raise UsageError(
+            "checkpoint_every",
+            got=str(checkpoint_every) if checkpoint_every < 1 else "nowhere to write a checkpoint",
+            expected="a positive number of updates, and save_to",
+            remedy="Give both, or leave checkpoint_every out.",
+        )
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
