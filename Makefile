@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test lint verify-table bench faults clean
+.PHONY: help venv train test lint verify-table bench faults resumes clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -41,6 +41,9 @@ bench: $(DONE) ## Run the short form of every benchmark; the machine must be qui
 
 faults: $(DONE) ## Strike 120 runs with signals and errors at random moments, and print the table
 	@$(BIN)/python -m tests.faults.table
+
+resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit
+	@$(BIN)/python -m tests.resume.table
 
 clean: ## Delete caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

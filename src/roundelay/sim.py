@@ -7,7 +7,7 @@ What comes out is what would happen, event by event, with the memory it takes: n
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,20 +85,27 @@ class Simulation:
         return 1.0 - busy / (self.makespan_s * len(self.workers)) if self.makespan_s else 0.0
 
 
-def simulate(plan: Plan, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]) -> Simulation:
+def simulate(
+    plan: Plan,
+    programs: Sequence[Program],
+    micro_batches: Sequence[MicroBatch],
+    in_flight: Sequence[Mapping[int, int]] | None = None,
+) -> Simulation:
     """Run ``programs`` on a virtual clock.
 
     Args:
         plan: its times.
         programs: one per worker, emitted from that plan.
         micro_batches: the data, as headers.
+        in_flight: for a run that goes on in mid-flight, what each machine is given; see
+            :class:`~roundelay.actor.machine.Machine`.
 
     Raises:
         PlanError: the programs come to a standstill, or leave messages unread; there is no micro-batch.
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
-    clock = _Clock(plan, programs, micro_batches)
+    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs))
     clock.run()
     return clock.report()
 
@@ -106,11 +113,19 @@ def simulate(plan: Plan, programs: Sequence[Program], micro_batches: Sequence[Mi
 class _Clock:
     """A heap of (time, order, worker, event)."""
 
-    def __init__(self, plan: Plan, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Sequence[Program],
+        micro_batches: Sequence[MicroBatch],
+        in_flight: Sequence[Mapping[int, int] | None],
+    ) -> None:
         self.plan = plan
         self.headers = {header.g: header for header in micro_batches}
         first = micro_batches[0]
-        self.machines = [Machine(program, first.g, first.batch) for program in programs]
+        self.machines = [
+            Machine(program, first.g, first.batch, flying) for program, flying in zip(programs, in_flight, strict=True)
+        ]
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0

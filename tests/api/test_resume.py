@@ -158,3 +158,25 @@ def test_a_resumed_asynchronous_run_is_proved_too(tmp_path: Path) -> None:
     plan = dataclasses.replace(roundelay.plan(job, workers=3, captured=captured), predictor="paper")
     session = Session(job, captured, plan, 0, Length(steps=6), load_checkpoint(tmp_path / "c", captured))
     assert verify_session(session).equal
+
+
+def test_checkpoints_between_epochs_need_a_number_and_a_place(tmp_path: Path) -> None:
+    for given in ({"checkpoint_every": 2}, {"checkpoint_every": 0, "save_to": tmp_path / "c"}):
+        with pytest.raises(UsageError, match="checkpoint_every"):
+            train(make(), 2, steps=1, **given)
+
+
+def test_an_interrupted_asynchronous_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = train(make(), 3, rule="pipeoptim", epochs=2)
+
+    def stop(updated: roundelay.Updated) -> None:
+        if updated.update == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make(), 3, rule="pipeoptim", epochs=2, save_to=tmp_path / "c", checkpoint_every=2, on_update=stop)
+    saved = load(tmp_path / "c")
+    assert saved.flight is not None
+    rest = train(make(mlp(seed=99)), 3, rule="pipeoptim", resume=tmp_path / "c")
+    assert_same(final(rest), final(whole))
+    assert [u.loss for u in rest.updates] == [u.loss for u in whole.updates[saved.position.updates :]]

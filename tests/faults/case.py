@@ -105,9 +105,9 @@ class Server:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def train(self, folder: Path, *args: object) -> int:
+    def train(self, folder: Path, *args: object, job: Path = JOB) -> int:
         """Start ``roundelay train``; its process number."""
-        argv = ["train", str(JOB), "--no-baseline", *map(str, args)]
+        argv = ["train", str(job), "--no-baseline", *map(str, args)]
         return int(self.ask(argv=argv, folder=str(folder))["pid"])
 
     def wait(self, pid: int, seconds: float) -> int | None:

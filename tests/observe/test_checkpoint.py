@@ -379,7 +379,7 @@ def test_a_hand_edited_position_is_noticed(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_told_as_such_whatever_else_it_holds(tmp_path: Path) -> None:
     save(tmp_path / "c", checkpoint(), {})
-    edited(tmp_path / "c", lambda document: document.update(format=2, sha256="elsewhere"), seal=False)
+    edited(tmp_path / "c", lambda document: document.update(format=stored.FORMAT + 1, sha256="elsewhere"), seal=False)
     with pytest.raises(CheckpointError, match="newer Roundelay"):
         load(tmp_path / "c")
 
@@ -510,5 +510,5 @@ def test_a_model_without_memory_cannot_be_loaded_into(tmp_path: Path) -> None:
 
 def test_the_position_lists_what_the_manifest_holds() -> None:
     """A field added to one must be added to the other."""
-    facts = {"parameters", "buffers", "optimizer", "position", *module._FACTS}
+    facts = {"parameters", "buffers", "optimizer", "position", "flight", "until", *module._FACTS}
     assert set(Checkpoint.__slots__) == facts

@@ -18,6 +18,7 @@ channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, final
@@ -71,9 +72,17 @@ class Machine:
         program: what to execute.
         first_g: number of the first micro-batch (more than 0 when a run is continued).
         first_version: updates that the weights have seen before.
+        in_flight: for a run that goes on in mid-flight: micro-batch to the updates that the weights had seen before its
+            forward, which is done again. None if it starts with empty stages.
     """
 
-    def __init__(self, program: Program, first_g: int = 0, first_version: int = 0) -> None:
+    def __init__(
+        self,
+        program: Program,
+        first_g: int = 0,
+        first_version: int = 0,
+        in_flight: Mapping[int, int] | None = None,
+    ) -> None:
         self.program = program
         self.version = first_version
         #: free slots at the consumer, for each channel given to
@@ -83,7 +92,8 @@ class Machine:
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
-        self._first_version = first_version
+        self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
+        self._again = dict(in_flight or {})
         self._forward = self._backward = self._settled = self._window_start = first_g
         self._window_end: int | None = None
         self._block: tuple[Instruction, ...] = ()
@@ -116,7 +126,7 @@ class Machine:
         if run is None:
             raise self._broken("a result without a running instruction")
         if header is not None:
-            self._headers[header.g] = replace(header, entry=self.version)
+            self._headers[header.g] = replace(header, entry=run.version)
         opcode = run.instruction.opcode
         if opcode == "forward":
             self._forward = run.g + 1
@@ -210,23 +220,28 @@ class Machine:
             self.credits[channel] -= 1
             gives.append((channel, self._slot(channel)))
         header = self._headers.get(g)
-        reads: tuple[int, int | None] = self.version, None
+        version = self.version
+        if self._again and instruction.opcode in ("read", "forward"):
+            version = self._again.get(g, version)
+        reads: tuple[int, int | None] = version, None
         if instruction.reads and header is not None:
-            reads = self._reads(instruction.reads, header)
-        distance = self._distance(instruction.distance, header) if instruction.distance and header is not None else 0
-        return Run(instruction, g, header, self.version, *reads, distance, tuple(takes), tuple(gives))
+            reads = self._reads(instruction.reads, header, version)
+        distance = 0
+        if instruction.distance and header is not None:
+            distance = self._distance(instruction.distance, header, version)
+        return Run(instruction, g, header, version, *reads, distance, tuple(takes), tuple(gives))
 
-    def _distance(self, distance: str, header: MicroBatch) -> int:
+    def _distance(self, distance: str, header: MicroBatch, version: int) -> int:
         crossed, more = _parsed(distance)
-        return header.batch - self.version + (header.index + more) // header.count if crossed else more
+        return header.batch - version + (header.index + more) // header.count if crossed else more
 
-    def _reads(self, reads: str, header: MicroBatch) -> tuple[int, int]:
+    def _reads(self, reads: str, header: MicroBatch, version: int) -> tuple[int, int]:
         """The version that is read, and the oldest that a later forward may read."""
         if reads == ENTRY:
             return header.entry, header.entry
         stated = header.batch - (reads[header.index] == PREVIOUS)
         oldest = header.batch - (PREVIOUS in reads[header.index + 1 : header.count])
-        return max(self._first_version, min(stated, self.version)), max(self._first_version, oldest)
+        return max(self._first_version, min(stated, version)), max(self._first_version, oldest)
 
     def _slot(self, channel: int) -> int:
         self._passed[channel] += 1

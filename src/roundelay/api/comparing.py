@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from roundelay.api.gathering import Evaluated, Event, Updated
+from roundelay.api.length import Length, extent
 from roundelay.api.outcomes import LOSS, Outcome, Point, Results, write
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
-from roundelay.api.training import Length, Session, Trained, extent
+from roundelay.api.training import Session, Trained
 from roundelay.api.variants import Variant, variants
 from roundelay.errors import DivergedError, PlanError, UsageError
 from roundelay.frontend import Captured

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.observe.flight import StageFlight, decode
 from roundelay.runtime.report import Report
 
 
@@ -78,7 +79,20 @@ class Restarted:
     cause: str
 
 
-Event = Updated | Evaluated | Saved | NotSaved | Restarted
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A run that goes on from a checkpoint in mid-flight starts with empty stages: it is another run that follows.
+
+    Args:
+        micro_batches: how many were in flight, and are forwarded anew with the weights of the checkpoint.
+        reason: what has changed.
+    """
+
+    micro_batches: int
+    reason: str
+
+
+Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained
 Notify = Callable[[Event], None]
 Rates = Callable[[int], tuple[float, ...]]
 
@@ -92,12 +106,14 @@ class Snapshot:
         parameters: by name.
         buffers: by name.
         optimizer: state by parameter name.
+        flight: what every stage has in flight, if a checkpoint is to be made of it.
     """
 
     header: MicroBatch
     parameters: dict[str, torch.Tensor] = field(hash=False)
     buffers: dict[str, torch.Tensor] = field(hash=False)
     optimizer: dict[str, dict[str, Any]] = field(hash=False)
+    flight: tuple[StageFlight, ...] | None = field(default=None, hash=False)
 
 
 class Gatherer:
@@ -191,17 +207,27 @@ class Gatherer:
         parts.append(report)
         if len(parts) < self.num_stages:
             return
-        parameters: dict[str, torch.Tensor] = {}
-        buffers: dict[str, torch.Tensor] = {}
-        optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
-        for part in sorted(self._states.pop(header.g), key=lambda r: -r.worker):  # a shared buffer: the first stage's
-            for name, tensor in part.tensors.items():
-                kind, rest = name.split(" ", 1)
-                if kind == "state":
-                    parameter, key = rest.split("\n")
-                    optimizer[parameter][key] = tensor
-                else:
-                    (parameters if kind == "parameter" else buffers)[rest] = tensor
-            for parameter, numbers in part.data["numbers"].items():
-                optimizer[parameter].update(numbers)
-        self.on_snapshot(Snapshot(header, parameters, buffers, dict(optimizer)))
+        self.on_snapshot(_joined(header, sorted(self._states.pop(header.g), key=lambda r: r.worker)))
+
+
+def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
+    """The states of all stages, in order, as one. A buffer that several have is the same in all: none changes it."""
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
+    flight: list[StageFlight] = []
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            kind, rest = name.split(" ", 1)
+            if kind == "state":
+                parameter, key = rest.split("\n")
+                optimizer[parameter][key] = tensor
+            elif kind == "parameter":
+                parameters[rest] = tensor
+            elif kind == "buffer":
+                buffers.setdefault(rest, tensor)
+        for parameter, numbers in part.data["numbers"].items():
+            optimizer[parameter].update(numbers)
+        if "flight" in part.data:
+            flight.append(decode(part.data["flight"], part.tensors))
+    return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None)

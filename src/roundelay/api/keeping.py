@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Protocol, final
 import torch
 
 from roundelay.api.background import Background
+from roundelay.api.continuing import laid_out
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot
 from roundelay.errors import RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
@@ -18,7 +20,8 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.observe.checkpoint import Checkpoint, Position, Until
+from roundelay.observe.flight import Flight
 from roundelay.runtime.reader import Extent
 
 ABANDON_S = 3.0
@@ -33,6 +36,8 @@ class Kept(Protocol):
     plan: Plan
     seed: int
     extent: Extent
+    order: dict[str, str]
+    since: int
 
 
 @final
@@ -49,10 +54,12 @@ class Keeper:
         self._session, self._save_to, self._evaluates = session, save_to, evaluates
         self._background, self._told = Background(), queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Snapshot, Position]] = []  # the one within an epoch that waits; taken out when begun
         self.evaluations: list[Evaluated] = []
 
     def keep(self, snapshot: Snapshot, epoch_starts: Mapping[int, int]) -> None:
-        """Take one snapshot.
+        """Take one snapshot; of those within an epoch that wait to be written, the newest takes the others' place.
 
         Args:
             snapshot: all stages at one version.
@@ -60,7 +67,14 @@ class Keeper:
         """
         self._last = snapshot
         position = position_of(snapshot.header, epoch_starts, self._session.extent)
-        self._background.submit(lambda: self._keep(snapshot, position))
+        between = _is_between(snapshot.header)
+        with self._lock:
+            if between and self._waiting:
+                self._waiting[0] = snapshot, position
+                return
+            place = [(snapshot, position)]
+            self._waiting = place if between else []
+        self._background.submit(lambda: self._begin(place))
 
     def pass_on(self, notify: Notify) -> None:
         """Tell what has been done, in the caller's thread; raise what went wrong."""
@@ -82,11 +96,16 @@ class Keeper:
         while not self._told.empty():
             notify(self._told.get())
 
+    def _begin(self, place: list[tuple[Snapshot, Position]]) -> None:
+        with self._lock:
+            snapshot, position = place.pop()
+        self._keep(snapshot, position)
+
     def _keep(self, snapshot: Snapshot, position: Position) -> None:
         put(self._session.captured, snapshot)
         if self._save_to is not None:
             self._told.put(self._save(self._save_to, snapshot, position))
-        if self._evaluates:
+        if self._evaluates and not _is_between(snapshot.header):
             self.evaluations.append(evaluate(self._session.job, self._session.captured.model, snapshot.header))
             self._told.put(self.evaluations[-1])
 
@@ -103,6 +122,8 @@ class Keeper:
             fingerprint=session.plan.model,
             rule=session.plan.rule,
             num_stages=session.plan.num_stages,
+            until=_until(session.extent),
+            flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:
             store.save(path, made, _aliases(session.captured.model))
@@ -113,6 +134,16 @@ class Keeper:
         return Saved(str(path))
 
 
+def _until(extent: Extent) -> Until:
+    """Where a run ends, counted from the first update of all."""
+    return Until(None if extent.batches is None else extent.start_batch + extent.batches, extent.epochs)
+
+
+def _is_between(header: MicroBatch) -> bool:
+    """Whether a snapshot is one within an epoch, which is saved and not evaluated."""
+    return not (header.ends_epoch or header.final)
+
+
 def put(captured: Captured, snapshot: Snapshot) -> None:
     """The snapshot's weights into the person's own model, as new memory: the old is where the session began.
 
@@ -120,7 +151,7 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        own[name].data = tensor.clone()
+        own[name].data = laid_out(own[name].data, tensor).clone()
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             buffer.copy_(snapshot.buffers.get(name, buffer))

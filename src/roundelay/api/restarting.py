@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from roundelay.api.gathering import Event, Notify, Restarted, Updated
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.length import Length
+from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import DivergedError, RunError
 from roundelay.observe.files import present
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from roundelay.api.compiling import compile_stages, for_plan
-from roundelay.api.gathering import Evaluated, Event, Gatherer, Notify, Snapshot, Updated
+from roundelay.api.continuing import changed, initial, order_of
+from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
 from roundelay.api.keeping import Keeper
+from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
@@ -19,25 +21,23 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
 from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint, Position
+from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.files import present
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
-from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
-from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Task, Wrap, unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """How long to train: a number of updates, or up to an epoch; the job's own ``steps``, or one epoch, if neither."""
+class Saving:
+    """Where checkpoints go: after every epoch, at the end, and after every ``every`` updates if that is not 0."""
 
-    steps: int | None = None
-    epochs: int | None = None
+    path: Path
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     seed: int = 0,
     resume: str | Path | None = None,
     save_to: str | Path | None = None,
+    checkpoint_every: int | None = None,
     on_update: Callable[[Updated], None] | None = None,
 ) -> Trained:
     """Train.
@@ -83,11 +84,14 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model has the trained weights afterwards.
         plan: by default one for two workers.
-        steps: number of updates; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
+        steps: number of updates. If neither it nor ``epochs`` is given: what the interrupted run lacks that ``resume``
+            is a checkpoint of; else the job's own number, or one epoch.
         epochs: number of epochs, those of a resumed checkpoint included.
         seed: of data order and of every random number in the model.
-        resume: checkpoint to continue from, made with any number of stages.
+        resume: checkpoint to continue from. With the plan that it was made by, the run goes on as if it had not been
+            interrupted; with any other it starts with empty stages.
         save_to: where to write a checkpoint after every epoch and at the end.
+        checkpoint_every: also after every so many updates, without draining the stages.
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
             slow one is told late. One that raises ends the training; the last checkpoint is whole.
 
@@ -96,11 +100,19 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         UserCodeError: ``on_update`` raises, or other code of the person's does on a worker.
         RunError: the run failed; the last checkpoint is whole.
     """
+    if checkpoint_every is not None and (checkpoint_every < 1 or save_to is None):
+        raise UsageError(
+            "checkpoint_every",
+            got=str(checkpoint_every) if checkpoint_every < 1 else "nowhere to write a checkpoint",
+            expected="a positive number of updates, and save_to",
+            remedy="Give both, or leave checkpoint_every out.",
+        )
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
-    return session.run(notify=_telling(on_update), save_to=None if save_to is None else Path(save_to))
+    saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
+    return session.run(notify=_telling(on_update), saving=saving)
 
 
 def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
@@ -150,13 +162,20 @@ class Session:
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
-        self.initial = _initial(captured, start)
+        self.order = order_of(plan)
+        flight = None if start is None else start.flight
+        reason = "" if flight is None else changed(flight, self.order)
+        #: what is told if the stages start empty, though they were not when the checkpoint was made
+        self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
+        self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
+        #: updates that had been made when the stages were last empty
+        self.since = self.initial.updates if reason or flight is None else flight.since
 
     def run(
         self,
         *,
         notify: Notify,
-        save_to: Path | None = None,
+        saving: Saving | None = None,
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
@@ -166,14 +185,17 @@ class Session:
 
         Args:
             notify: told of updates, evaluations and checkpoints.
-            save_to: where checkpoints go.
+            saving: where checkpoints go, if anywhere.
             audit: collect digests of everything that is computed.
             handlers: worker to handlers of its own, to break a run on purpose.
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
         self._compile(party)
-        keeper = Keeper(self, save_to, evaluates=self.job.evaluate is not None and not audit)
+        self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
+        keeper = Keeper(
+            self, None if saving is None else saving.path, evaluates=self.job.evaluate is not None and not audit
+        )
 
         def listen(report: Report) -> None:
             gatherer.take(report)
@@ -184,6 +206,8 @@ class Session:
 
         rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
         gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot, rates.at)
+        if self.drained is not None:
+            notify(self.drained)
         try:
             with one_thread():
                 run(self._task(audit, handlers or {}), listen, wrap, party)
@@ -232,40 +256,6 @@ class Session:
             audit=audit,
             handlers=handlers,
         )
-
-
-def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
-    """From where to where to read the data.
-
-    Raises:
-        UsageError: the length is not positive, or the checkpoint is already there.
-    """
-    for name, value in (("steps", length.steps), ("epochs", length.epochs)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
-    steps = length.steps if length.epochs is not None or length.steps is not None else job.steps
-    at = Position(0, 0, 0, 0) if start is None else start.position
-    epochs = length.epochs if length.epochs is not None else (at.epoch + 1 if steps is None else None)
-    if epochs is not None and at.epoch >= epochs:
-        raise UsageError(
-            "--epochs",
-            got=f"{epochs}, but the checkpoint has {at.epoch} behind it",
-            expected="more epochs than the checkpoint has",
-            remedy=f"Give --epochs {at.epoch + 1} or more, or --steps.",
-        )
-    return Extent(at.micro_batches, at.updates, at.epoch, at.batches_into_epoch, steps, epochs)
-
-
-def _initial(captured: Captured, start: Checkpoint | None) -> Initial:
-    if start is None:
-        return Initial(
-            {n: p.data for n, p in captured.parameters().items()},  # stages copy what they train
-            {n: b.clone() for n, b in captured.buffers().items()},
-            {},
-            0,
-        )
-    buffers = {n: start.buffers.get(n, b).clone() for n, b in captured.buffers().items()}
-    return Initial(start.parameters, buffers, start.optimizer, start.position.updates)
 
 
 def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from roundelay.api.length import Length
+from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
 from roundelay.api.planning import capture
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Draw
 from roundelay.ir.clip import Clip
@@ -75,7 +77,8 @@ def verify(
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
-        resume: checkpoint to continue from.
+        resume: checkpoint to continue from. Where the run goes on in mid-flight the reference begins with the first
+            update of all, and what follows the checkpoint is compared.
 
     Raises:
         UsageError: something given cannot be used; a way to tamper that cannot act on this model.
@@ -83,8 +86,9 @@ def verify(
     """
     captured = capture(job, seed=seed)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
+    first = First.of(captured)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs), start), tamper)
+    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs), start), tamper, first=first)
 
 
 def length_of(steps: int | None, epochs: int | None) -> Length:
@@ -92,24 +96,26 @@ def length_of(steps: int | None, epochs: int | None) -> Length:
     return Length(steps=STEPS if steps is None and epochs is None else steps, epochs=epochs)
 
 
-def verify_session(session: Session, tamper: str | None = None, wrap: Wrap | None = None) -> Verification:
+def verify_session(
+    session: Session, tamper: str | None = None, wrap: Wrap | None = None, first: First | None = None
+) -> Verification:
     """Verify a session; see :func:`verify`.
 
     Args:
         session: not yet run.
         tamper: a way to break it.
         wrap: put around every endpoint, to delay messages on purpose.
+        first: what the model held before a checkpoint was loaded; needed by a session that goes on in mid-flight.
     """
-    before = {n: p.detach().clone() for n, p in session.captured.model.named_parameters()}
-    if session.start is not None:
-        before = {n: session.start.parameters[n].clone() for n in before}
-    buffers = {n: b.clone() for n, b in session.initial.buffers.items()}
+    origin = origin_of(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
-    notes: list[tuple[tuple[str, int, int], str]] = []
+    notes: list[Note] = []
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         with one_thread():
-            reference = _on_cpu(_reference(session, before, buffers, notes))
+            reference = _on_cpu(_reference(session, origin, notes))
+    if session.initial.flight is not None:
+        reference, notes = behind(session, reference, notes)
     result = _compare(session, trained, reference, notes)
     if tamper is not None and result.equal:
         raise UsageError(
@@ -150,12 +156,7 @@ def _victim(session: Session, way: str) -> int:
     )
 
 
-def _reference(
-    session: Session,
-    parameters: Mapping[str, torch.Tensor],
-    buffers: dict[str, torch.Tensor],
-    notes: list[tuple[tuple[str, int, int], str]],
-) -> ReferenceResult:
+def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceResult:
     """The literal equations, on copies, with digests of everything in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
@@ -165,10 +166,13 @@ def _reference(
     ]
     device = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
-        (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n])) for n, p in parameters.items()
+        (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
+        for n, p in origin.parameters.items()
     ]
-    start = _optimizer_state(session, named) if session.start is not None else None
-    stream = read(job.batches, session.seed, plan.micro_batches, session.extent, captured.values)
+    anew = session.start is None or session.initial.flight is not None
+    extent = from_the_first(session.extent) if anew else session.extent
+    start = None if anew else _optimizer_state(session, named)
+    stream = read(job.batches, session.seed, plan.micro_batches, extent, captured.values)
 
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, number), digest(tensors)))
@@ -177,7 +181,7 @@ def _reference(
         Setting(rule_named(plan.rule), plan.predictor, plan.backward, Clip.parse(plan.clip)),  # type: ignore[arg-type]
         stages,
         named,
-        buffers,
+        dict(origin.buffers),
         stream,
         job.optimizer,
         job.scheduler,
@@ -213,7 +217,7 @@ def _compare(
     session: Session,
     trained: Trained,
     reference: ReferenceResult,
-    notes: list[tuple[tuple[str, int, int], str]],
+    notes: list[Note],
 ) -> Verification:
     stage, difference = _first_in_time(trained, notes)
     pairs = _pairs(trained, reference)
@@ -237,7 +241,7 @@ def _compare(
     )
 
 
-def _first_in_time(trained: Trained, notes: list[tuple[tuple[str, int, int], str]]) -> tuple[int, str]:
+def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
     """The first computation, in the reference's order, that the distributed run did otherwise."""
     for key, wanted in notes:
         kind, stage, number = key

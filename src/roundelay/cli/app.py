@@ -15,6 +15,7 @@ import typer
 
 from roundelay import debug
 from roundelay.api import simulate
+from roundelay.api.origin import First
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
@@ -73,6 +74,15 @@ def train(
     restarts: Annotated[
         int, typer.Option(help="How often a run that fails goes on from its last checkpoint by itself.", min=0)
     ] = 0,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Also write a checkpoint after every S updates, without draining the stages. [default: epochs' ends]",
+            min=0,
+            metavar="S",
+            show_default=False,
+        ),
+    ] = 0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
     ] = False,
@@ -95,7 +105,7 @@ def train(
     party, choices = o.joined(choices, restarts)
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
-    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party)
+    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party, resume)
     if party is not None and not party.leads:
         attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         raise typer.Exit(attended)
@@ -110,6 +120,7 @@ def train(
         out=out,
         baseline=baseline,
         restarts=restarts,
+        checkpoint_every=checkpoint_every,
         quiet=as_json,
         party=party,
         reasons=reasons,
@@ -234,11 +245,12 @@ def verify_command(
     o.exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)
-    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json)
+    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
     announce("Training distributed, then in one process ...", as_json)
+    first = First.of(captured)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
-    result = verify_session(session, tamper)
+    result = verify_session(session, tamper, first=first)
     if as_json:
         show_json(verification_json(plan, result))
     else:

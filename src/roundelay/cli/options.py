@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,7 +70,11 @@ Devices = Annotated[
     typer.Option(help="cpu, cuda (stage k on device k), or one for each stage: cuda:0,cpu. [default: cuda if here]"),
 ]
 Steps = Annotated[
-    int | None, typer.Option(help="Updates to make (more, with --from). [default: the job's own number, or one epoch]")
+    int | None,
+    typer.Option(
+        help="Updates to make (more, with --from). [default: what an interrupted run lacks; the job's own number; one "
+        "epoch]"
+    ),
 ]
 Epochs = Annotated[int | None, typer.Option(help="Train up to this many epochs in all, instead of --steps.")]
 Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]
@@ -99,11 +104,18 @@ class Choices:
 
 
 def planned(
-    job: Job, choices: Choices, seed: int, plan_file: Path | None, quiet: bool, party: Party | None = None
+    job: Job,
+    choices: Choices,
+    seed: int,
+    plan_file: Path | None,
+    quiet: bool,
+    party: Party | None = None,
+    resume: Path | None = None,
 ) -> tuple[Captured, Plan, tuple[str, ...]]:
     """Capture the job, and read the plan or make it, with the reasons for its cuts.
 
-    In a party the leader does, and the others run what it says.
+    A run that is continued keeps its plan, unless something is given that the plan does not say. In a party the leader
+    does all this, and the others run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
@@ -112,6 +124,8 @@ def planned(
         captured = capture(job, seed=seed)
     if party is not None and not party.leads:
         return captured, Plan.parse(party.take("plan")), ()
+    if plan_file is None and resume is not None:
+        plan_file = _plan_of(resume, captured, choices)
     if plan_file is not None:
         chosen = Planned(_obey(read_plan(plan_file), choices))
         if chosen.plan.compile and party is None:
@@ -126,6 +140,16 @@ def planned(
     if party is not None:
         party.give("plan", chosen.plan.text())
     return captured, chosen.plan, chosen.reasons
+
+
+def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
+    """The plan file of the run that is continued, if it is for this model and says whatever was given."""
+    for file in (resume / "plan.toml", resume.parent / "plan.toml"):
+        if file.is_file() and choices.cuts is None:
+            plan = read_plan(file)
+            if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
+                return file
+    return None
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
@@ -187,20 +211,28 @@ def alone(command: str) -> None:
 
 
 def _obey(plan: Plan, choices: Choices) -> Plan:
+    if choices.cuts is not None:
+        raise UsageError(
+            "--cuts beside --plan",
+            got=choices.cuts,
+            expected="one of them: a plan says where it is cut",
+            remedy="Leave --cuts out, or edit the plan's segments.",
+        )
+    for name, value, said in _contradicted(plan, choices):
+        raise UsageError(
+            f"--{name.replace('_', '-')} beside --plan",
+            got=str(value),
+            expected=f"{','.join(said) if name == 'devices' else said}, which the plan says",
+            remedy="Leave the option out, or edit the plan.",
+        )
+    return plan
+
+
+def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
+    """(name, what was given, what the plan says) where these differ; cuts apart."""
     for name, value in choices.given().items():
         if name == "cuts":
-            raise UsageError(
-                "--cuts beside --plan",
-                got=str(value),
-                expected="one of them: a plan says where it is cut",
-                remedy="Leave --cuts out, or edit the plan's segments.",
-            )
+            continue
         said: Any = plan.num_stages if name == "workers" else getattr(plan, name)
         if said != (named(value, plan.num_stages, plan.transport) if name == "devices" else value):
-            raise UsageError(
-                f"--{name.replace('_', '-')} beside --plan",
-                got=str(value),
-                expected=f"{','.join(said) if name == 'devices' else said}, which the plan says",
-                remedy="Leave the option out, or edit the plan.",
-            )
-    return plan
+            yield name, value, said

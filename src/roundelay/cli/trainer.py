@@ -14,11 +14,12 @@ import torch
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
-from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
+from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
 from roundelay.api.keeping import evaluating
+from roundelay.api.length import Length
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.training import Saving, Session, Trained, load_checkpoint
 from roundelay.cli.accounts import accounts, gaps_between, show_accounts, spans_of, stage_names
 from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
@@ -47,6 +48,7 @@ def train_job(
     out: Path | None,
     baseline: bool,
     restarts: int,
+    checkpoint_every: int,
     quiet: bool,
     party: Party | None = None,
     reasons: Sequence[str] = (),
@@ -65,6 +67,7 @@ def train_job(
         out: the run's folder, or None for one below ``runs``.
         baseline: measure plain PyTorch first.
         restarts: how often a run that fails may go on from its last checkpoint.
+        checkpoint_every: updates from one checkpoint to the next, besides those at epochs' ends; 0: only those.
         quiet: show nothing.
         party: the processes that a launcher has started, if one has; this one leads them.
         reasons: for the plan's cuts.
@@ -77,7 +80,7 @@ def train_job(
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
         plain = _plain(job, seed, quiet) if baseline and on_cpu else []
-        trained = _trained(session, folder, restarts, quiet, party, curves)
+        trained = _trained(session, folder, restarts, checkpoint_every, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -150,7 +153,13 @@ def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
 
 
 def _trained(
-    session: Session, folder: RunFolder, restarts: int, quiet: bool, party: Party | None, writer: CurveWriter | None
+    session: Session,
+    folder: RunFolder,
+    restarts: int,
+    every: int,
+    quiet: bool,
+    party: Party | None,
+    writer: CurveWriter | None,
 ) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
@@ -169,7 +178,8 @@ def _trained(
                 draw(event, curves)
 
         def run(session: Session, notify: Notify) -> Trained:
-            return session.run(notify=notify, save_to=folder.checkpoint, party=party)
+            saving = Saving(path=folder.checkpoint, every=every)
+            return session.run(notify=notify, saving=saving, party=party)
 
         return run_restarting(session, restarts, run, notify, folder.checkpoint)
 
@@ -203,6 +213,11 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             live.stop()  # workers are forked now
             live.update(bar, completed=event.updates)
         stderr.print(f"{event.cause}\nRestart {event.number}: going on after update {event.updates}.", markup=False)
+    elif isinstance(event, Drained):
+        stderr.print(
+            f"{event.micro_batches} micro-batches that were in flight are dropped and start anew: {event.reason}.",
+            markup=False,
+        )
     elif isinstance(event, NotSaved):
         stderr.print(
             f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",

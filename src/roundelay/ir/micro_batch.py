@@ -20,6 +20,7 @@ class MicroBatch:
         ends_epoch: whether its batch is the last of the epoch (1) or not (0).
         final: whether it is the last micro-batch of the run (1) or not (0).
         entry: updates that stage 0 had seen when it ran the forward.
+        saved: whether a checkpoint is due behind its batch's update (1) or not (0).
     """
 
     g: int
@@ -32,6 +33,7 @@ class MicroBatch:
     ends_epoch: int
     final: int
     entry: int = 0
+    saved: int = 0
 
     @property
     def ends_batch(self) -> bool:
@@ -56,6 +58,7 @@ class MicroBatch:
             self.ends_epoch,
             self.final,
             self.entry,
+            self.saved,
         )
 
     @staticmethod

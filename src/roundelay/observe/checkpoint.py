@@ -3,6 +3,7 @@
 =========================  ====================================================================================
 ``model.safetensors``      parameters and buffers by their first name; a tied one once
 ``optimizer.safetensors``  the tensors of the optimizer's state, as ``PARAMETER/KEY``
+``flight.safetensors``     what was in flight, if the checkpoint was made in mid-flight
 ``checkpoint.json``        everything else: position, seed, other state values, ties, and the SHA-256 of each file
 =========================  ====================================================================================
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from roundelay.errors import CheckpointError, InternalError
 from roundelay.observe.files import replacing_folder, unwritten
+from roundelay.observe.flight import Flight, decode, encode
 from roundelay.observe.stored import FILES, MANIFEST, Stored, damaged, read, write
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -46,6 +48,23 @@ class Position:
     batches_into_epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Where the run was to end that made a checkpoint.
+
+    Args:
+        updates: in all, those before the run included; None if no number was given.
+        epochs: in all; None if no number was given.
+    """
+
+    updates: int | None = None
+    epochs: int | None = None
+
+    def lies_behind(self, position: Position) -> bool:
+        """Whether the run has still to go there."""
+        return (self.updates or 0) > position.updates or (self.epochs or 0) > position.epoch
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """What a run needs to go on.
@@ -59,6 +78,8 @@ class Checkpoint:
         fingerprint: identity of the model's graph (:attr:`roundelay.ir.graph.Graph.fingerprint`).
         rule: name of the update rule.
         num_stages: stages of the plan.
+        flight: what was in flight; None if the stages were empty.
+        until: where the run was to end.
     """
 
     parameters: dict[str, Tensor]
@@ -69,6 +90,8 @@ class Checkpoint:
     fingerprint: str
     rule: str
     num_stages: int
+    flight: Flight | None = None
+    until: Until = Until()
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -189,12 +212,23 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
     manifest = {
         **asdict(checkpoint.position),
         **{name: getattr(checkpoint, name) for name in _FACTS},
+        "until": asdict(checkpoint.until),
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
         "optimizer": states,
     }
-    return Stored(manifest, checkpoint.parameters | checkpoint.buffers, tensors)
+    return Stored(manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint))
+
+
+def _encode_flight(manifest: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Tensor] | None:
+    """The tensors of what is in flight; the rest goes into the manifest."""
+    flight = checkpoint.flight
+    if flight is None:
+        return None
+    parts = [encode(stage, f"stage {k} ") for k, stage in enumerate(flight.stages)]
+    manifest["flight"] = {"order": flight.order, "since": flight.since, "stages": [table for table, _ in parts]}
+    return {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
 
 
 def _free(name: str, taken: Mapping[str, Tensor]) -> str:
@@ -223,8 +257,16 @@ def _decode(stored: Stored) -> Checkpoint:
             for parameter, state in manifest["optimizer"].items()
         },
         position=Position(*(manifest[name] for name in Position.__slots__)),
+        until=Until(**manifest.get("until", {})),
+        flight=_decode_flight(manifest.get("flight"), stored.flight),
         **{name: manifest[name] for name in _FACTS},
     )
+
+
+def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> Flight | None:
+    if table is None or tensors is None:
+        return None
+    return Flight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
 
 
 def _plain(value: Any, parameter: str, key: str) -> Any:

@@ -21,13 +21,15 @@ from torch import Tensor
 from roundelay.errors import CheckpointError
 from roundelay.observe.files import present
 
-FORMAT = 1
+FORMAT = 2
+"""1: without anything in flight, as a checkpoint still is that has nothing."""
 KIND = "roundelay checkpoint"
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+FLIGHT = "flight.safetensors"
 MANIFEST = "checkpoint.json"
-FILES = (MODEL, OPTIMIZER, MANIFEST)
+FILES = (MODEL, OPTIMIZER, FLIGHT, MANIFEST)
 
 _TRIES = 10
 """How often a reader starts again because a save replaced the checkpoint under it."""
@@ -41,11 +43,13 @@ class Stored:
         manifest: the JSON object; kind, format and digests are added when it is written.
         model: tensors of ``model.safetensors``.
         optimizer: tensors of ``optimizer.safetensors``.
+        flight: tensors of ``flight.safetensors``; None if there is no such file.
     """
 
     manifest: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    flight: dict[str, Tensor] | None = None
 
 
 def write(folder: Path, stored: Stored) -> None:
@@ -56,11 +60,13 @@ def write(folder: Path, stored: Stored) -> None:
         OSError, SafetensorError: the folder cannot be written.
     """
     digests: dict[str, str] = {}
-    for name, tensors in ((MODEL, stored.model), (OPTIMIZER, stored.optimizer)):
+    for name, tensors in ((MODEL, stored.model), (OPTIMIZER, stored.optimizer), (FLIGHT, stored.flight)):
+        if tensors is None:
+            continue
         _write_tensors(folder / name, tensors)
         with (folder / name).open("rb") as file:
             digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    document = {"kind": KIND, "format": FORMAT, **stored.manifest, "sha256": digests}
+    document = {"kind": KIND, "format": 1 if stored.flight is None else FORMAT, **stored.manifest, "sha256": digests}
     document["sha256"] = digests | {MANIFEST: _digest(document)}
     (folder / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for name in digests:  # safetensors lets only the owner read; whoever may read one file shall read them all
@@ -93,7 +99,8 @@ def _read(path: Path, place: Path, tries: int) -> Stored:
     try:
         manifest = _manifest(path, place, text)
         model, optimizer = (_tensors(path, present(place) / name, manifest) for name in (MODEL, OPTIMIZER))
-        return Stored(manifest, model, optimizer)
+        flies = FLIGHT in manifest["sha256"]
+        return Stored(manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if flies else None)
     except CheckpointError:
         if tries == 1 or _bytes(path, present(place) / MANIFEST) == text:
             raise

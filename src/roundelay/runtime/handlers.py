@@ -16,6 +16,7 @@ from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
+from roundelay.observe.flight import encode
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Stage
 from roundelay.transport.contract import Message, Value
@@ -122,12 +123,12 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_update(context: Context, run: Run) -> MicroBatch | None:
-    """One optimizer step; at an epoch's end, and at the run's, the stage hands over its state."""
+    """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
     header = _header(run)
     context.stage.update(run.version)
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
-    if header.ends_epoch or header.final:
+    if header.ends_epoch or header.final or header.saved:
         _hand_over(context, header)
     return None
 
@@ -168,7 +169,7 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:
-    weights, state, buffers = context.stage.state()
+    weights, state, buffers = context.stage.state(header.batch + 1)
     tensors = {f"parameter {n}": w for n, w in weights.items()} | {f"buffer {n}": b for n, b in buffers.items()}
     numbers: dict[str, dict[str, Any]] = {}
     for name, entries in state.items():
@@ -178,4 +179,7 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
             else:
                 numbers.setdefault(name, {})[key] = value
     data = {"header": header.numbers(), "numbers": numbers, "tapes": context.stage.tape_bytes()}
+    if header.saved:
+        data["flight"], flying = encode(context.stage.flight(header.batch + 1), "flight ")
+        tensors |= flying
     context.report(Report("state", context.worker, data, tensors))

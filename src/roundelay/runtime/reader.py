@@ -35,6 +35,8 @@ class Extent:
         skip: batches of that epoch that were used before.
         batches: how many batches to make, or None.
         epochs: up to which epoch (exclusive), or None.
+        save_every: updates from one checkpoint to the next, counted from the first update of all, besides one at every
+            epoch's end; 0: only those; None: there are none.
     """
 
     start_g: int = 0
@@ -43,6 +45,12 @@ class Extent:
     skip: int = 0
     batches: int | None = None
     epochs: int | None = None
+    save_every: int | None = None
+
+    def saves(self, batch: int, ends_epoch: bool) -> bool:
+        """Whether a checkpoint is due behind the update of this batch, which is not the run's last."""
+        every = self.save_every
+        return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
 
 
 class _Generators:
@@ -108,9 +116,10 @@ def read(
     for batch, epoch, ends_epoch, final in source:
         rows = num_rows(batch)
         sizes = split_rows(rows, micro_batches)
+        saved = int(not final and extent.saves(t, ends_epoch))
         for i, part in enumerate(split(batch, micro_batches)):
             last = int(final and i + 1 == len(sizes))
-            header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last)
+            header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
             yield header, values(part)
             g += 1
         t += 1

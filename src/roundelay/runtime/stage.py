@@ -19,6 +19,8 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
+from roundelay.observe.flight import StageFlight, Weights
+from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
@@ -42,12 +44,18 @@ class Initial:
         buffers: by name.
         optimizer: state by parameter name; empty at a cold start.
         updates: updates made before.
+        flight: what every stage had in flight, if the run goes on in mid-flight.
     """
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     updates: int
+    flight: tuple[StageFlight, ...] | None = None
+
+    def flight_of(self, stage: int) -> StageFlight | None:
+        """What one stage had in flight."""
+        return None if self.flight is None else self.flight[stage]
 
 
 class Stage:
@@ -81,6 +89,7 @@ class Stage:
             )
             for n in spec.parameters
         }
+        flight = initial.flight_of(spec.stage)
         self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
@@ -101,9 +110,11 @@ class Stage:
         self._count = 0.0
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
-        self._at_epoch_end: dict[str, torch.Tensor] | None = None
+        if flight is not None:
+            self._last = last_steps(flight, place)
+        self.in_flight = InFlight(flight, place)
         self._predicted: dict[str, tuple[tuple[int, int], dict[str, torch.Tensor]]] = {}
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}  # older versions that a later forward may read
+        self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
         self._owed_bytes = 0
@@ -127,8 +138,7 @@ class Stage:
         if self._keep is not None or run.keep is not None:
             self._keep = run.keep
             self._forget()
-        if header.ends_epoch and header.ends_batch:  # later forwards replace buffers, they do not write them
-            self._at_epoch_end = dict(self.buffers)
+        self.in_flight.forwarded(run, header, weights, self.buffers)
         return outputs
 
     def backward(
@@ -199,7 +209,7 @@ class Stage:
         """Addresses of weights that somebody will read again; a prediction's are copies already."""
         stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
         kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
-        return kept | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+        return kept | self.in_flight.held() | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
 
     def _forget(self) -> None:
         """Let versions go that no later forward reads."""
@@ -212,6 +222,8 @@ class Stage:
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
         """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
+        if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
+            return again
         if run.reads != run.version:
             return self._kept[run.reads]
         if run.distance <= 0:
@@ -230,15 +242,20 @@ class Stage:
         """Bytes that the first half of a backward has left for the second."""
         return self._owed_bytes
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+    def state(self, updates: int = -1) -> tuple[Weights, dict[str, dict[str, Any]], Weights]:
         """Copies of weights, optimizer state and buffers, by name, on the CPU.
 
-        At an epoch's end the buffers are those behind its last forward, whatever forwards have been run since.
+        The buffers are those behind the last forward that ``updates`` updates have seen, whatever forwards have been
+        run since, if its batch has said that the stage will be asked for them; else those that there are now.
         """
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
-        buffers = self.buffers if self._at_epoch_end is None else self._at_epoch_end
-        self._at_epoch_end = None
+        behind = self.in_flight.buffers(updates)
+        buffers = self.buffers if behind is None else behind
         return weights, state_of(self.optimizer, self.parameters), {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+
+    def flight(self, updates: int) -> StageFlight:
+        """What is in flight after so many updates; the next forward and update leave it as it is."""
+        return self.in_flight.hand_over(updates, self._kept, self._keep, self._last)
 
     def _hand_over_gradients(self) -> dict[str, torch.Tensor]:
         """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""

@@ -114,7 +114,9 @@ class _Worker:
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
-        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch)
+        flight = task.initial.flight_of(worker)
+        in_flight = None if flight is None else flight.versions
+        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, in_flight)
         self.targets = {c.id: c.target for c in program.channels}
         self.sources = {c.id: c.source for c in program.channels}
         self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})

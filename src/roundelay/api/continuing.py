@@ -1,0 +1,90 @@
+"""Whether a run can go on in mid-flight from a checkpoint, why not, and where its stages start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.lower.check import programs_of
+from roundelay.observe.checkpoint import Checkpoint
+from roundelay.observe.flight import Flight, StageFlight
+from roundelay.runtime.stage import Initial
+
+
+def order_of(plan: Plan) -> dict[str, str]:
+    """What the order of work and the versions read depend on, by what a person calls it.
+
+    Where stages run, how they talk and how many slots they have is no part of it: a run goes on over another transport.
+    """
+    blocks = [
+        (program.window, program.lag, *map(str, (*program.warm_up, *program.steady, *program.drain)))
+        for program in programs_of(plan)
+    ]
+    return {
+        "workers": str(plan.num_stages),
+        "micro-batches": str(plan.micro_batches),
+        "rule": plan.rule,
+        "predictor": plan.predictor,
+        "backward": plan.backward,
+        "cuts": " ".join(",".join(stage.segments) for stage in plan.stages),
+        "programs": "; ".join(" ".join(map(str, block)) for block in blocks),
+    }
+
+
+def changed(flight: Flight, order: Mapping[str, str]) -> str:
+    """What of the order is another than the checkpoint's, for people; empty if nothing is."""
+    was = {name: flight.order.get(name, "nothing") for name in order}
+    odd = [name for name in order if was[name] != order[name]]
+    if not odd:
+        return ""
+    told = [name for name in odd if name not in ("cuts", "programs")]
+    if told:
+        return "the plan changed: " + ", ".join(f"{name} from {was[name]} to {order[name]}" for name in told)
+    return "the plan changed: " + ("other cuts" if "cuts" in odd else "what the rule's programs say")
+
+
+def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFlight, ...] | None) -> Initial:
+    """Where stages start: with the model's own tensors, or a checkpoint's, which are laid out as the model's are.
+
+    A file holds them contiguous, and other strides can mean another kernel, hence other last bits.
+
+    Args:
+        captured: the model.
+        start: checkpoint to start from.
+        flight: what of it is in flight and not dropped.
+    """
+    if start is None:
+        return Initial(
+            {n: p.data for n, p in captured.parameters().items()},  # stages copy what they train
+            {n: b.clone() for n, b in captured.buffers().items()},
+            {},
+            0,
+        )
+    own = dict(captured.model.named_parameters())
+    parameters = _all_laid_out(own, start.parameters)
+    buffers = {n: laid_out(b, start.buffers.get(n, b)).clone() for n, b in captured.buffers().items()}
+    optimizer = {
+        n: {key: laid_out(own[n], value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        for n, state in start.optimizer.items()
+    }
+    stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)
+    return Initial(parameters, buffers, optimizer, start.position.updates, stages)
+
+
+def _flight_laid_out(own: Mapping[str, torch.Tensor], stage: StageFlight) -> StageFlight:
+    return replace(stage, weights={key: _all_laid_out(own, weights) for key, weights in stage.weights.items()})
+
+
+def _all_laid_out(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: laid_out(own[name], tensor) for name, tensor in tensors.items()}
+
+
+def laid_out(own: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with strides as ``own`` has them; itself if it has, or if it is of another shape."""
+    if own.shape != tensor.shape or own.stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(own, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)

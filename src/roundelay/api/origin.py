@@ -1,0 +1,65 @@
+"""Where a reference begins, and with what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from roundelay.api.training import Session
+from roundelay.errors import UsageError
+from roundelay.frontend import Captured
+from roundelay.reference import ReferenceResult
+from roundelay.runtime.reader import Extent
+
+Note = tuple[tuple[str, int, int], str]
+"""(kind, stage, number) of a computation, and its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The model's own tensors, by name, before a checkpoint takes their place."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(captured: Captured) -> First:
+        """Copies of what the model holds now."""
+        parameters = {n: p.detach().clone() for n, p in captured.model.named_parameters()}
+        return First(parameters, {n: b.clone() for n, b in captured.buffers().items()})
+
+
+def origin_of(session: Session, first: First | None) -> First:
+    """Where the reference begins: with the session, or, if that goes on in mid-flight, where its stages were empty.
+
+    Raises:
+        UsageError: the latter lies behind another checkpoint.
+    """
+    if session.initial.flight is None:
+        now = First.of(session.captured)
+        start = session.start
+        parameters = now.parameters if start is None else {n: start.parameters[n].clone() for n in now.parameters}
+        return First(parameters, {n: b.clone() for n, b in session.initial.buffers.items()})
+    if session.since or first is None:
+        raise UsageError(
+            "verifying from a checkpoint in mid-flight",
+            got=f"a run whose stages were last empty after update {session.since}, at another checkpoint",
+            expected="a run that has not been drained since its first update, which the reference begins with",
+            remedy="Verify from that other checkpoint, or without --from.",
+        )
+    return first
+
+
+def behind(session: Session, reference: ReferenceResult, notes: list[Note]) -> tuple[ReferenceResult, list[Note]]:
+    """What the reference has done behind the checkpoint that the session goes on from."""
+    extent = session.extent
+    begin = {"update": extent.start_batch, "forward": extent.start_g, "backward": extent.start_g}
+    losses = {g: loss for g, loss in reference.losses.items() if g >= extent.start_g}
+    return replace(reference, losses=losses), [note for note in notes if note[0][2] >= begin[note[0][0]]]
+
+
+def from_the_first(extent: Extent) -> Extent:
+    """To the same end, from the first update of all."""
+    batches = None if extent.batches is None else extent.start_batch + extent.batches
+    return Extent(batches=batches, epochs=extent.epochs)

@@ -1,0 +1,48 @@
+"""A small job with dropout, running statistics, a schedule of rates and short batches, for runs that are killed."""
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import roundelay
+
+EPOCHS, BATCHES = 3, 10
+
+
+def full_disk(number: int) -> None:
+    """From the batch on that the file ``small`` names, no file can grow beyond a few bytes."""
+    small = Path("small")
+    if small.exists() and number >= int(small.read_text()):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, resource.RLIM_INFINITY))
+
+
+def batches(epoch: int):
+    pause = float(Path("pause").read_text()) if Path("pause").exists() else 0.0
+    generator = torch.Generator().manual_seed(epoch)
+    for number in range(BATCHES):
+        time.sleep(pause)
+        full_disk(epoch * BATCHES + number)
+        rows = 8 if number == BATCHES - 1 else 12
+        yield torch.randn(rows, 16, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def job(seed: int) -> roundelay.Job:
+    model = nn.Sequential(
+        nn.Linear(16, 48),
+        nn.BatchNorm1d(48),
+        nn.ReLU(),
+        nn.Linear(48, 48),
+        nn.Dropout(0.2),
+        nn.GELU(),
+        nn.Linear(48, 4),
+    )
+    return roundelay.Job(
+        model=model,
+        loss=lambda outputs, batch: nn.functional.mse_loss(outputs, batch[1]),
+        batches=batches,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.97**update),
+    )
