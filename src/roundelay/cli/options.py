@@ -47,7 +47,11 @@ Backward = Annotated[
 ]
 Clip = Annotated[
     str | None,
-    typer.Option(help="Clip gradients: stage:NORM, each stage by its own norm. [default: none]", metavar="stage:NORM"),
+    typer.Option(
+        help="Clip gradients: stage:NORM, each stage by its own norm; previous:NORM, by all gradients' norm of an "
+        "earlier batch; global:NORM, of the same batch (gpipe, 1f1b). [default: none]",
+        metavar="BY:NORM",
+    ),
 ]
 Compile = Annotated[
     bool | None,

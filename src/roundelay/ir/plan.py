@@ -74,7 +74,8 @@ class Plan:
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
-        clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none`` or ``stage:NORM``.
+        clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
+            ``previous:NORM`` or ``global:NORM``.
         micro_batches: M, micro-batches of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).

@@ -12,6 +12,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
+from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -40,6 +41,8 @@ class Context:
         audit: told of everything that is computed, if somebody asked.
         counts: terms summed by the loss, by micro-batch, until its backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
+        newest: on stage 0, the norm of all gradients of the newest batch that it has finished, if anybody asks.
+        norms: norm by which the update of a batch is clipped, by batch; None before the first is known.
     """
 
     worker: int
@@ -54,6 +57,8 @@ class Context:
     entered: dict[int, dict[str, Any]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
+    newest: float | None = None
+    norms: dict[int, float | None] = field(default_factory=dict)
 
 
 Handler = Callable[[Context, Run], MicroBatch | None]
@@ -78,6 +83,8 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
+    if context.stage.clip.by == "previous":
+        _pass_norm_on(context, header, values)
     for channel, _ in run.gives:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
@@ -96,13 +103,17 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g))
+    square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads)
     count = context.counts.pop(run.g, 0.0)
     context.stage.count(count)
     if context.audit is not None:
         context.audit("backward", run.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
+    back: dict[str, Any] = of_inputs
+    if context.stage.clip.whole and header.ends_batch:
+        back[SQUARE] = _add_square(context, square or 0.0)
     for channel, _ in run.gives:
-        values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
+        values = [back.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
     return None
 
@@ -110,7 +121,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, and at the run's, the stage hands over its state."""
     header = _header(run)
-    context.stage.update(run.version)
+    context.stage.update(run.version, _norm(context, run, header))
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
     if header.ends_epoch or header.final:
@@ -129,6 +140,33 @@ HANDLERS: dict[str, Handler] = {
 def _header(run: Run) -> MicroBatch:
     assert run.header is not None
     return run.header
+
+
+def _pass_norm_on(context: Context, header: MicroBatch, values: dict[str, Any]) -> None:
+    """Every micro-batch brings the newest norm that stage 0 knew; the batch's last one brings its update's."""
+    norm = values.setdefault(NORM, context.newest)
+    if header.ends_batch:
+        context.norms[header.batch] = norm
+
+
+def _add_square(context: Context, behind: float) -> float:
+    """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
+    total = behind + context.stage.square()
+    if context.worker == 0:
+        context.newest = math.sqrt(total)
+    return total
+
+
+def _norm(context: Context, run: Run, header: MicroBatch) -> float | None:
+    """The norm by which this update is clipped; where it is its own batch's, stage 0 tells the others."""
+    if context.stage.clip.by == "previous":
+        return context.norms.pop(header.batch)
+    norm: Any = context.newest
+    for channel, _ in run.takes:
+        norm = context.inbox.pop((channel, run.g)).values[0]
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, header.numbers(), (norm,))
+    return norm  # type: ignore[no-any-return]
 
 
 def _value(value: Any) -> Value:
