@@ -53,6 +53,12 @@ Clip = Annotated[
         metavar="BY:NORM",
     ),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="fp32, or bf16: compute by torch's autocast, with weights and optimizer in fp32. [default: fp32]"
+    ),
+]
 Compile = Annotated[
     bool | None,
     typer.Option("--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler and minutes."),
@@ -92,6 +98,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     compile: bool | None
+    precision: str | None
     clip: str | None
     transport: str | None
     devices: str | None

@@ -75,7 +75,7 @@ def train_job(
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
-        plain = _plain(job, seed, quiet) if baseline and on_cpu else []
+        plain = _plain(job, seed, plan.precision, quiet) if baseline and on_cpu else []
         trained = _trained(session, folder, restarts, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
@@ -141,10 +141,10 @@ def attend_job(
         return 130
 
 
-def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
+def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    found = [measure(job, seed, threads) for threads in counts]
+    found = [measure(job, seed, threads, precision) for threads in counts]
     return [one for one in found if one is not None]
 
 

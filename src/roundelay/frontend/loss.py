@@ -149,6 +149,8 @@ def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             remedy="Reduce it with .mean(), or return (loss.sum(), number_of_terms).",
         )
     first = parts[0].reshape(())
+    if first.dtype.itemsize < torch.float32.itemsize:  # it is summed, and a count would be rounded
+        first = first.float()
     return (first, parts[1].reshape(()).to(first.dtype)) if len(parts) == 2 else (first, None)
 
 

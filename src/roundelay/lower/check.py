@@ -32,6 +32,7 @@ from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
 TRANSPORTS = ("memory", "shm", "gloo", "nccl")
+PRECISIONS = ("fp32", "bf16")
 FORKING = ("shm", "gloo")
 """Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
@@ -74,6 +75,7 @@ def check_plan(plan: Plan) -> None:
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
     _check_clip(plan, rule)
+    check_precision(plan)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
@@ -114,6 +116,22 @@ def _check_clip(plan: Plan, rule: UpdateRule) -> None:
             expected="none, stage:NORM or previous:NORM: a batch's own norm is known when stage 0 has finished it, "
             "and by then the other stages must have made its update",
             remedy="Choose previous:NORM, or a rule that flushes: gpipe or 1f1b.",
+        )
+
+
+def check_precision(plan: Plan) -> None:
+    """Refuse a precision that no stage computes in; asked for before the model is lowered to it.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    _one_of("precision", plan.precision, PRECISIONS, "in which stages compute")
+    if plan.precision != PRECISIONS[0] and plan.compile:
+        raise PlanError(
+            "precision of the plan",
+            got=f"{plan.precision} beside compile = true",
+            expected="fp32: compiled stages have been tried in single precision only",
+            remedy="Leave --precision or --compile out.",
         )
 
 
