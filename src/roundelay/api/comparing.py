@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from roundelay.api.gathering import Evaluated, Event, Updated
-from roundelay.api.outcomes import LOSS, Outcome, Point, Results, write
+from roundelay.api.outcomes import LOSS, TRAINING, Outcome, Point, Results, write
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
 from roundelay.api.training import Length, Session, Trained, extent
@@ -267,10 +267,16 @@ class _Comparison:
 def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dict[str, tuple[Point, ...]]:
     at = {event.update: event.seconds for event in updates}
     curves = {LOSS: [Point(event.update + 1, event.seconds, event.loss) for event in updates]}
+    for made in updates:
+        for name, value in made.metrics.items():
+            point = Point(made.update + 1, made.seconds, value if math.isfinite(value) else math.nan)
+            curves.setdefault(TRAINING + name, []).append(point)
+    told: set[str] = set()
     for event in evaluations:
         seconds = at.get(event.updates - 1, math.nan)  # when these weights were made: evaluating runs beside
         for name, value in event.metrics.items():
-            own = f"evaluate.{name}" if name == LOSS else name
+            own = f"evaluate.{name}" if name in curves and name not in told else name
+            told.add(own)
             curves.setdefault(own, []).append(
                 Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
             )

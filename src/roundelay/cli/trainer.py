@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
@@ -184,11 +185,13 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             learning_rates=event.learning_rates,
             seconds=event.seconds,
             time=round(time.time(), 3),
+            **({"metrics": event.metrics} if event.metrics else {}),
         )
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
             busy = " ".join(f"{share:.0%}" for share in event.busy)
-            text = f"loss {event.loss:.4f}  {event.samples_per_second:.0f} samples/s  busy {busy}"
+            told = "".join(f"  {escape(name)} {value:.4f}" for name, value in event.metrics.items())
+            text = f"loss {event.loss:.4f}{told}  {event.samples_per_second:.0f} samples/s  busy {busy}"
             live.update(bar, advance=1, description=text)
     elif isinstance(event, Evaluated):
         folder.add_evaluation(event.updates - 1, event.epoch, event.metrics)
@@ -235,6 +238,8 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "steps": len(trained.updates),
         "loss_first": trained.updates[0].loss,
         "loss_last": trained.updates[-1].loss,
+        "metrics_first": trained.updates[0].metrics,
+        "metrics_last": trained.updates[-1].metrics,
         "samples_per_second": trained.samples_per_second,
         "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
@@ -248,6 +253,10 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
 def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
     rows = [
         ["loss, first and last update", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"],
+        *(
+            [f"{name}, first and last update", f"{value:.4f} -> {summary['metrics_last'][name]:.4f}"]
+            for name, value in summary["metrics_first"].items()
+        ),
         *([name, f"{value:.4f}"] for name, value in summary["evaluation"].items()),
         ["samples/s", f"{summary['samples_per_second']:.1f}"],
     ]

@@ -147,7 +147,7 @@ class Captured:
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
-            outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
+            outputs = (*outputs, *self._loss_outputs())
         return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
 
     def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
@@ -200,10 +200,12 @@ class Captured:
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
         end = len(self.graph.ops)
-        outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
-        part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
+        part = SegmentSpec(end, end, (), (), spec.loss_reads, self._loss_outputs())
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
         return Segment(part, self._lowered(self._loss_call(device), device), frozenset(), wanted, frozenset())
+
+    def _loss_outputs(self) -> tuple[str, ...]:
+        return (LOSS, *((COUNT,) if self.graph.loss_counts else ()), *self.graph.metrics)
 
     def _loss_call(self, device: torch.device = CPU) -> Callable[..., list[torch.Tensor]]:
         return partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss

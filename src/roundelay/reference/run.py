@@ -23,7 +23,7 @@ import torch
 
 from roundelay.errors import InternalError
 from roundelay.ir.clip import EPSILON
-from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.setting import (
@@ -132,6 +132,11 @@ class _Run:
         newest = self._version(0) - 1  # the batch that stage 0 had finished last when it ran this forward
         passes = self._up(header, values)
         self._result.losses[header.g] = float(values[LOSS])
+        self._result.metrics[header.g] = {
+            name[len(METRIC) :]: (float(value), float(values.get(TERMS + name[len(METRIC) :], 0.0)))
+            for name, value in values.items()
+            if name.startswith(METRIC)
+        }
         self._down(header, passes, self._seed(header, values))
         self._passed += 1
         if header.ends_batch:

@@ -13,7 +13,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
 from roundelay.ir.clip import NORM, SQUARE
-from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
@@ -185,9 +185,10 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
         )
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count
-    context.report(
-        Report("loss", context.worker, {"g": header.g, "loss": loss, "count": count, "header": header.numbers()})
-    )
+    told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
+        told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
+    context.report(Report("loss", context.worker, told))
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:
