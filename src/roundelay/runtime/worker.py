@@ -122,7 +122,14 @@ class _Worker:
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
         stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
-        data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        data = read(
+            task.job.batches,
+            task.seed,
+            task.plan.micro_batches,
+            task.extent,
+            task.captured.values,
+            deadline_s=task.plan.deadline_s,
+        )
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
         self.context = Context(
