@@ -23,7 +23,7 @@ class Job:
     Args:
         model: any module that ``torch.export`` can follow; used unmodified.
         loss: (outputs, batch) -> the mean over the micro-batch's rows, or (sum, count) when it averages over
-            something else than rows.
+            something else than rows; or a dict of such a ``loss`` and metrics beside it, in either form.
         batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first.
         optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
         inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.

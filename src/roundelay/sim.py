@@ -29,6 +29,7 @@ class Interval:
     reads: int
     keep: int | None
     distance: int
+    entry: int
     start_s: float
     end_s: float
 
@@ -179,7 +180,8 @@ class _Clock:
         self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[run.g] = run.header  # as a message of this micro-batch carries it
-        weights = run.version, run.reads, run.keep, run.distance
+        entry = run.header.entry if run.header is not None else 0
+        weights = run.version, run.reads, run.keep, run.distance, entry
         opcode = run.instruction.opcode
         self.intervals.append(Interval(worker, opcode, run.g, *weights, self.now, self.now + seconds))
         self.push(seconds, worker, partial(self.finish, worker, run))
@@ -260,10 +262,7 @@ class _Clock:
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
-    edges = {(edge.source, edge.target): edge for edge in plan.edges}
-    return {
-        c.id: edges[(c.source, c.target)].forward_bytes
-        if c.kind == "forward"
-        else edges[(c.target, c.source)].backward_bytes
-        for c in channels.values()
-    }
+    forward = {(edge.source, edge.target): edge.forward_bytes for edge in plan.edges}
+    back = {(edge.target, edge.source): edge.backward_bytes for edge in plan.edges}
+    of = {"forward": forward, "gradient": back, "norm": {}}  # a norm is a number, and numbers are not counted
+    return {c.id: of[c.kind].get((c.source, c.target), 0) for c in channels.values()}

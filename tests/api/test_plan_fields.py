@@ -170,6 +170,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
     "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),
     "compile": compiles,
+    "precision": lambda _: trains_otherwise({"precision": "bf16"}) and refused({"precision": "fp8"}),
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-import roundelay
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
@@ -150,44 +145,6 @@ def test_a_table_that_asks_for_more_than_the_timing_allows_is_refused(monkeypatc
     register_rule(table("mine", always))
     with pytest.raises(PlanError, match=r"stage 0, forward of micro-batch 3: got version 0, its newest"):
         prove(plan_of("mine", 3, 3))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "cdp-v2", "spectrain improved mixed", "pipeoptim paper mixed"])
-@pytest.mark.parametrize("model", ["mlp", "token_mean", "tied_head"])
-def test_clipping_by_the_stage_s_norm_verifies(model: str, name: str) -> None:
-    place = bench(model)
-    plan = place.plan(VARIANTS[name], 3, 3)
-    found = place.verify(replace(plan, clip="stage:0.05"), place.job(MOMENTUM))
-    assert found.equal, found.difference
-
-
-def test_on_one_stage_clipping_is_torch_s_own() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(4)]
-    plain = copy.deepcopy(model)
-    job = roundelay.Job(
-        model=model,
-        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
-        batches=lambda epoch: data,
-        optimizer=partial(SGD, lr=0.5),
-    )
-    plan = roundelay.plan(job, workers=1, rule="gpipe", micro_batches=1, clip="stage:0.1")
-    result = roundelay.train(job, plan=plan, steps=4)
-    optimizer = SGD(plain.parameters(), lr=0.5)
-    for x, y in data:
-        functional.cross_entropy(plain(x), y).backward()
-        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1  # it acts
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(result.snapshot.parameters[name], parameter.detach())
-
-
-@pytest.mark.parametrize("text", ["stage", "stage:0", "stage:-1", "stage:nan", "stage:1.0.0", "global:1", ""])
-def test_a_clip_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"clip of the plan.*expected none, or stage:NORM"):
-        prove(replace(plan_of("gpipe", 2, 2), clip=text))
 
 
 @pytest.mark.parametrize("rule", ["pipedream", "pipedream-vertical", "pipedream-2bw", "cdp-v2", "async", "spectrain"])

@@ -17,7 +17,7 @@ from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
 NUMBERS = st.integers(0, 10**9)
 IDS = st.lists(NUMBERS, max_size=3).map(tuple)
-CHANNELS = st.builds(Channel, NUMBERS, st.sampled_from(["forward", "gradient"]), NUMBERS, NUMBERS, NUMBERS)
+CHANNELS = st.builds(Channel, NUMBERS, st.sampled_from(["forward", "gradient", "norm"]), NUMBERS, NUMBERS, NUMBERS)
 INSTRUCTIONS = st.builds(
     Instruction,
     opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "update"]),

@@ -46,6 +46,7 @@ def plan_of(
         "predictor": "improved" if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
         "compile": False,
+        "precision": "fp32",
         "clip": "none",
         "micro_batches": micro_batches,
         "transport": "memory",

@@ -37,7 +37,18 @@ def fired_in(plan: Plan, counts: list[int]) -> list[list[Fired]]:
     """What the machines of a plan fire."""
     runs = World(plan, stream(counts)).run(in_turn).runs
     return [
-        [Fired(run.instruction.opcode, run.g, run.version, run.reads, run.distance) for run in mine] for mine in runs
+        [
+            Fired(
+                run.instruction.opcode,
+                run.g,
+                run.version,
+                run.reads,
+                run.distance,
+                run.header.entry if run.header else 0,
+            )
+            for run in mine
+        ]
+        for mine in runs
     ]
 
 

@@ -73,6 +73,20 @@ def test_it_ends_with_the_same_bits(
         assert differences(whole, made.rest(start), start) == [], f"behind update {updates}"
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (4, 2), (3, 4)])
+@pytest.mark.parametrize("variant", ["pipeoptim improved mixed", "cdp-v2"])
+def test_the_norms_that_clip_go_on(
+    variant: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trip("batchnorm", VARIANTS[variant], sizes, "sgd")
+    made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, clip="previous:0.01"))
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = made.whole(Saving(path=tmp_path, every=1))
+    for updates in CUTS:
+        start = load(tmp_path / str(updates))
+        assert differences(whole, made.rest(start), start) == [], f"behind update {updates}"
+
+
 def test_a_run_that_goes_on_makes_checkpoints_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trip("batchnorm", VARIANTS["pipeoptim improved mixed"], (4, 1), "sgd")
     with every_checkpoint(monkeypatch, tmp_path):

@@ -18,6 +18,8 @@ import torch
 from roundelay.frontend.batch import num_rows
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.loss import checked
+from roundelay.frontend.placed import CPU
+from roundelay.frontend.precision import FULL, autocast
 from roundelay.job import Job
 from roundelay.runtime.reader import Extent, read_batches
 
@@ -33,13 +35,14 @@ class Baseline:
     samples_per_second: float
 
 
-def measure(job: Job, seed: int, threads: int) -> Baseline | None:
+def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baseline | None:
     """Train a copy for a few seconds; None if it cannot be measured (the child failed, or was too slow for one update).
 
     Args:
         job: the job; its model is not changed.
         seed: of the data.
         threads: intra-op threads.
+        precision: in which it computes, as a plan says it.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -48,7 +51,7 @@ def measure(job: Job, seed: int, threads: int) -> Baseline | None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(reading)
             torch.set_num_threads(threads)
-            os.write(writing, json.dumps(_samples_per_second(job, seed)).encode())
+            os.write(writing, json.dumps(_samples_per_second(job, seed, precision)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -63,7 +66,7 @@ def measure(job: Job, seed: int, threads: int) -> Baseline | None:
     return Baseline(threads, rate) if rate else None
 
 
-def _samples_per_second(job: Job, seed: int) -> float:
+def _samples_per_second(job: Job, seed: int, precision: str) -> float:
     model = copy.deepcopy(job.model).train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None
@@ -73,7 +76,8 @@ def _samples_per_second(job: Job, seed: int) -> float:
     for batch in read_batches(job.batches, seed, Extent(batches=200)):
         start = time.perf_counter()
         args, kwargs = how(batch)
-        loss, count = checked(job.loss(model(*args, **kwargs), batch))
+        with autocast(precision, CPU):
+            loss, count = checked(job.loss(model(*args, **kwargs), batch))
         (loss if count is None else loss / count).backward()
         optimizer.step()
         if scheduler is not None:

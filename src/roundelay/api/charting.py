@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundelay.api.comparing import Compared
-from roundelay.api.outcomes import LOSS, Outcome, Point, write
+from roundelay.api.outcomes import Outcome, Point, each_update, write
 from roundelay.api.tabulating import (
     WINDOW,
     Aims,
@@ -115,7 +115,7 @@ def _chart(compared: Compared, name: str) -> Chart:
         label = variant.rule_text if own else variant.name
         over_updates.append((label, [(float(p.updates), p.value) for p in points]))
         over_time.append((label, [(p.seconds, p.value) for p in points if math.isfinite(p.seconds)]))
-    return Chart(name, over_updates, over_time, dots=name != LOSS)
+    return Chart(name, over_updates, over_time, dots=not each_update(name))
 
 
 def mean_curve(outcomes: Sequence[Outcome], name: str) -> list[Point]:

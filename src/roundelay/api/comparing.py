@@ -12,7 +12,7 @@ import torch
 
 from roundelay.api.gathering import Evaluated, Event, Updated
 from roundelay.api.length import Length, extent
-from roundelay.api.outcomes import LOSS, Outcome, Point, Results, write
+from roundelay.api.outcomes import LOSS, TRAINING, Outcome, Point, Results, write
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
 from roundelay.api.training import Session, Trained
@@ -117,8 +117,8 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         epochs: epochs of every run.
         source: what tells this job from others of the same model, such as a digest of its file.
         notify: told of everything, in the caller's thread.
-        choices: ``micro_batches`` (by default each rule's own), ``compile``, ``clip``, ``transport``,
-            ``deadline_s``, ``devices``.
+        choices: ``micro_batches`` (by default each rule's own), ``compile``, ``precision``, ``clip``,
+            ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         UsageError: something given cannot be used, or the folder is another comparison's.
@@ -268,10 +268,16 @@ class _Comparison:
 def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dict[str, tuple[Point, ...]]:
     at = {event.update: event.seconds for event in updates}
     curves = {LOSS: [Point(event.update + 1, event.seconds, event.loss) for event in updates]}
+    for made in updates:
+        for name, value in made.metrics.items():
+            point = Point(made.update + 1, made.seconds, value if math.isfinite(value) else math.nan)
+            curves.setdefault(TRAINING + name, []).append(point)
+    told: set[str] = set()
     for event in evaluations:
         seconds = at.get(event.updates - 1, math.nan)  # when these weights were made: evaluating runs beside
         for name, value in event.metrics.items():
-            own = f"evaluate.{name}" if name == LOSS else name
+            own = f"evaluate.{name}" if name in curves and name not in told else name
+            told.add(own)
             curves.setdefault(own, []).append(
                 Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
             )

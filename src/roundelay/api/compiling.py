@@ -19,12 +19,19 @@ from roundelay.frontend.profile import compile_for
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
+from roundelay.lower.check import check_precision
 from roundelay.runtime.reader import first_batch
 
 
 def for_plan(captured: Captured, plan: Plan) -> Captured:
-    """The model with stages that are compiled if the plan says so."""
-    return captured.compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
+    """The model with stages that are compiled if the plan says so, and compute in its precision.
+
+    Raises:
+        PlanError: the precision is unknown, or cannot be compiled.
+        CaptureError: the model cannot be computed in it.
+    """
+    check_precision(plan)
+    return captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
 
 
 def compile_stages(

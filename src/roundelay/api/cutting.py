@@ -137,6 +137,7 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
         key = {
             "model": captured.graph.fingerprint,
             "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in values.items()},
+            "precision": captured.precision,
             "torch": torch.__version__,
             "threads": 1,
             "malloc": malloc_settings(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Updated:
         busy: share of its time, 0 to 1, that each worker has computed so far.
         learning_rates: of this update, one per parameter group of the optimizer.
         seconds: since this run began.
+        metrics: what the job's loss returned beside the loss, weighed over the batch as the loss is.
     """
 
     update: int
@@ -38,6 +39,7 @@ class Updated:
     busy: tuple[float, ...]
     learning_rates: tuple[float, ...]
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class Gatherer:
         self._began = time.perf_counter()
         #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
         self.micro_losses: dict[int, tuple[float, float]] = {}
+        #: the same of every metric that the loss returns beside it
+        self.micro_metrics: dict[int, dict[str, tuple[float, float]]] = {}
         #: (update, epoch, mean loss, rows, seconds since the start)
         self.updates: list[Updated] = []
         self.times: list[float] = []
@@ -139,7 +143,7 @@ class Gatherer:
         self.events: dict[int, list[list[Any]]] = defaultdict(list)
         self.digests: dict[tuple[str, int, int], str] = {}
         self.summaries: dict[int, dict[str, Any]] = {}
-        self._parts: list[tuple[MicroBatch, float, float]] = []
+        self._parts: list[MicroBatch] = []
         self._states: dict[int, list[Report]] = defaultdict(list)
         self._busy = [0.0] * num_stages
         self._recent = 0  # the first update of the last few seconds
@@ -148,7 +152,10 @@ class Gatherer:
         """Take one report."""
         data = report.data
         if report.kind == "loss":
-            self._loss(MicroBatch.of(tuple(data["header"])), data["loss"], data["count"])
+            header = MicroBatch.of(tuple(data["header"]))
+            self.micro_losses[header.g] = (data["loss"], data["count"])
+            self.micro_metrics[header.g] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
+            self._loss(header)
         elif report.kind == "progress":
             self._busy[report.worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
         elif report.kind == "events":
@@ -160,15 +167,17 @@ class Gatherer:
         elif report.kind == "state":
             self._state(report)
 
-    def _loss(self, header: MicroBatch, loss: float, count: float) -> None:
-        self.micro_losses[header.g] = (loss, count)
+    def _loss(self, header: MicroBatch) -> None:
         self.epoch_starts.setdefault(header.epoch, header.batch)
-        self._parts.append((header, loss, count))
+        self._parts.append(header)
         if not header.ends_batch:
             return
-        terms = sum(count for _, _, count in self._parts)
-        mean = sum(loss * (1.0 / terms if terms else h.weight) for h, loss, _ in self._parts)
-        self._parts = []
+        parts, self._parts = self._parts, []
+        mean = _mean(parts, self.micro_losses)
+        metrics = {
+            name: _mean(parts, {h.g: self.micro_metrics[h.g][name] for h in parts})
+            for name in self.micro_metrics[header.g]
+        }
         self.times.append(time.perf_counter())
         rate = self._rate(header.batch_rows)
         made = Updated(
@@ -180,6 +189,7 @@ class Gatherer:
             busy=tuple(self._busy),
             learning_rates=self.rates(header.batch),
             seconds=self.times[-1] - self._began,
+            metrics=metrics,
         )
         self.updates.append(made)
         self.notify(made)
@@ -231,3 +241,9 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
         if "flight" in part.data:
             flight.append(decode(part.data["flight"], part.tensors))
     return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None)
+
+
+def _mean(parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]]) -> float:
+    """Of a batch's micro-batches, each (value, terms summed in it): by terms where there are any, else by rows."""
+    terms = sum(values[header.g][1] for header in parts)
+    return sum(values[header.g][0] * (1.0 / terms if terms else header.weight) for header in parts)

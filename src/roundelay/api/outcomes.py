@@ -22,6 +22,14 @@ FORMAT = 1
 LOSS = "loss"
 """Name of the training loss among what is measured; an evaluation metric of this name is told as ``evaluate.loss``."""
 
+TRAINING = "train."
+"""Before the name of a metric that the loss returns beside the loss; ``evaluate``'s have their own names."""
+
+
+def each_update(name: str) -> bool:
+    """Whether every update tells this metric, of its own batch; the others are evaluated now and then."""
+    return name == LOSS or name.startswith(TRAINING)
+
 
 @dataclass(frozen=True, slots=True)
 class Point:

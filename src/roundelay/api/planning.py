@@ -27,7 +27,7 @@ from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.check import CPU, check_fit, check_plan
+from roundelay.lower.check import CPU, PRECISIONS, check_fit, check_plan
 from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.planner.price import Terms
@@ -43,7 +43,17 @@ LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "n
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
 frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
 
-CHOICES = {"micro_batches", "predictor", "backward", "compile", "clip", "transport", "deadline_s", "devices"}
+CHOICES = {
+    "micro_batches",
+    "predictor",
+    "backward",
+    "compile",
+    "precision",
+    "clip",
+    "transport",
+    "deadline_s",
+    "devices",
+}
 
 
 def default_workers() -> int:
@@ -100,8 +110,8 @@ def plan(
         cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``clip``, ``transport``, ``deadline_s``,
-            ``devices``.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``precision``, ``clip``, ``transport``,
+            ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -131,6 +141,7 @@ def plan_with_reasons(
     num_stages = _num_stages(workers, stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages, given)
     devices = named(given.get("devices"), num_stages, draft.transport)
+    captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
@@ -168,6 +179,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
         compile=given.get("compile", False),
+        precision=given.get("precision", PRECISIONS[0]),
         clip=given.get("clip", NO_CLIP.by),
         micro_batches=given.get(
             "micro_batches", 2 * num_stages if flushes else num_stages if row.versions == "table" else 1
@@ -224,7 +236,6 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     edges = tuple(_edge(captured.graph, edge, draft.micro_batches) for edge in stages.edges)
     checked = replace(draft, edges=edges)
     check_plan(checked)
-    captured = for_plan(captured, draft)
     compile_stages(job, captured, draft, stages, seed)
     devices = [torch.device(name) for name in draft.devices]
     halved = schedule_named(rule_named(draft.rule).schedule).halved

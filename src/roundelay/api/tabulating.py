@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundelay.api.comparing import Compared
-from roundelay.api.outcomes import LOSS, Outcome, Point
+from roundelay.api.outcomes import LOSS, Outcome, Point, each_update
 from roundelay.api.simulating import simulate
 from roundelay.api.variants import OWN, Variant
 from roundelay.errors import UsageError
@@ -100,9 +100,9 @@ def settled(points: Sequence[Point]) -> list[Point]:
 
 
 def measure_of(outcome: Outcome, name: str) -> Sequence[Point]:
-    """A curve as numbers are taken from it: of the loss its running mean."""
+    """A curve as numbers are taken from it: of what each update tells, such as the loss, its running mean."""
     points = outcome.curves.get(name, ())
-    return settled(points) if name == LOSS else points
+    return settled(points) if each_update(name) else points
 
 
 def metrics_of(compared: Compared) -> list[str]:

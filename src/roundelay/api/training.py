@@ -51,6 +51,7 @@ class Trained:
         snapshot: the final state.
         samples_per_second: the first tenth left out.
         micro_losses: micro-batch to (loss, terms summed).
+        micro_metrics: micro-batch to the same of every metric beside the loss.
         events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, text].
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
@@ -62,6 +63,7 @@ class Trained:
     snapshot: Snapshot
     samples_per_second: float
     micro_losses: dict[int, tuple[float, float]] = field(hash=False)
+    micro_metrics: dict[int, dict[str, tuple[float, float]]] = field(hash=False)
     events: dict[int, list[list[Any]]] = field(hash=False)
     digests: dict[tuple[str, int, int], str] = field(hash=False)
     workers: dict[int, dict[str, Any]] = field(hash=False)
@@ -221,6 +223,7 @@ class Session:
             snapshot=last,
             samples_per_second=gatherer.samples_per_second(),
             micro_losses=gatherer.micro_losses,
+            micro_metrics=gatherer.micro_metrics,
             events=dict(gatherer.events),
             digests=gatherer.digests,
             workers=gatherer.summaries,

@@ -225,6 +225,8 @@ def _compare(
     losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
     if not odd and losses != reference.losses:
         odd = "losses"
+    if not odd and repr(trained.micro_metrics) != repr(reference.metrics):  # told alike, not-a-number included
+        odd = "metrics beside the losses"
     if odd and not difference:
         difference = f"{odd} at the end of the run"
     elif odd:

@@ -15,9 +15,9 @@ def draw(event: Event, curves: Curves) -> None:
     if isinstance(event, Updated):
         rates = {f"learning_rate/group_{i}": rate for i, rate in enumerate(event.learning_rates)}
         busy = {f"busy/worker_{k}": share for k, share in enumerate(event.busy)}
-        curves.write(
-            event.update, {"loss": event.loss, "samples_per_second": event.samples_per_second, **rates, **busy}
-        )
+        metrics = {f"training/{name}": value for name, value in event.metrics.items()}
+        values = {"loss": event.loss, **metrics, "samples_per_second": event.samples_per_second, **rates, **busy}
+        curves.write(event.update, values)
     elif isinstance(event, Evaluated):  # beside the loss of the last update that the weights have seen
         curves.write(event.updates - 1, {f"evaluation/{name}": value for name, value in event.metrics.items()})
     elif isinstance(event, Restarted):

@@ -48,7 +48,17 @@ Backward = Annotated[
 ]
 Clip = Annotated[
     str | None,
-    typer.Option(help="Clip gradients: stage:NORM, each stage by its own norm. [default: none]", metavar="stage:NORM"),
+    typer.Option(
+        help="Clip gradients: stage:NORM, each stage by its own norm; previous:NORM, by all gradients' norm of an "
+        "earlier batch; global:NORM, of the same batch (gpipe, 1f1b). [default: none]",
+        metavar="BY:NORM",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="fp32, or bf16: compute by torch's autocast, with weights and optimizer in fp32. [default: fp32]"
+    ),
 ]
 Compile = Annotated[
     bool | None,
@@ -93,6 +103,7 @@ class Choices:
     predictor: str | None
     backward: str | None
     compile: bool | None
+    precision: str | None
     clip: str | None
     transport: str | None
     devices: str | None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
@@ -79,7 +80,7 @@ def train_job(
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
-        plain = _plain(job, seed, quiet) if baseline and on_cpu else []
+        plain = _plain(job, seed, plan.precision, quiet) if baseline and on_cpu else []
         trained = _trained(session, folder, restarts, checkpoint_every, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
@@ -145,10 +146,10 @@ def attend_job(
         return 130
 
 
-def _plain(job: Job, seed: int, quiet: bool) -> list[Baseline]:
+def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    found = [measure(job, seed, threads) for threads in counts]
+    found = [measure(job, seed, threads, precision) for threads in counts]
     return [one for one in found if one is not None]
 
 
@@ -195,11 +196,13 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             learning_rates=event.learning_rates,
             seconds=event.seconds,
             time=round(time.time(), 3),
+            **({"metrics": event.metrics} if event.metrics else {}),
         )
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
             busy = " ".join(f"{share:.0%}" for share in event.busy)
-            text = f"loss {event.loss:.4f}  {event.samples_per_second:.0f} samples/s  busy {busy}"
+            told = "".join(f"  {escape(name)} {value:.4f}" for name, value in event.metrics.items())
+            text = f"loss {event.loss:.4f}{told}  {event.samples_per_second:.0f} samples/s  busy {busy}"
             live.update(bar, advance=1, description=text)
     elif isinstance(event, Evaluated):
         folder.add_evaluation(event.updates - 1, event.epoch, event.metrics)
@@ -249,6 +252,8 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "steps": len(trained.updates),
         "loss_first": trained.updates[0].loss,
         "loss_last": trained.updates[-1].loss,
+        "metrics_first": trained.updates[0].metrics,
+        "metrics_last": trained.updates[-1].metrics,
         "samples_per_second": trained.samples_per_second,
         "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
@@ -262,6 +267,10 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
 def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
     rows = [
         ["loss, first and last update", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"],
+        *(
+            [f"{name}, first and last update", f"{value:.4f} -> {summary['metrics_last'][name]:.4f}"]
+            for name, value in summary["metrics_first"].items()
+        ),
         *([name, f"{value:.4f}"] for name, value in summary["evaluation"].items()),
         ["samples/s", f"{summary['samples_per_second']:.1f}"],
     ]

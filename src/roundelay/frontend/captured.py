@@ -19,6 +19,7 @@ from roundelay.frontend.export import Exported, export
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
+from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
@@ -36,6 +37,7 @@ class Captured:
         model: the person's own module; its weights are never changed by capture or by stages.
         graph: what the planner and the lowering see.
         mode: the backward mode that its stages are compiled for; None: they are not.
+        precision: in which its stages compute, and its graph's values are counted.
     """
 
     model: torch.nn.Module
@@ -45,14 +47,30 @@ class Captured:
     _loss: LossCall
     _inputs: Inputs
     _call: CallShape
+    _describe: Callable[[], Graph]
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
     _compiled: dict[tuple[SegmentSpec, torch.device, bool], Compiled] = field(default_factory=dict)
     mode: Mode | None = None
+    precision: str = FULL
 
     def compiling(self, mode: Mode | None) -> Captured:
         """The same model, whose stages are compiled for a backward mode, or not; what is compiled is shared."""
         return changed(self, mode=mode)
+
+    def lowering(self, precision: str) -> Captured:
+        """The same model computing in a precision, ``fp32`` or a lower one: its values have other dtypes and bytes.
+
+        Raises:
+            CaptureError: an operation cannot be computed in it.
+        """
+        if precision == self.precision:
+            return self
+        try:
+            with torch.random.fork_rng(devices=[]), autocast(precision, CPU):
+                return changed(self, graph=self._describe(), precision=precision)
+        except Exception as error:  # whatever an operation says of dtypes that it does not take
+            raise not_in(precision, error) from error
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -141,7 +159,7 @@ class Captured:
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
-            outputs = (*outputs, LOSS, COUNT) if self.graph.loss_counts else (*outputs, LOSS)
+            outputs = (*outputs, *self._loss_outputs())
         return StageFunction(tuple(segments), spec.inputs if spec.stage else self._stage_zero_inputs(spec), outputs)
 
     def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
@@ -159,7 +177,7 @@ class Captured:
             target: Any = node.target
             return each(order[node.name], partial(target, *args, **kwargs))
 
-        with torch.enable_grad():
+        with torch.enable_grad(), autocast(self.precision, CPU):
             made, _ = run_nodes(self._exported, [values[name] for name in self.graph.inputs], call=call)
             values |= {name: made[name] for name in self.graph.outputs if name in order}
             reads = [values[name] for name in (*self.graph.outputs, *self.graph.batch)]
@@ -179,7 +197,10 @@ class Captured:
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
-        return Segment(spec, call, trainable, wanted, mutated)
+        return Segment(spec, self._lowered(call, device), trainable, wanted, mutated, casts=self.precision != FULL)
+
+    def _lowered(self, call: Call, device: torch.device) -> Call:
+        return call if self.precision == FULL else Lowered(call, self.precision, device)
 
     def _halves(self, spec: SegmentSpec, device: torch.device, segment: Segment) -> Split:
         return split(self._pieces[spec, device], spec.parameters, segment.trainable)
@@ -194,10 +215,12 @@ class Captured:
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
         end = len(self.graph.ops)
-        outputs = (LOSS, COUNT) if self.graph.loss_counts else (LOSS,)
-        part = SegmentSpec(end, end, (), (), spec.loss_reads, outputs)
+        part = SegmentSpec(end, end, (), (), spec.loss_reads, self._loss_outputs())
         wanted = frozenset(n for n in spec.loss_reads if self._wants_gradient(n))
-        return Segment(part, self._loss_call(device), frozenset(), wanted, frozenset())
+        return Segment(part, self._lowered(self._loss_call(device), device), frozenset(), wanted, frozenset())
+
+    def _loss_outputs(self) -> tuple[str, ...]:
+        return (LOSS, *((COUNT,) if self.graph.loss_counts else ()), *self.graph.metrics)
 
     def _loss_call(self, device: torch.device = CPU) -> Callable[..., list[torch.Tensor]]:
         return partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
@@ -247,10 +270,12 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         reads = record(loss, exported.output_shape, outputs, sample)
         prune(exported, [nodes[i] for i in reads.outputs], cleaned.writers)
         draws = key_draws(exported)
-        graph = describe(exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
+        describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
+        graph = describes()
     if not graph.ops:
         raise _nothing_to_train(model)
-    return Captured(model, graph, exported, cleaned, LossCall(loss, reads, exported.output_shape, sample), how, call)
+    called = LossCall(loss, reads, exported.output_shape, sample)
+    return Captured(model, graph, exported, cleaned, called, how, call, describes)
 
 
 def _twice(leaf: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ being read is replaced by a stand-in that tells, rather than guesses, when a lat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch, leaves, replace
 from roundelay.frontend.face import Opaque, OutputShape
+from roundelay.frontend.metrics import Metrics, layout, tensors
+from roundelay.frontend.metrics import split as without_metrics
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -58,6 +60,7 @@ class LossReads:
         writes: it writes into what it reads, so it gets copies.
         draws: it draws random numbers, so it runs under the micro-batch's key.
         first: for every output leaf the first leaf that is the same tensor.
+        metrics: what it returns beside the loss; no part of the model's identity, which is why it is not shown.
     """
 
     outputs: tuple[int, ...]
@@ -66,6 +69,7 @@ class LossReads:
     writes: bool
     draws: bool
     first: tuple[int, ...]
+    metrics: Metrics = field(default=(), repr=False)
 
 
 def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tensor], batch: Batch) -> LossReads:
@@ -95,6 +99,9 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
             raise _failed(error, batch) from error
         watch.note(value)
     scalar, count = checked(value)
+    beside = without_metrics(value)[1]
+    metrics = layout(beside)
+    tensors(beside, metrics)
     if not scalar.requires_grad:
         raise _without_gradient()
     return LossReads(
@@ -104,6 +111,7 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
         writes=before != [leaf._version for leaf in (*outputs, *fields.values())],
         draws=not torch.equal(state, torch.random.get_rng_state()),
         first=first,
+        metrics=metrics,
     )
 
 
@@ -131,11 +139,12 @@ def _failed(error: Exception, batch: Batch) -> JobError:
 
 
 def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss's result as (scalar, None) or (sum, count).
+    """The loss's result as (scalar, None) or (sum, count), metrics beside it left out.
 
     Raises:
         JobError: it is neither.
     """
+    value, _ = without_metrics(value)
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if len(parts) == 2 and isinstance(parts[1], (int, float)):
         parts = (parts[0], torch.tensor(float(parts[1])))
@@ -145,10 +154,13 @@ def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise JobError(
             "the loss",
             got=f"{' and '.join(got)}",
-            expected="one floating-point scalar (the mean over the micro-batch's rows), or the pair (sum, count)",
+            expected="one floating-point scalar (the mean over the micro-batch's rows), or the pair (sum, count); or "
+            "a dict with such a 'loss' and metrics beside it",
             remedy="Reduce it with .mean(), or return (loss.sum(), number_of_terms).",
         )
     first = parts[0].reshape(())
+    if first.dtype.itemsize < torch.float32.itemsize:  # it is summed, and a count would be rounded
+        first = first.float()
     return (first, parts[1].reshape(()).to(first.dtype)) if len(parts) == 2 else (first, None)
 
 
@@ -169,12 +181,14 @@ class LossCall:
     layout: Batch
 
     def __call__(self, *values: Any) -> list[torch.Tensor]:
-        """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count]."""
+        """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count], then metrics."""
         if self.reads.writes:
             values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
         read = dict(zip(self.reads.outputs, values, strict=False))
         outputs = {i: read[one] if one in read else Opaque(f"output {i}") for i, one in enumerate(self.reads.first)}
         fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
         batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")), _no_tensor)
-        loss, count = checked(self.loss(self.shape.unflatten(outputs), batch))
-        return [loss] if count is None else [loss, count]
+        value = self.loss(self.shape.unflatten(outputs), batch)
+        loss, count = checked(value)
+        metrics = tensors(without_metrics(value)[1], self.reads.metrics)
+        return [loss, *metrics] if count is None else [loss, count, *metrics]

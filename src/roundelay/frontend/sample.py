@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundelay.frontend.export import Exported
 from roundelay.frontend.loss import LossReads
+from roundelay.frontend.metrics import value_names
 from roundelay.frontend.rewrite import DRAW, Cleaned, run_nodes
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
@@ -64,6 +65,7 @@ def describe(
         loss_counts=reads.counts,
         fingerprint=_fingerprint(exported, parameters, reads),
         sample_rows=rows,
+        metrics=value_names(reads.metrics),
     )
 
 

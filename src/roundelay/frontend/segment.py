@@ -26,7 +26,8 @@ the same bits wherever it is cut and whatever carries the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,14 @@ import torch
 
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.owing import Owed
+from roundelay.frontend.precision import Cast, Casts
 from roundelay.frontend.split import Split
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]
 Call = Callable[..., Sequence[Any]]
-Reference = tuple[int, torch.Size, tuple[int, ...], int]
+Reference = tuple[int | Cast, torch.Size, tuple[int, ...], int]
+"""The number of a weight, or a cast of one; then size, strides and offset of what was saved of it."""
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class Segment:
         differentiable: names of inputs that want a gradient.
         mutated: names of buffers that a forward changes.
         halves: the same call, for a backward in two halves; None for a whole one.
+        casts: whether weights are cast to a lower precision on the way.
     """
 
     spec: SegmentSpec
@@ -89,6 +93,7 @@ class Segment:
     differentiable: frozenset[str]
     mutated: frozenset[str]
     halves: Split | None = None
+    casts: bool = False
 
     def forward(
         self,
@@ -122,7 +127,9 @@ class Segment:
         owed: list[Owed] = []
         last = (draw,) if self.halves is None else (draw, owed)
         if mixed or measure:
-            hooks = _Hooks(owned, [leaf.stride() for leaf in leaves.values()], weights, storages if measure else None)
+            casts = Casts(owned) if mixed and self.casts else None
+            strides = [leaf.stride() for leaf in leaves.values()]
+            hooks = _Hooks(owned, strides, weights, storages if measure else None, casts)
             with torch.enable_grad(), hooks.active():
                 made = self._run(leaves, buffers, values, last, owned)
         elif torch.is_grad_enabled():
@@ -217,12 +224,16 @@ class _Hooks:
         strides: list[tuple[int, ...]],
         weights: Weights | None,
         storages: dict[int, int] | None,
+        casts: Casts | None,
     ) -> None:
         self._owned, self._strides, self._weights, self._storages = owned, strides, weights, storages
+        self._casts = casts
 
-    def active(self) -> Any:
+    @contextmanager
+    def active(self) -> Iterator[None]:
         """The context in which the hooks act."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._casts or nullcontext():
+            yield
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage behind ``tensor`` once, unless a parameter owns it."""
@@ -231,18 +242,23 @@ class _Hooks:
             self._storages[address] = tensor.untyped_storage().nbytes()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Reference:
-        self.count(tensor)
-        index = self._owned.get(tensor.untyped_storage().data_ptr()) if self._weights is not None else None
+        address = tensor.untyped_storage().data_ptr()
+        index: int | Cast | None = self._owned.get(address) if self._weights is not None else None
+        if index is None and self._casts is not None:
+            index = self._casts.found.get(address)
         if index is None:
+            self.count(tensor)
             return tensor.detach()  # an output that its own graph held would live in a cycle until a backward
         return index, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def _unpack(self, saved: torch.Tensor | Reference) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        index, size, stride, offset = saved
+        source, size, stride, offset = saved
         assert self._weights is not None and self._weights.live is not None
+        index = source.source.weight if isinstance(source, Cast) else source
         live = self._weights.live[index].data
         if live.stride() != self._strides[index]:  # what was saved is a view of the forward's layout
             live = live.new_empty_strided(live.shape, self._strides[index]).copy_(live)
+        live = source.again(live) if isinstance(source, Cast) else live
         return live.as_strided(size, stride, offset)

@@ -28,6 +28,8 @@ BATCH = "batch."
 WEIGHT = "weight."
 LOSS = "loss"
 COUNT = "loss.count"
+METRIC, TERMS = "metric.", "metric-count."
+"""Before the name of a metric that the loss returns beside the loss, and of the number of its terms, if it says one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Graph:
         loss_counts: the loss returns (sum, count) instead of a mean.
         fingerprint: identity of operations and parameters, independent of the sample's sizes.
         sample_rows: rows of the sample micro-batch.
+        metrics: values that the loss makes beside the loss, as ``metric.NAME`` and ``metric-count.NAME``.
     """
 
     ops: tuple[Op, ...]
@@ -115,6 +118,7 @@ class Graph:
     loss_counts: bool
     fingerprint: str
     sample_rows: int
+    metrics: tuple[str, ...] = ()
 
     def index(self, name: str) -> int:
         """Position of the operation called ``name``.

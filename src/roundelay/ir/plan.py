@@ -78,7 +78,9 @@ class Plan:
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
-        clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none`` or ``stage:NORM``.
+        precision: in which stages compute: ``fp32``, or ``bf16`` by torch's autocast, with weights in fp32.
+        clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
+            ``previous:NORM`` or ``global:NORM``.
         micro_batches: M, micro-batches of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
@@ -95,6 +97,7 @@ class Plan:
     predictor: str
     backward: str
     compile: bool
+    precision: str
     clip: str
     micro_batches: int
     transport: str

@@ -42,7 +42,7 @@ from typing import Literal, get_args
 from roundelay.errors import PlanError
 
 Opcode = Literal["read", "forward", "backward", "backward-weight", "update"]
-ChannelKind = Literal["forward", "gradient"]
+ChannelKind = Literal["forward", "gradient", "norm"]
 
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 """What `Instruction.reads` is made of."""
@@ -50,11 +50,11 @@ FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A queue of messages between two workers, one message per micro-batch.
+    """A queue of messages between two workers, one message per micro-batch; of norms, one per batch.
 
     Args:
         id: number, the same on both sides.
-        kind: what it carries: activations, or gradients.
+        kind: what it carries: activations, gradients, or the norm of all of a batch's gradients.
         source: the worker that sends.
         target: the worker that receives.
         slots: messages that may be on the way or unread at one time.
@@ -222,7 +222,7 @@ def _head(name: str, line: str) -> tuple[str, ...]:
 
 def _channel(words: list[str]) -> Channel:
     source, target = words[3].split(">")
-    if words[2] not in ("forward", "gradient") or words[4] != "slots":
+    if words[2] not in ("forward", "gradient", "norm") or words[4] != "slots":
         raise ValueError(words)
     return Channel(int(words[1]), words[2], int(source), int(target), int(words[5]))  # type: ignore[arg-type]
 

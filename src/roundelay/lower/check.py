@@ -9,7 +9,9 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - the actions of every stage come in the order that the schedule states;
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
-  forward reads the newest. With full batches that is refused.
+  forward reads the newest. With full batches that is refused;
+- the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
+  (:func:`norm_read`), the same on every stage.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from roundelay.lower.emit import emit
 from roundelay.schedules import Schedule, actions, schedule_named
 
 TRANSPORTS = ("memory", "shm", "gloo", "nccl")
+PRECISIONS = ("fp32", "bf16")
 FORKING = ("shm", "gloo")
 """Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
@@ -55,6 +58,7 @@ class Fired:
     version: int
     reads: int
     distance: int
+    entry: int
 
 
 def check_plan(plan: Plan) -> None:
@@ -70,7 +74,8 @@ def check_plan(plan: Plan) -> None:
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
-    Clip.parse(plan.clip)
+    _check_clip(plan, rule)
+    check_precision(plan)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
@@ -83,13 +88,8 @@ def check_plan(plan: Plan) -> None:
             remedy="Correct the plan.",
         )
     _above_zero("bytes_per_s", plan.bytes_per_s)
-    if plan.compile and schedule_named(rule.schedule).halved:
-        raise PlanError(
-            "compile of the plan",
-            got=f"true beside rule {rule.name!r}",
-            expected="false: a compiled backward makes the gradients of inputs and weights at once",
-            remedy="Leave --compile out, or choose another rule.",
-        )
+    if schedule_named(rule.schedule).halved:
+        _check_halves(plan)
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
@@ -107,6 +107,52 @@ def check_plan(plan: Plan) -> None:
             got=f"no edge {min(missing)}" if missing else "an edge given twice",
             expected="one edge for each pair of stages that share a value, neighbours included",
             remedy="Correct the edges, or write a new plan with `roundelay plan`.",
+        )
+
+
+def _check_clip(plan: Plan, rule: UpdateRule) -> None:
+    if Clip.parse(plan.clip).by == "global" and schedule_named(rule.schedule).window != "batch":
+        raise PlanError(
+            "clip of the plan",
+            got=f"{plan.clip} beside rule {plan.rule!r}, which never flushes",
+            expected="none, stage:NORM or previous:NORM: a batch's own norm is known when stage 0 has finished it, "
+            "and by then the other stages must have made its update",
+            remedy="Choose previous:NORM, or a rule that flushes: gpipe or 1f1b.",
+        )
+
+
+def _check_halves(plan: Plan) -> None:
+    """What no backward in two halves can do."""
+    whole = Clip.parse(plan.clip).whole
+    refused = {
+        "compile": ("true", "false: a compiled backward makes the gradients of inputs and weights at once"),
+        "precision": (plan.precision, f"{PRECISIONS[0]}: halves have been tried in single precision only"),
+        "clip": (plan.clip, "none or stage:NORM: squares ride on messages that are sent before the weights' half"),
+    }
+    asked = {"compile": plan.compile, "precision": plan.precision != PRECISIONS[0], "clip": whole}
+    for name, (got, expected) in refused.items():
+        if asked[name]:
+            raise PlanError(
+                f"{name} of the plan",
+                got=f"{got} beside rule {plan.rule!r}, whose backwards run in two halves",
+                expected=expected,
+                remedy=f"Leave --{name} out, or choose another rule: gpipe and 1f1b compute the same.",
+            )
+
+
+def check_precision(plan: Plan) -> None:
+    """Refuse a precision that no stage computes in; asked for before the model is lowered to it.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    _one_of("precision", plan.precision, PRECISIONS, "in which stages compute")
+    if plan.precision != PRECISIONS[0] and plan.compile:
+        raise PlanError(
+            "precision of the plan",
+            got=f"{plan.precision} beside compile = true",
+            expected="fp32: compiled stages have been tried in single precision only",
+            remedy="Leave --precision or --compile out.",
         )
 
 
@@ -204,6 +250,9 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         for f in mine:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, k, counts, headers[f.g], f)
+            elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
+                place = f"stage {k}, update after micro-batch {f.g}: the newest norm"
+                raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
 
 def _check_weights(
@@ -242,6 +291,15 @@ def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int]
         return max(0, header.batch - previous)
     asked = 0 if rule.versions == "entry" else stage
     return updates_before(schedule_named(rule.schedule), asked, plan.num_stages, counts, header.g)
+
+
+def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
+    """The batch by whose norm the update behind micro-batch ``g`` clips, with ``previous``; -1: by none.
+
+    It came with g's forward, so it is that of the last batch whose backwards stage 0 had done before: U(0,g) - 1. With
+    full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
+    """
+    return updates_before(schedule_named(rule_named(plan.rule).schedule), 0, plan.num_stages, counts, g) - 1
 
 
 def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:

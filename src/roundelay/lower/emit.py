@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
@@ -9,12 +10,19 @@ from roundelay.schedules import schedule_named
 
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
-    """Every channel of a plan: for each edge one forward, and one back if a gradient travels."""
+    """Every channel of a plan: for each edge one forward, and one back if a gradient or a square travels.
+
+    Where updates wait for the norm of all gradients, stage 0 tells it to every other one: one batch's at a time, since
+    stage 0 knows the next only when all have made this update.
+    """
     channels: list[Channel] = []
+    clip = Clip.parse(plan.clip)
     for edge in plan.edges:
         channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
-        if edge.gradient:
+        if edge.gradient or (clip.whole and edge.target == edge.source + 1):
             channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
+    for k in range(1, plan.num_stages if clip.by == "global" else 1):
+        channels.append(Channel(len(channels), "norm", 0, k, 1))
     return tuple(channels)
 
 
@@ -75,7 +83,7 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
     back = (
         Instruction("backward", 0, grads_in, grads_out, "", rule.backward_reads(plan.backward), back_by, plan.backward),
         *late,
-        Instruction("update", -delay),
+        Instruction("update", -delay, _ids(channels, "norm", target=stage), _ids(channels, "norm", source=stage)),
     )
     return Program(
         worker=stage,

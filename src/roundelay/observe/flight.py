@@ -7,7 +7,7 @@ the buffers behind the last micro-batch that the checkpoint counts; so nothing t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -29,12 +29,16 @@ class StageFlight:
         weights: the weights that these forwards read, and older versions that later forwards may read; by name.
         keep: the oldest version that a later forward may read; None if each reads its newest.
         last: parameter to its last update, as far as a prediction reads it.
+        norms: on stage 0, micro-batch in flight to the norm that went with it, where gradients are clipped by that.
+        newest: on stage 0, the newest of these norms.
     """
 
     versions: dict[int, int]
     weights: dict[Key, Weights]
     keep: int | None
     last: dict[str, LastStep]
+    norms: dict[int, float | None] = field(default_factory=dict)
+    newest: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +77,8 @@ def encode(flight: StageFlight, prefix: str) -> tuple[dict[str, Any], dict[str, 
             name: [last.rate, pool.name(last.displacement), pool.name(last.gradient)]
             for name, last in flight.last.items()
         },
+        "norms": {str(g): norm for g, norm in flight.norms.items()},
+        "newest": flight.newest,
     }
     return table, pool.tensors
 
@@ -91,6 +97,8 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlig
         weights={(version, distance): named(names) for version, distance, names in table["weights"]},
         keep=table["keep"],
         last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
+        norms={int(g): norm for g, norm in table["norms"].items()},
+        newest=table["newest"],
     )
 
 

@@ -14,6 +14,7 @@ micro-batches before g are done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
@@ -22,7 +23,7 @@ import torch
 
 from roundelay.errors import InternalError
 from roundelay.ir.clip import EPSILON
-from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.setting import (
@@ -122,17 +123,24 @@ class _Run:
         self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
         self._gradients: Tensors = {}
         self._total_count: float | None = None
+        self._norms: dict[int, float] = {}  # of the whole model's gradient, by batch
         self._result = ReferenceResult(buffers=dict(buffers))
 
     def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
         """Forward, backward, and the update if it is due."""
         self._check_number(header)
+        newest = self._version(0) - 1  # the batch that stage 0 had finished last when it ran this forward
         passes = self._up(header, values)
         self._result.losses[header.g] = float(values[LOSS])
+        self._result.metrics[header.g] = {
+            name[len(METRIC) :]: (float(value), float(values.get(TERMS + name[len(METRIC) :], 0.0)))
+            for name, value in values.items()
+            if name.startswith(METRIC)
+        }
         self._down(header, passes, self._seed(header, values))
         self._passed += 1
         if header.ends_batch:
-            self._update(header.batch)
+            self._update(header.batch, newest)
         self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
 
     def result(self) -> ReferenceResult:
@@ -254,11 +262,14 @@ class _Run:
             held = self._gradients.get(name)
             self._gradients[name] = gradient if held is None else held + gradient
 
-    def _update(self, batch: int) -> None:
+    def _update(self, batch: int, newest: int) -> None:
         total = self._total_count
+        self._norms[batch] = self._norm(total)
         # a batch whose losses have summed nothing has zero gradients, which no count divides
         gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
-        self._trainer.step(self._clipped(gradients))
+        bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
+        clipped = self._clipped(gradients) if bound_by is None else self._bounded(gradients, self._norms.get(bound_by))
+        self._trainer.step(clipped)
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count = {}, None
         for k in reversed(range(len(self._stages))):
@@ -267,7 +278,7 @@ class _Run:
     def _clipped(self, gradients: Tensors) -> Tensors:
         """Every stage's gradients times min(1, bound / (their norm + epsilon))."""
         clip = self._setting.clip
-        if clip.by == "none":
+        if clip.by != "stage":
             return gradients
         result: Tensors = {}
         for stage in self._stages:
@@ -277,6 +288,24 @@ class _Run:
                 factor = torch.clamp(clip.norm / (torch.linalg.vector_norm(each) + EPSILON), max=1.0)
                 result |= {name: gradient * factor for name, gradient in own.items()}
         return result
+
+    def _norm(self, total: float | None) -> float:
+        """Of all gradients of the batch together; the stages' squares are added from the last one to the first."""
+        squares = 0.0
+        for stage in reversed(self._stages) if self._setting.clip.whole else ():
+            own = [self._gradients[name] for name in stage.parameters if name in self._gradients]
+            if own:
+                each = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in own])
+                length = float(torch.linalg.vector_norm(each))
+                length = length / total if total else length
+                squares = squares + length * length
+        return math.sqrt(squares)
+
+    def _bounded(self, gradients: Tensors, norm: float | None) -> Tensors:
+        """Every gradient times min(1, bound / (norm + epsilon)), if a norm is known."""
+        if norm is None or self._setting.clip.norm / (norm + EPSILON) > 1.0:
+            return gradients
+        return {name: gradient * (self._setting.clip.norm / (norm + EPSILON)) for name, gradient in gradients.items()}
 
     def _check_number(self, header: MicroBatch) -> None:
         if header.batch != self._trainer.live:

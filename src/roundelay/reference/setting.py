@@ -100,6 +100,7 @@ class ReferenceResult:
     Args:
         losses: by g, as the loss returned it: the micro-batch's mean, or its sum.
         counts: by g; empty unless the loss returns (sum, count).
+        metrics: by g: name to (value, terms summed in it or 0) of what the loss returns beside the loss.
         parameters: every parameter of the model by name, at the end.
         buffers: every buffer by name, at the end.
         optimizer_state: by parameter name; a parameter that was never updated is missing.
@@ -108,6 +109,7 @@ class ReferenceResult:
 
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
+    metrics: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -12,11 +12,13 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
-from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.clip import NORM, SQUARE
+from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.observe.flight import encode
+from roundelay.runtime.norms import Norms
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Stage
 from roundelay.transport.contract import Message, Value
@@ -42,6 +44,7 @@ class Context:
         counts: terms summed by the loss, by micro-batch, until its backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
         unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
+        norms: of the whole model's gradient, where the plan clips by them.
     """
 
     worker: int
@@ -51,6 +54,7 @@ class Context:
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
+    norms: Norms
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
     entered: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -81,6 +85,8 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
+    if context.stage.clip.by == "previous":
+        _pass_norm_on(context, header, values)
     for channel, _ in run.gives:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
@@ -99,6 +105,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g))
+    square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads)
     count = context.counts.pop(run.g, 0.0)
     context.stage.count(count)
@@ -108,8 +115,11 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
             context.unaudited[run.g] = made
         else:
             context.audit("backward", run.g, made)
+    back: dict[str, Any] = of_inputs
+    if context.stage.clip.whole and header.ends_batch:
+        back[SQUARE] = _add_square(context, square or 0.0)
     for channel, _ in run.gives:
-        values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
+        values = [back.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
     return None
 
@@ -125,7 +135,7 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
     header = _header(run)
-    context.stage.update(run.version)
+    context.stage.update(run.version, _norm(context, run, header))
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
     if header.ends_epoch or header.final or header.saved:
@@ -147,6 +157,33 @@ def _header(run: Run) -> MicroBatch:
     return run.header
 
 
+def _pass_norm_on(context: Context, header: MicroBatch, values: dict[str, Any]) -> None:
+    """Every micro-batch brings the newest norm that stage 0 knew; the batch's last one brings its update's."""
+    if NORM not in values:
+        values[NORM] = context.norms.give(header)
+    context.norms.keep(header, values[NORM])
+
+
+def _add_square(context: Context, behind: float) -> float:
+    """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
+    total = behind + context.stage.square()
+    if context.worker == 0:
+        context.norms.finished(total)
+    return total
+
+
+def _norm(context: Context, run: Run, header: MicroBatch) -> float | None:
+    """The norm by which this update is clipped; where it is its own batch's, stage 0 tells the others."""
+    if context.stage.clip.by == "previous":
+        return context.norms.of(header)
+    norm: Any = context.norms.newest
+    for channel, _ in run.takes:
+        norm = context.inbox.pop((channel, run.g)).values[0]
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, header.numbers(), (norm,))
+    return norm  # type: ignore[no-any-return]
+
+
 def _value(value: Any) -> Value:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
@@ -163,9 +200,10 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
         )
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count
-    context.report(
-        Report("loss", context.worker, {"g": header.g, "loss": loss, "count": count, "header": header.numbers()})
-    )
+    told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
+        told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
+    context.report(Report("loss", context.worker, told))
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:
@@ -180,6 +218,7 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
                 numbers.setdefault(name, {})[key] = value
     data = {"header": header.numbers(), "numbers": numbers, "tapes": context.stage.tape_bytes()}
     if header.saved:
-        data["flight"], flying = encode(context.stage.flight(header.batch + 1), "flight ")
+        flight = context.norms.in_flight(context.stage.flight(header.batch + 1))
+        data["flight"], flying = encode(flight, "flight ")
         tensors |= flying
     context.report(Report("state", context.worker, data, tensors))

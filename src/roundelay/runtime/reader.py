@@ -8,9 +8,10 @@ depends on nothing else that happens in the process, and a run continued at an e
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
+from roundelay.runtime.ahead import ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,13 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 
 
 def read(
-    batches: Batches, seed: int, micro_batches: int, extent: Extent, values: Callable[[Any], dict[str, torch.Tensor]]
+    batches: Batches,
+    seed: int,
+    micro_batches: int,
+    extent: Extent,
+    values: Callable[[Any], dict[str, torch.Tensor]],
+    *,
+    deadline_s: float | None = None,
 ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
     """Micro-batches with their header and the values that enter the graph.
 
@@ -106,35 +114,38 @@ def read(
         micro_batches: M.
         extent: from where to where.
         values: micro-batch -> tensors by value name.
+        deadline_s: if given, a thread of its own reads ahead, and each batch is waited for so long.
 
     Raises:
+        DeadlineError: a batch did not come in time.
         UserCodeError: the loader raises.
         JobError: a batch cannot be used, or an epoch has none.
     """
     g, t = extent.start_g, extent.start_batch
-    source = _batches(batches, seed, extent)
-    for batch, epoch, ends_epoch, final in source:
-        rows = num_rows(batch)
-        sizes = split_rows(rows, micro_batches)
-        saved = int(not final and extent.saves(t, ends_epoch))
-        for i, part in enumerate(split(batch, micro_batches)):
-            last = int(final and i + 1 == len(sizes))
-            header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
-            yield header, values(part)
-            g += 1
-        t += 1
+    in_line = _batches(batches, seed, extent)
+    with closing(in_line if deadline_s is None else ahead(in_line, deadline_s)) as source:
+        for batch, epoch, ends_epoch, final in source:
+            rows = num_rows(batch)
+            sizes = split_rows(rows, micro_batches)
+            saved = int(not final and extent.saves(t, ends_epoch))
+            for i, part in enumerate(split(batch, micro_batches)):
+                last = int(final and i + 1 == len(sizes))
+                header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
+                yield header, values(part)
+                g += 1
+            t += 1
 
 
-def _batches(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[Any, int, bool, bool]]:
+def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any, int, bool, bool], None, None]:
     """(batch, epoch, it ends the epoch, it ends the run)."""
     made = 0
     for epoch, source in _epochs(batches, seed, extent):
-        ahead = next(source, source)
-        while ahead is not source:
+        following = next(source, source)
+        while following is not source:
             # a copy: a loader may fill its own tensors again when it is asked for the next batch
-            batch, made = replace(ahead, lambda _, leaf: leaf.clone()), made + 1
-            ahead = next(source, source)
-            ends = ahead is source
+            batch, made = replace(following, lambda _, leaf: leaf.clone()), made + 1
+            following = next(source, source)
+            ends = following is source
             final = made == extent.batches or (ends and epoch + 1 == extent.epochs)
             yield batch, epoch, ends, final
             if final:
@@ -162,6 +173,8 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> 
     generators.seed(seed, epoch)
     with _user_code(f"batches({epoch})"), generators.active():
         source = batches(epoch)
+        _leave_to_parent(source)
+        _start_processes(source, seed * 1_000_003 + epoch)
         _seed_own_generators(source, seed * 1_000_003 + epoch)
         iterator = iter(source)
     for number in itertools.count():
@@ -178,6 +191,33 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> 
                 expected="at least one batch in every epoch",
                 remedy="Check the data set's size, and drop_last of the loader.",
             )
+
+
+def _leave_to_parent(source: Any) -> None:
+    """A DataLoader with persistent processes that this process's parent has started gets some of this process's own.
+
+    The parent may go on with its own, so that they are neither asked nor ended here.
+    """
+    iterator = getattr(source, "_iterator", None)
+    started = {getattr(process, "_parent_pid", os.getpid()) for process in getattr(iterator, "_workers", ())}
+    if started - {os.getpid()}:
+        _INHERITED.append(iterator)
+        source._iterator = None
+
+
+def _start_processes(source: Any, seed: int) -> None:
+    """Start a DataLoader's persistent processes apart from its first epoch, whose order they would change.
+
+    To start them draws a number, which a loader that has them does not draw again.
+    """
+    if getattr(source, "persistent_workers", False):
+        if getattr(source, "_iterator", None) is None:
+            iter(source)
+        seed_everything(seed)
+
+
+_INHERITED: list[Any] = []
+"""Iterators of a parent process, kept because they end its processes when they are dropped."""
 
 
 def _seed_own_generators(source: Any, seed: int) -> None:

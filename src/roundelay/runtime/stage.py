@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Stage:
         self.spec = spec
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
         self.function = captured.stage(spec, place, halved=self.halved)
-        self.predictor, self._clip = plan.predictor, Clip.parse(plan.clip)
+        self.predictor, self.clip = plan.predictor, Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
                 initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
@@ -182,13 +182,25 @@ class Stage:
         """Add the number of terms that a micro-batch's loss has summed."""
         self._count += count
 
-    def update(self, version: int) -> None:
+    def square(self) -> float:
+        """The squared 2-norm of the batch's gradients, all of which must be in, as the update will get them."""
+        grads = [self._gradients[n] for n in self.spec.parameters if n in self._gradients]
+        norm = float(_norm_of(grads)) if grads else 0.0
+        norm = norm / self._count if self._count else norm
+        return norm * norm
+
+    def update(self, version: int, norm: float | None = None) -> None:
         """One optimizer step with the batch's gradients, the one after ``version`` others.
+
+        Args:
+            version: updates made before.
+            norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
 
         Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
         copy, and the old tensors live exactly as long as somebody needs them.
         """
-        before = self._hand_over_gradients()
+        self._hand_over_gradients(norm)
+        before = self._displaced()
         consumed = self._consumed()
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
@@ -257,12 +269,24 @@ class Stage:
         """What is in flight after so many updates; the next forward and update leave it as it is."""
         return self.in_flight.hand_over(updates, self._kept, self._keep, self._last)
 
-    def _hand_over_gradients(self) -> dict[str, torch.Tensor]:
-        """Hand the batch's gradients to the optimizer; returns copies of weights whose displacement will be needed."""
+    def _hand_over_gradients(self, norm: float | None) -> None:
+        """Hand the batch's gradients to the optimizer, clipped."""
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
-        if self._clip.by == "stage":
-            self._clip_to(self._clip.norm)
+        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
+        if self.clip.by == "stage" and grads:
+            self._scale(grads, torch.clamp(self.clip.norm / (_norm_of(list(grads.values())) + EPSILON), max=1.0))
+        elif norm is not None:
+            scale = self.clip.norm / (norm + EPSILON)
+            self._scale(grads, 1.0 if scale > 1.0 else scale)  # what is no number stays none
+
+    def _scale(self, grads: Mapping[str, torch.Tensor], scale: torch.Tensor | float) -> None:
+        """Scale gradients; none is written, as others may hold it."""
+        for name, grad in grads.items():
+            self.parameters[name].grad = grad * scale
+
+    def _displaced(self) -> dict[str, torch.Tensor]:
+        """Copies of weights whose displacement by the coming step will be needed."""
         if self.predictor == NO_PREDICTOR:
             return {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -271,15 +295,6 @@ class Stage:
             for _, group, p in groups_of(self.optimizer)
             if needs_displacement(self.optimizer, group, self.predictor)
         }
-
-    def _clip_to(self, norm: float) -> None:
-        """Scale the stage's gradients to a common norm of at most ``norm``; none is written, as others may hold it."""
-        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
-        if grads:
-            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads.values()]
-            scale = torch.clamp(norm / (torch.linalg.vector_norm(torch.stack(norms)) + EPSILON), max=1.0)
-            for name, grad in grads.items():
-                self.parameters[name].grad = grad * scale
 
     def _consumed(self) -> dict[str, torch.Tensor]:
         """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""
@@ -318,3 +333,10 @@ class Stage:
                     self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
                 )
         return predicted
+
+
+def _norm_of(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their common 2-norm in single precision, each one's first."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, JobError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
+from roundelay.ir.clip import NORM, SQUARE, Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Program
@@ -26,6 +27,7 @@ from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.log import Log
+from roundelay.runtime.norms import Norms
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.stage import Initial, Stage
@@ -123,11 +125,25 @@ class _Worker:
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
         stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
-        data = read(task.job.batches, task.seed, task.plan.micro_batches, task.extent, task.captured.values)
+        data = read(
+            task.job.batches,
+            task.seed,
+            task.plan.micro_batches,
+            task.extent,
+            task.captured.values,
+            deadline_s=task.plan.deadline_s,
+        )
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
         self.context = Context(
-            worker, stage, task.seed, self.data, _edges(task.partition, program.channels), report, audit
+            worker,
+            stage,
+            task.seed,
+            self.data,
+            _edges(task.partition, program.channels, stage.clip),
+            report,
+            audit,
+            Norms(flight),
         )
         self.tally = _Tally(time.perf_counter())
         self.log = Log()
@@ -265,10 +281,22 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
-def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
-    """Channel to what travels on it."""
-    by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
-    return {c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)]) for c in channels}
+def _edges(partition: Partition, channels: Iterable[Channel], clip: Clip) -> dict[int, tuple[Channel, Edge]]:
+    """Channel to what travels on it; on channels of norms that is no edge's."""
+    by_ends = {(edge.source, edge.target): _riding(edge, clip) for edge in partition.edges}
+    return {
+        c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
+        for c in channels
+        if c.kind != "norm"
+    }
+
+
+def _riding(edge: Edge, clip: Clip) -> Edge:
+    """An edge, and between neighbours what rides on its messages for the norm of all gradients."""
+    if edge.target != edge.source + 1 or not clip.whole:
+        return edge
+    values = (*edge.values, NORM) if clip.by == "previous" else edge.values
+    return replace(edge, values=values, gradients=(*edge.gradients, SQUARE))
 
 
 def _explained(error: BaseException, where: str) -> BaseException:

@@ -1,0 +1,195 @@
+"""Data read ahead: the same batches in the same order, no more than two at a time, and an end in every case."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset
+
+import roundelay
+from roundelay.actor.machine import Run
+from roundelay.api.training import Length, Session
+from roundelay.errors import DeadlineError, UserCodeError
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.job import Job
+from roundelay.runtime import ahead as module
+from roundelay.runtime.ahead import ahead
+from roundelay.runtime.handlers import Context, do_forward
+from tests.api.jobs import Noisy, make
+from tests.conftest import nothing_left_behind
+
+SECONDS = 20.0
+
+
+def readers() -> list[str]:
+    """Threads that read ahead."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "roundelay-reader"]
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold in time."""
+    end = time.monotonic() + SECONDS
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.005)
+    return holds()
+
+
+def counted(made: list[int], count: int = 9) -> Generator[int, None, None]:
+    """Numbers, each noted when it is made; the end as well."""
+    try:
+        for number in range(count):
+            made.append(number)
+            yield number
+    finally:
+        made.append(-1)
+
+
+def test_nothing_is_lost_doubled_or_out_of_order() -> None:
+    made: list[int] = []
+    assert list(ahead(counted(made), SECONDS)) == list(range(9))
+    assert made[-1] == -1
+    assert not readers()
+
+
+def test_one_is_made_while_another_is_in_use_and_no_more() -> None:
+    made: list[int] = []
+    source = ahead(counted(made), SECONDS)
+    assert next(source) == 0
+    assert until(lambda: made == [0, 1])
+    time.sleep(0.1)
+    assert made == [0, 1]
+    assert next(source) == 1
+    assert until(lambda: made == [0, 1, 2])
+    source.close()
+    assert made == [0, 1, 2, -1]
+    assert not readers()
+
+
+def test_a_failure_comes_in_its_place() -> None:
+    def failing() -> Generator[int, None, None]:
+        yield from range(3)
+        raise UserCodeError("the loader", got="a hole", expected="data", remedy="Fill it.")
+
+    source = ahead(failing(), SECONDS)
+    assert [next(source), next(source), next(source)] == [0, 1, 2]
+    with pytest.raises(UserCodeError, match="a hole"):
+        next(source)
+    assert not readers()
+
+
+def test_a_loader_that_hangs_is_told_in_time_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "END_S", 0.1)
+    let_go = threading.Event()
+
+    def hanging() -> Generator[int, None, None]:
+        yield 0
+        let_go.wait(SECONDS)
+        yield 1
+
+    source = ahead(hanging(), 0.2)
+    assert next(source) == 0
+    with pytest.raises(DeadlineError, match=r"the data: got no batch from the loader for 0.2 s.*raise deadline_s"):
+        next(source)
+    let_go.set()
+    assert until(lambda: not readers())
+
+
+# --- in a run
+
+
+def small(batches: Callable[[int], Any]) -> Job:
+    """Three layers on rows of six."""
+    torch.manual_seed(0)
+    return Job(
+        model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
+        batches=batches,
+        optimizer=partial(SGD, lr=0.05),
+    )
+
+
+def test_a_run_computes_while_its_loader_loads() -> None:
+    """The forward of micro-batch 1 waits until batch 3 has been asked for: read in line, that would be never."""
+    asked: dict[int, threading.Event] = {n: threading.Event() for n in range(8)}
+
+    def batches(epoch: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        for number in range(8):
+            asked[number].set()
+            yield torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+    def waits(context: Context, run: Run) -> MicroBatch | None:
+        if run.g == 1:  # the batch behind it is always read, to know whether the epoch ends
+            assert asked[3].wait(SECONDS)
+        return do_forward(context, run)
+
+    job = small(batches)
+    captured = roundelay.capture(job)
+    plan = roundelay.plan(job, captured=captured, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
+    for event in asked.values():
+        event.clear()
+    session = Session(job, captured, plan, 0, Length(steps=6))
+    done = session.run(notify=lambda event: None, handlers={0: {"forward": waits}})
+    assert len(done.updates) == 6
+    assert not readers()
+
+
+def failing_at(number: int) -> Callable[[int], Iterator[Any]]:
+    """Epochs whose batch ``number`` cannot be had."""
+
+    def batches(epoch: int) -> Iterator[Any]:
+        for n in range(6):
+            if n == number:
+                raise OSError("the disk is gone")
+            yield torch.ones(4, 6) * n, torch.zeros(4, dtype=torch.long)
+
+    return batches
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_an_error_of_the_loader_tells_its_place(transport: str) -> None:
+    job = small(failing_at(4))
+    plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal", transport=transport)
+    with nothing_left_behind():
+        with pytest.raises(UserCodeError, match=r"batch 4 of batches\(0\).*OSError: the disk is gone"):
+            roundelay.train(job, plan=plan, epochs=1)
+        assert len(roundelay.train(job, plan=plan, steps=3).updates) == 3  # what lies behind is not met
+
+
+def same(loader: DataLoader[Any], epoch: int) -> DataLoader[Any]:
+    """One loader for every epoch."""
+    return loader
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows that are always the same: persistent processes keep their random states from epoch to epoch."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((6,), float(index)), torch.tensor(index % 3)
+
+
+@pytest.mark.parametrize(("rows", "persistent"), [(Noisy(), False), (Rows(), True)])
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_loaders_with_processes_of_their_own_verify_and_leave_none(
+    transport: str, rows: Dataset[tuple[torch.Tensor, torch.Tensor]], persistent: bool
+) -> None:
+    with nothing_left_behind():
+        loader = DataLoader(rows, batch_size=8, shuffle=True, num_workers=2, persistent_workers=persistent)
+        job = make(batches=partial(same, loader))
+        plan = roundelay.plan(job, workers=2, rule="1f1b", micro_batches=2, cuts="equal", transport=transport)
+        found = roundelay.verify(job, plan=plan, epochs=2)
+        assert found.equal, found.difference
+        if persistent:  # these are the person's, and live as long as the loader
+            loader._iterator._shutdown_workers()  # type: ignore[union-attr]
