@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from roundelay.api import keeping
 from roundelay.api.continuing import changed
 from roundelay.api.gathering import Drained, Updated
 from roundelay.api.origin import First
+from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Saving, Session, load_checkpoint
 from roundelay.api.verifying import verify_session
 from roundelay.errors import UsageError
@@ -51,8 +55,8 @@ def trip(model: str, variant: Variant, sizes: tuple[int, int], optimizer: str, *
     def job() -> Job:
         return place.job(OPTIMIZERS[optimizer], **(rates | more))
 
-    plan = place.plan(variant, sizes[0], allowed(variant, *sizes))
-    return Trip(job, place.captured, plan, EPOCHS, place.restore)
+    chosen = place.plan(variant, sizes[0], allowed(variant, *sizes))
+    return Trip(job, place.captured, chosen, EPOCHS, place.restore)
 
 
 @pytest.mark.parametrize(("variant", "model", "sizes", "optimizer", "cuts"), _ROUND)
@@ -260,6 +264,37 @@ def test_epochs_of_one_batch_hand_over_each_its_own_buffers(tmp_path: Path, monk
     for epoch, start in seen.items():
         assert all(int(start.buffers[name]) == epoch for name in counted)
     assert differences(whole, made.rest(seen[2]), seen[2]) == []
+
+
+def test_weights_that_are_not_contiguous_are_laid_out_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.ReLU(), nn.Conv2d(24, 8, 3))
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 2)).to(memory_format=torch.channels_last)
+    batches = [(torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last), torch.randn(4, 2)) for _ in range(5)]
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def job() -> Job:
+        return Job(
+            model=model,
+            loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]),
+            batches=lambda epoch: batches,
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        )
+
+    captured = capture(job())
+    chosen = plan(job(), workers=3, rule="pipedream", micro_batches=1, captured=captured, cuts="equal")
+    made = Trip(job, captured, chosen, EPOCHS, lambda: void(model.load_state_dict(first)))
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = made.whole(Saving(path=tmp_path, every=1))
+    for updates in CUTS:
+        start = load(tmp_path / str(updates))
+        assert differences(whole, made.rest(start), start) == []
+
+
+def void(result: object) -> None:
+    """Take a result and give none."""
 
 
 def test_of_checkpoints_that_wait_for_the_disk_the_newest_is_written(
