@@ -10,8 +10,9 @@ from roundelay.ir.plan import Plan
 from roundelay.sim import Simulation
 
 _COLUMNS = """
-in flight: forwards waiting for their backward; tapes: bytes they hold, and halves wait for;
-messages: on the way or unread; crossed: updates between a forward's weights and its batch; versions: of the weights, alive at one time"""
+in flight: forwards waiting for their backward; tapes: bytes they hold, and what second halves wait for;
+messages: on the way or unread; crossed: updates between a forward's weights and its batch;
+versions: of the weights, alive at one time"""
 
 
 def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
