@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data.trouble import existing, refused
-from roundelay.errors import JobError
+from roundelay.observe.optional import optional
 
 SIDE = 224
 """PipeOptim (2023), Sect. V-A: images are scaled up from 64 x 64."""
@@ -132,15 +132,6 @@ def pillow() -> Any:
     """Pillow's module of images.
 
     Raises:
-        JobError: it is not installed.
+        UsageError: it is not installed.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise JobError(
-            "images of Tiny-ImageNet",
-            got="no package called pillow",
-            expected="pillow, which decodes JPEG",
-            remedy="Install it: pip install pillow",
-        ) from error
-    return Image
+    return optional("PIL.Image", "images of Tiny-ImageNet", "pillow", ".")

@@ -19,6 +19,7 @@ from benchmarks.pipeoptim import paper
 from benchmarks.tasks import grammar, images
 from roundelay.api.memory import optimizer_bytes
 from roundelay.api.training import Length, Session
+from roundelay.errors import InternalError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -164,29 +165,31 @@ def table_ii(what: Asked) -> str:
 # Table V --------------------------------------------------------------------------------------------------------------
 
 
-def needed(model: Model, method: Method, rows: int) -> int:
-    """Bytes of the worker that holds most, with the tape that a recomputed forward makes again for its backward."""
+def needed(model: Model, method: Method, rows: int) -> list[int]:
+    """Bytes of each worker, with the tape that a recomputed forward makes again for its backward."""
     plan = planned(model, method, rows)
     job, graph = captured(model, rows * method.micro_batches)
-    partition = Session(job, graph, plan, 0, Length(steps=1)).partition
-    state = optimizer_bytes(job, graph, partition, plan.predictor)
+    state = optimizer_bytes(job, graph, Session(job, graph, plan, 0, Length(steps=1)).partition, plan.predictor)
     assert state is not None, "torch's own optimizers say what they hold"
     again = [0] * D
     if method.backward == "recompute":
-        whole = planned(model, replace(method, predictor=None, rule="gpipe", backward="stash"), rows)
-        again = [stage.tape_bytes for stage in whole.stages]
-    return max(one.total + tape for one, tape in zip(ledger(plan, state), again, strict=True))
+        kept = replace(method, rule="gpipe", predictor=None, backward="stash")
+        again = [stage.tape_bytes for stage in planned(model, kept, rows).stages]
+    return [one.total + tape for one, tape in zip(ledger(plan, state), again, strict=True)]
 
 
 def largest(model: Model, method: Method) -> int:
-    """The most rows of a micro-batch whose ledger fits the model's budget: from two points, then step by step."""
+    """The most rows of a micro-batch whose ledger fits the model's budget: bytes are a straight line over rows."""
     low, high = 4, 8
-    slope = (needed(model, method, high) - needed(model, method, low)) / (high - low)
-    rows = max(1, int(low + (model.budget - needed(model, method, low)) / slope))
-    while rows > 1 and needed(model, method, rows) > model.budget:
-        rows -= 1
-    while needed(model, method, rows + 1) <= model.budget:
-        rows += 1
+    ends = zip(needed(model, method, low), needed(model, method, high), strict=True)
+    rows = min(int(low + (model.budget - least) * (high - low) / (most - least)) for least, most in ends)
+    if max(needed(model, method, rows)) > model.budget or max(needed(model, method, rows + 1)) <= model.budget:
+        raise InternalError(
+            f"the largest batch of {model.title}",
+            got=f"{rows} rows by a straight line",
+            expected="those to fit, and one more not to",
+            remedy="Report this as a bug of the benchmark.",
+        )
     return rows
 
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import roundelay
-from roundelay.errors import JobError
 from roundelay.job import OptimizerFactory, SchedulerFactory
+from roundelay.observe.optional import optional
 
 NOUNS = {
     "cat": ("kato", "m"), "dog": ("hundo", "m"), "king": ("rego", "m"), "boy": ("knabo", "m"), "bear": ("urso", "m"),
@@ -214,17 +214,9 @@ def bleu(written: Sequence[str], right: Sequence[str]) -> float:
     """Corpus BLEU of sacrebleu, 0 to 100; words are split at blanks, as both languages have no punctuation.
 
     Raises:
-        JobError: sacrebleu is not installed.
+        UsageError: sacrebleu is not installed.
     """
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise JobError(
-            "BLEU of the translations",
-            got="no package called sacrebleu",
-            expected="sacrebleu",
-            remedy="Install it: pip install sacrebleu",
-        ) from error
+    sacrebleu = optional("sacrebleu", "BLEU of the translations", "sacrebleu", ".")
     return float(sacrebleu.corpus_bleu(list(written), [list(right)], tokenize="none").score)
 
 

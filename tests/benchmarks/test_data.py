@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.data import cifar, imdb, tiny_imagenet
-from roundelay.errors import JobError
+from roundelay.errors import JobError, UsageError
 
 IMAGES = 5
 
@@ -175,9 +175,7 @@ def test_a_missing_folder_is_told_with_where_to_get_it(tmp_path: Path, name: str
         ("imdb", "test/neg/0_2.txt", b"\xff\xfe\xfa", "UnicodeDecodeError"),
     ],
 )
-def test_a_broken_file_is_told_by_name(
-    tmp_path: Path, name: str, file: str, content: bytes | None, words: str
-) -> None:
+def test_a_broken_file_is_told_by_name(tmp_path: Path, name: str, file: str, content: bytes | None, words: str) -> None:
     write, read = SETS[name]
     write(tmp_path / "data")
     read(tmp_path / "data")
@@ -189,6 +187,6 @@ def test_a_broken_file_is_told_by_name(
 
 
 def test_without_pillow_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(JobError, match="pip install pillow"):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(UsageError, match="pip install pillow"):
         tiny_imagenet.read(tmp_path, train=True)

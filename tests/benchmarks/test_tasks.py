@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.tasks import chars, grammar, images
-from roundelay.errors import JobError
+from roundelay.errors import UsageError
 
 
 def nearest(pixels: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,9 @@ class Knows(nn.Module):
     def __init__(self, sentences: list[grammar.Sentence]) -> None:
         super().__init__()
         batch = grammar.encode(sentences)
-        self.known = {tuple(row.tolist()): following for row, following in zip(batch["source"], batch["next"], strict=True)}
+        self.known = {
+            tuple(row.tolist()): following for row, following in zip(batch["source"], batch["next"], strict=True)
+        }
 
     def forward(self, source: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         following = torch.stack([self.known[tuple(row.tolist())] for row in source])
@@ -113,7 +115,7 @@ def test_the_translator_does_not_see_the_words_that_it_is_to_write_nor_padding()
 
 def test_without_sacrebleu_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(JobError, match="pip install sacrebleu"):
+    with pytest.raises(UsageError, match="pip install sacrebleu"):
         grammar.bleu(["a"], ["a"])
 
 

@@ -3,8 +3,8 @@
     DATA=cifar-100-binary python -m roundelay compare benchmarks/pipeoptim/jobs/cifar100_vgg16.py \\
         --rules gpipe,pipedream,pipeoptim:paper:recompute --workers 4 --micro-batches 1 --epochs 120
 
-Sect. V-B: batches of 128, rate 0.001, a tenth of it from epoch 90 on. How VGG-16's head is fitted to images of 32 x 32 is
-not said: here it has 512 units, and images are cropped and mirrored.
+Sect. V-B: batches of 128, rate 0.001, a tenth of it from epoch 90 on. How VGG-16's head is fitted to images of 32 x 32
+is not said: here it has 512 units, and images are cropped and mirrored.
 """
 
 from __future__ import annotations
