@@ -37,7 +37,7 @@ OTHERS = (
 SGDM = partial(optimizer, torch.optim.SGD, momentum=0.9)
 OF_IMAGES = SGDM(lr=0.05, weight_decay=5e-4)
 TARGET = 0.85
-"""Of Table VI, with the Bayes classifier at 0.9."""
+"""Of Table VI; the best classifier comes to about 0.9."""
 
 
 def trained() -> list[Case]:

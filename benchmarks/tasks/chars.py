@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 def draw(text: Tensor, starts: Tensor) -> Batch:
     """Contexts (rows, CONTEXT) that begin at `starts`, and the characters behind them (rows)."""
     windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-    return windows[:, :-1], windows[:, -1]
+    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
 
 
 def batches(seed: int, epoch: int) -> Iterator[Batch]:
