@@ -40,6 +40,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "async": ("async-1f1b", False, "live"),
         "spectrain": ("async-1f1b", True, "ahead"),
         "lookahead": ("async-1f1b", True, "ahead"),
+        "rehearse": ("async-1f1b", True, "live"),
     }
 
 
@@ -72,7 +73,7 @@ def test_a_rule_that_stashes_reads_the_forward_s_weights_in_every_mode() -> None
 
 
 def test_predictors_bridge_the_updates_crossed_the_lag_or_one_more() -> None:
-    assert DISTANCES == {"improved": "crossed", "paper": "lag", "released-code": "lag+1"}
+    assert DISTANCES == {"improved": "crossed", "paper": "lag", "released-code": "lag+1", "partial": "crossed"}
     assert NO_PREDICTOR not in DISTANCES
 
 

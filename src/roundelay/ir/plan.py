@@ -71,7 +71,8 @@ class Plan:
         format: version of this text.
         model: fingerprint of the captured model that it is for.
         rule: update rule.
-        predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
+        predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``, ``partial``; ``none`` if the
+            rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
         clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none`` or ``stage:NORM``.

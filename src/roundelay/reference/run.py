@@ -15,6 +15,7 @@ micro-batches before g are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, final
 
@@ -122,6 +123,8 @@ class _Run:
         self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
         self._gradients: Tensors = {}
         self._total_count: float | None = None
+        self._rows = 0  # of the batch's micro-batches that are summed
+        self._begun: dict[int, tuple[Tensors, float]] = {}  # after so many micro-batches: sums, what divides them
         self._result = ReferenceResult(buffers=dict(buffers))
 
     def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
@@ -131,8 +134,12 @@ class _Run:
         self._result.losses[header.g] = float(values[LOSS])
         self._down(header, passes, self._seed(header, values))
         self._passed += 1
+        self._rows += header.rows
+        self._begun[self._passed] = dict(self._gradients), self._total_count or self._rows / header.batch_rows
         if header.ends_batch:
             self._update(header.batch)
+            self._begun[self._passed] = {}, 1.0
+        self._begun.pop(self._passed - len(self._stages), None)
         self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
 
     def result(self) -> ReferenceResult:
@@ -189,12 +196,22 @@ class _Run:
 
     def _foreseen(self, stage: int, version: int, s: int) -> Tensors:
         weights = self._weights(stage, version)
-        return {name: self._predicted(name, weight, version, s) for name, weight in weights.items()}
+        begun = self._seen(stage) if self._setting.predictor == "partial" else {}
+        return {name: self._predicted(name, weight, version, s, begun.get(name)) for name, weight in weights.items()}
 
-    def _predicted(self, name: str, weight: torch.Tensor, version: int, s: int) -> torch.Tensor:
+    def _seen(self, stage: int) -> Tensors:
+        """Mean gradients of the unfinished batch, over what the stage had summed when it ran the forward."""
+        sums, over = self._begun.get(self._passed - (len(self._stages) - 1 - stage), ({}, 1.0))
+        return self._clipped({n: torch.div(sums[n], over) for n in self._stages[stage].parameters if n in sums})
+
+    def _predicted(
+        self, name: str, weight: torch.Tensor, version: int, s: int, begun: torch.Tensor | None
+    ) -> torch.Tensor:
         past = self._trainer.versions[version].pasts.get(name)
         if past is None:  # a parameter that the optimizer does not hold
             return weight
+        if begun is not None:
+            past = replace(past, begun=begun)
         ahead = Ahead(s, lambda i: self._trainer.rate(name, version, i))
         return predict(self._setting.predictor, weight, past, ahead)
 
@@ -260,7 +277,7 @@ class _Run:
         gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
         self._trainer.step(self._clipped(gradients))
         self._batch_ends.append(self._passed)
-        self._gradients, self._total_count = {}, None
+        self._gradients, self._total_count, self._rows = {}, None, 0
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
 

@@ -94,10 +94,12 @@ class Stage:
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # of these the gradient is a sum of our own, which may be added to in place
         self._count = 0.0
+        self._rows = 0  # of the micro-batches whose gradients are summed
+        self._share = 0.0  # theirs of the batch's
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         self._at_epoch_end: dict[str, torch.Tensor] | None = None
-        self._predicted: dict[str, tuple[tuple[int, int], dict[str, torch.Tensor]]] = {}
+        self._predicted: dict[str, tuple[tuple[int, int, int], dict[str, torch.Tensor]]] = {}
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
@@ -136,6 +138,9 @@ class Stage:
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
         self._add(of_parameters)
+        if run.header is not None:
+            self._rows += run.header.rows
+            self._share = self._rows / run.header.batch_rows
         return of_inputs, of_parameters
 
     def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -178,6 +183,7 @@ class Stage:
         if self.scheduler is not None:
             self.scheduler.step()
         self._gradients, self._count, self._predicted = {}, 0.0, {}
+        self._rows, self._share = 0, 0.0
         self._summed.clear()
 
     def _held(self) -> set[int]:
@@ -196,15 +202,19 @@ class Stage:
         return self.parameters
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
+        """The weights that a pass reads: the newest, older ones, or predicted ones.
+
+        Predicted ones are kept until the update; by ``partial``, until there is more to predict them from.
+        """
         if run.reads != run.version:
             return self._kept[run.reads]
         if run.distance <= 0:
             return self.live()
-        opcode, asked = run.instruction.opcode, (run.version, run.distance)
+        seen = self._rows if self.predictor == "partial" else 0
+        opcode, asked = run.instruction.opcode, (run.version, run.distance, seen)
         if opcode not in self._predicted or self._predicted[opcode][0] != asked:
             other = [made for key, made in self._predicted.values() if key == asked]  # the other pass's
-            self._predicted[opcode] = asked, other[0] if other else self._predict(*asked)
+            self._predicted[opcode] = asked, other[0] if other else self._predict(run.version, run.distance)
         return self._predicted[opcode][1]
 
     def tape_bytes(self) -> int:
@@ -226,7 +236,9 @@ class Stage:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
         if self._clip.by == "stage":
-            self._clip_to(self._clip.norm)
+            grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
+            for name, grad in self._clipped(grads).items():
+                self.parameters[name].grad = grad
         if self.predictor == NO_PREDICTOR:
             return {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -236,14 +248,21 @@ class Stage:
             if needs_displacement(self.optimizer, group, self.predictor)
         }
 
-    def _clip_to(self, norm: float) -> None:
-        """Scale the stage's gradients to a common norm of at most ``norm``; none is written, as others may hold it."""
-        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
-        if grads:
-            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads.values()]
-            scale = torch.clamp(norm / (torch.linalg.vector_norm(torch.stack(norms)) + EPSILON), max=1.0)
-            for name, grad in grads.items():
-                self.parameters[name].grad = grad * scale
+    def _clipped(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The stage's gradients, scaled to a common norm of at most the plan's; none is written."""
+        if not grads:
+            return {}
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads.values()]
+        scale = torch.clamp(self._clip.norm / (torch.linalg.vector_norm(torch.stack(norms)) + EPSILON), max=1.0)
+        return {name: grad * scale for name, grad in grads.items()}
+
+    def _begun(self) -> dict[str, torch.Tensor]:
+        """The mean gradients that the batch shows so far, clipped as its update will clip; empty behind an update."""
+        if self.predictor != "partial":
+            return {}
+        over = self._count or self._share
+        means = {n: torch.div(self._gradients[n], over) for n in self.spec.parameters if n in self._gradients}
+        return self._clipped(means) if self._clip.by == "stage" else means
 
     def _consumed(self) -> dict[str, torch.Tensor]:
         """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""
@@ -275,10 +294,11 @@ class Stage:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         predicted = dict(self.live())
         with torch.no_grad():
+            begun = self._begun()
             for index, group, p in groups_of(self.optimizer):
-                outlook = Outlook(self._rates.rates(index, version, distance))
-                last = self._last.get(names[id(p)])
-                predicted[names[id(p)]] = predict(
-                    self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
-                )
+                outlook, name = Outlook(self._rates.rates(index, version, distance)), names[id(p)]
+                predicted[name] = predict(
+                    self.optimizer, group, p,
+                    setting=self.predictor, outlook=outlook, last=self._last.get(name), begun=begun.get(name),
+                )  # fmt: skip
         return predicted
