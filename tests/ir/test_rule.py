@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -106,3 +107,12 @@ def test_a_rule_without_modes_or_with_unknown_ones_is_refused(modes: tuple[str, 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, pipedream, pipedream-vertical"):
         rule_named("gpip")
+
+
+@pytest.mark.parametrize("changes", [{"target": "next"}, {"modes": ("mixed", "stash")}])
+def test_a_prediction_of_each_micro_batch_s_own_goes_with_neither_a_stash_nor_another_target(
+    changes: dict[str, Any],
+) -> None:
+    mine = replace(rule_named("rehearse"), name="mine", **changes)
+    with pytest.raises(PlanError, match="predictor partial beside target"):
+        register_rule(mine)

@@ -290,17 +290,17 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     return [*lines, *reasons]
 
 
-FAR = 4
-"""Updates crossed from which on predictions were seen to fail (benchmarks/depth)."""
+FAR = 7
+"""Updates crossed at which rules were seen to fail (benchmarks/depth)."""
 
 
 def _far(plan: Plan, rule: UpdateRule) -> str:
-    """A warning where predictions, or weights nobody corrects, are more updates old than they were seen to bear."""
+    """A warning where weights are so many updates old that rules were seen to fail."""
     crossed = -(-(plan.num_stages - 1) // plan.micro_batches)
     if schedule_named(rule.schedule).window == "batch" or rule.versions == "table" or crossed < FAR:
         return ""
     return (
-        f"warning: stage 0 runs {crossed} updates behind, more than rule {rule.name} was seen to bear; give "
+        f"warning: stage 0 runs {crossed} updates behind, where training was seen to fail; give "
         f"--micro-batches {plan.num_stages - 1} or more, which leaves 1, best with --rule rehearse"
     )
 

@@ -247,8 +247,8 @@ def _sgd_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: 
         gradient = torch.add(gradient, weight, alpha=lam)
     direction, v = gradient, past.state.get("momentum_buffer")
     if mu != 0.0:
-        fresh = v is None
-        v = gradient if fresh else torch.add(torch.mul(v, mu), gradient, alpha=1.0 - past.number("dampening"))
+        entering = 1.0 - past.number("dampening")
+        v = gradient if v is None else torch.add(torch.mul(v, mu), gradient, alpha=entering)
         direction = torch.add(gradient, v, alpha=mu) if past.group["nesterov"] else v
     reached = torch.add(weight, direction, alpha=-ahead.rate(1))
     rest = Ahead(ahead.distance - 1, lambda i: ahead.rate(i + 1))
