@@ -35,7 +35,7 @@ Rule = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        help="Micro-batches of a batch, M. [default: 1; workers for 2bw, cdp, rehearse; twice that for rules that flush]"
+        help="Micro-batches of a batch, M. [default: 1; D for 2bw, cdp, rehearse, and 2 x D for rules that flush; D workers]"
     ),
 ]
 Predictor = Annotated[
