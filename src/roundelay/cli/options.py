@@ -35,7 +35,7 @@ Rule = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        help="Micro-batches of a batch, M. [default: 1; D for 2bw, cdp, rehearse, and 2 x D for rules that flush; D workers]"
+        help="Micro-batches of a batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush]"
     ),
 ]
 Predictor = Annotated[
