@@ -300,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE / "results.jsonl", help="results, a line of JSON for each run")
     parser.add_argument("--short", action="store_true", help="digits, depth 8, Adam, 100 updates; no results kept")
+    parser.add_argument("--tables", action="store_true", help="train nothing: table and curves of what is there")
     parser.add_argument("--anyway", action="store_true", help="on a busy machine too, as always: no time is taken here")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -312,7 +313,7 @@ def main() -> None:
     cells = [("digits", 8, "adam")] if args.short else list(itertools.product(TASKS, DEPTHS, OPTIMIZERS))
     for line, (name, depth, optimizer) in sorted(itertools.product(LINES, cells), key=_turn):
         key = name, depth, optimizer, line.variant.name
-        if key in done:
+        if key in done or args.tables:
             continue
         began, task = time.perf_counter(), tasks[name]
         found = train(task, depth, optimizer, line, SEEDS, 100 if args.short else task.updates)
