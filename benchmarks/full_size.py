@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.data import cifar, imdb, tiny_imagenet
-from benchmarks.data.trouble import folder_named, whole_number
+from benchmarks.datasets import cifar, imdb, tiny_imagenet
+from benchmarks.datasets.trouble import folder_named, whole_number
 from roundelay.job import SchedulerFactory
 
 Batch = tuple[Tensor, Tensor]

@@ -159,6 +159,72 @@ def test_improved_adam_equals_zero_gradient_steps_of_torch_with_the_second_momen
     )
 
 
+BEGUN = [
+    sgd(),
+    sgd(weight_decay=0.3, maximize=True),
+    sgd(momentum=0.9, dampening=0.4),
+    sgd(momentum=0.9, weight_decay=0.3),
+    sgd(momentum=0.9, nesterov=True, weight_decay=0.3),
+    adam(),
+    adam(weight_decay=0.3, maximize=True),
+    adam(amsgrad=True, betas=(0.9, 0.5)),
+    adamw(weight_decay=0.3, maximize=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("updates", [0, 1, 4])
+@pytest.mark.parametrize("make", BEGUN)
+def test_partial_is_torch_s_own_step_with_the_gradient_begun(make: Make, updates: int, dtype: torch.dtype) -> None:
+    optimizer, weight = begun_with(make, updates, dtype)
+    gradient = torch.randn(3, 5, dtype=dtype)
+    got = rehearsed(optimizer, weight, gradient, (RATE,))
+    weight.grad = gradient
+    optimizer.step()
+    torch.testing.assert_close(got, weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", BEGUN)
+def test_partial_goes_on_as_improved_from_where_that_step_led(make: Make) -> None:
+    optimizer, weight = begun_with(make, 3, torch.float64)
+    gradient = torch.randn(3, 5, dtype=torch.float64)
+    optimizer.param_groups[0]["lr"] = SCHEDULE[0]
+    got = rehearsed(optimizer, weight, gradient, SCHEDULE)
+    weight.grad = gradient
+    optimizer.step()
+    last = LastStep(SCHEDULE[0], None, None)
+    torch.testing.assert_close(got, ahead(optimizer, weight, SCHEDULE[1:], last), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [sgd(momentum=0.9), adam()])
+def test_partial_without_a_gradient_is_improved(make: Make) -> None:
+    optimizer, weight, last = trained(make)
+    assert torch.equal(ahead(optimizer, weight, SCHEDULE, last, "partial"), ahead(optimizer, weight, SCHEDULE, last))
+
+
+def begun_with(make: Make, updates: int, dtype: torch.dtype) -> tuple[Optimizer, Parameter]:
+    """An optimizer after some updates, perhaps none, at a random weight."""
+    torch.manual_seed(3)
+    weight = Parameter(torch.randn(3, 5, dtype=dtype))
+    optimizer = make([weight])
+    for _ in range(updates):
+        weight.grad = torch.randn(3, 5, dtype=dtype)
+        optimizer.step()
+    return optimizer, weight
+
+
+def rehearsed(optimizer: Optimizer, weight: Parameter, gradient: Tensor, rates: tuple[float, ...]) -> Tensor:
+    """``partial`` of the weight, whose state must stay as it is."""
+    before = copy.deepcopy(optimizer.state[weight]) if weight in optimizer.state else None
+    group = optimizer.param_groups[0]
+    outlook = Outlook(rates)
+    got = predict(optimizer, group, weight, setting="partial", outlook=outlook, last=None, begun=gradient)
+    for name, value in (before or {}).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, optimizer.state[weight][name])
+    return got
+
+
 def test_the_literal_zero_gradient_step_of_adam_would_overshoot_by_the_square_root_of_two() -> None:
     optimizer, weight, last = trained(adam(), updates=1)
     ours = ahead(optimizer, weight, (RATE,), last) - weight.detach()
@@ -311,7 +377,7 @@ def test_adamw_to_the_bit(setting: str, lam: float, amsgrad: bool) -> None:
     second = state["max_exp_avg_sq"] if amsgrad else state["exp_avg_sq"]
     c = math.sqrt(1 - 0.5**u)
     under = second.sqrt().add_(1e-6 * c)
-    if setting == "improved":
+    if setting in ("improved", "partial"):  # without a gradient begun they are one
         a, b = 1.0, 0.0
         for i in range(1, s + 1):
             q = SCHEDULE[i - 1] * 0.9**i / (1 - 0.9 ** (u + i))
@@ -339,7 +405,7 @@ def test_a_state_without_direction_moves_along_the_last_displacement_to_the_bit(
     displacement = last.displacement
     assert displacement is not None
     last = LastStep(0.02, displacement, None)
-    factor = sum(SCHEDULE) / 0.02 if setting == "improved" else len(SCHEDULE) * SCHEDULE[0] / 0.02
+    factor = sum(SCHEDULE) / 0.02 if setting in ("improved", "partial") else len(SCHEDULE) * SCHEDULE[0] / 0.02
     literal = torch.add(weight.detach(), displacement, alpha=-factor)
     assert_same_bits(ahead(optimizer, weight, SCHEDULE, last, setting), literal)
 
@@ -407,7 +473,7 @@ def test_a_prediction_is_a_new_tensor_and_changes_nothing(family: str, setting: 
     predicted = ahead(optimizer, weight, SCHEDULE, last, setting)
     assert not predicted.requires_grad
     assert (predicted.shape, predicted.dtype) == (weight.shape, weight.dtype)
-    if (family, setting) != ("plain", "improved"):
+    if family != "plain" or setting not in ("improved", "partial"):
         assert predicted.data_ptr() != weight.data_ptr()
         assert not torch.equal(predicted, weight)
         predicted.fill_(math.nan)

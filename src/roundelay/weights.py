@@ -3,7 +3,7 @@
 Under an asynchronous rule a forward pass reads weights that some updates will have changed before the matching backward
 pass. PipeOptim (Sect. III-A, Table I) closes that gap by predicting: ``P(W, s) = W - s * lr * dW``, where ``s`` is the
 number of updates crossed and ``dW`` the direction that the optimizer's state shows after its last update. The functions
-here are pure: tensors in, new tensors out; neither the weights nor the optimizer are touched. Three settings:
+here are pure: tensors in, new tensors out; neither the weights nor the optimizer are touched. Four settings:
 
 ``improved`` (default)
     what the next ``s`` updates do if every gradient from now on is zero, each at its own learning rate.
@@ -13,6 +13,9 @@ here are pure: tensors in, new tensors out; neither the weights nor the optimize
 ``released-code``
     what the authors' program did: SGD moves along ``mu * buffer + (1 - dampening) * last gradient``, AdamW leaves its
     decay out. Every other optimizer as in ``paper``.
+``partial``
+    as ``improved``, but the first of the updates is taken with the mean of the gradients that its batch has summed by
+    now. Nothing in the papers: with M > 1 most of a batch's backwards are done when the forwards of the next begin.
 
 How ``s`` is counted differs between the settings too; that is the caller's part (the length of `Outlook.rates`).
 
@@ -38,7 +41,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from roundelay.errors import InternalError, UsageError
 
-PREDICTORS = ("improved", "paper", "released-code")
+PREDICTORS = ("improved", "paper", "released-code", "partial")
 """The settings of `predict`; the first is the default."""
 
 
@@ -79,6 +82,7 @@ def predict(
     setting: str,
     outlook: Outlook,
     last: LastStep | None,
+    begun: Tensor | None = None,
 ) -> Tensor:
     """Predict one parameter ``s = len(outlook.rates)`` updates ahead (PipeOptim, Sect. III-A, Eqs. 3 and 5, Table I).
 
@@ -99,6 +103,8 @@ def predict(
         setting: one of `PREDICTORS`.
         outlook: learning rates of the updates to cross; ``paper`` and ``released-code`` read the first only.
         last: the parameter's last update, or None before its first.
+        begun: for ``partial``, the mean gradient that the next update's batch shows so far, shaped like ``weight``;
+            None if it has none yet, which is foreseen as ``improved``. Not negated for ``maximize``.
 
     Returns:
         The predicted weight: shape, dtype and device of ``weight``; it requires no gradient.
@@ -116,6 +122,12 @@ def predict(
         if needs_displacement(optimizer, group, setting):
             return _displaced(now, setting, outlook, last)
         state = optimizer.state.get(weight, {})
+        if setting == "partial":
+            if begun is not None and isinstance(optimizer, SGD):
+                return _rehearsed_sgd(now, group, state, outlook, begun)
+            if begun is not None:
+                return _rehearsed_adam(now, group, state, outlook, begun)
+            setting = "improved"
         if isinstance(optimizer, Adam):
             return _adam(now, group, state, setting, outlook)
         if setting == "released-code":
@@ -269,13 +281,64 @@ def _adam_coefficients(beta1: float, lam: float, updates: float, rates: tuple[fl
     return a, b
 
 
+def _rehearsed_sgd(
+    now: Tensor, group: dict[str, Any], state: dict[str, Any], outlook: Outlook, begun: Tensor
+) -> Tensor:
+    """SGD's own next step with the gradient ``begun``, and behind it steps without a gradient."""
+    mu, tau = float(group["momentum"]), float(group["dampening"])
+    rate, *later = outlook.rates
+    pull = _pull(now, group, begun)
+    step, buffer = pull, state.get("momentum_buffer")
+    if mu != 0:
+        buffer = pull if buffer is None else torch.mul(buffer, mu).add_(pull, alpha=1 - tau)
+        step = torch.add(pull, buffer, alpha=mu) if group["nesterov"] else buffer
+    moved = torch.add(now, step, alpha=-rate)
+    if not later:
+        return moved
+    if mu == 0 or buffer is None:
+        return _decayed(moved, group, Outlook(tuple(later)), LastStep(rate, None, None))
+    a, b = _momentum_coefficients(group, tuple(later))
+    return _along(moved, buffer, a, b)
+
+
+def _rehearsed_adam(
+    now: Tensor, group: dict[str, Any], state: dict[str, Any], outlook: Outlook, begun: Tensor
+) -> Tensor:
+    """Adam's own next step with the gradient ``begun``; steps behind it hold the second moment which that step left."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decoupled = bool(group["decoupled_weight_decay"])
+    lam = float(group["weight_decay"]) if decoupled else 0.0
+    pull = _reals(begun.neg() if group["maximize"] else begun) if decoupled else _reals(_pull(now, group, begun))
+    updates = float(state.get("step", 0)) + 1
+    first, second = torch.mul(pull, 1 - beta1), torch.mul(pull, pull).mul_(1 - beta2)
+    if state:
+        first.add_(_reals(state["exp_avg"]), alpha=beta1)
+        second.add_(_reals(state["exp_avg_sq"]), alpha=beta2)
+    if state and group["amsgrad"]:
+        second = torch.maximum(_reals(state["max_exp_avg_sq"]), second)
+    a, b = 1.0, 0.0
+    for i, rate in enumerate(outlook.rates):
+        a = a * (1 - rate * lam)
+        b = b * (1 - rate * lam) + rate * beta1**i / (1 - beta1 ** (updates + i))
+    correction = math.sqrt(1 - beta2**updates)
+    root = second.sqrt_().add_(float(group["eps"]) * correction)
+    moved = _along_ratio(_reals(now), first, root, a, b * correction)
+    return torch.view_as_complex(moved) if now.is_complex() else moved
+
+
+def _pull(now: Tensor, group: dict[str, Any], gradient: Tensor) -> Tensor:
+    """What enters the optimizer's buffers: the gradient, negated to maximize, with coupled decay."""
+    pull, lam = gradient.neg() if group["maximize"] else gradient, float(group["weight_decay"])
+    return torch.add(pull, now, alpha=lam) if lam else pull
+
+
 def _displaced(now: Tensor, setting: str, outlook: Outlook, last: LastStep | None) -> Tensor:
     """Any other optimizer: its last displacement per unit of rate is its direction; none can be told at rate zero."""
     if last is None or last.rate == 0:
         return now
     displacement = _kept(last.displacement, "displacement")
     reach = len(outlook.rates) * outlook.rates[0]
-    if setting == "improved":
+    if setting in ("improved", "partial"):
         reach = 0.0
         for rate in outlook.rates:  # not sum(): from Python 3.12 on it compensates, which changes the last bit
             reach += rate

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import roundelay
-from benchmarks.data import cifar
+from benchmarks.datasets import cifar
 from roundelay.cli.job_file import load_job
 from roundelay.errors import JobError
 from tests.benchmarks.test_data import write_cifar, write_imdb, write_tiny_imagenet

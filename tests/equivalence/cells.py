@@ -62,6 +62,8 @@ VARIANTS = {
     "spectrain paper mixed": Variant("spectrain", "paper", "mixed"),
     "lookahead stash": Variant("lookahead", "improved", "stash"),
     "lookahead mixed": Variant("lookahead", "improved", "mixed"),
+    "rehearse mixed": Variant("rehearse", "partial", "mixed"),
+    "rehearse recompute": Variant("rehearse", "partial", "recompute"),
 } | {
     f"pipeoptim {predictor} {backward}": Variant("pipeoptim", predictor, backward)
     for predictor in ("improved", "paper", "released-code")
@@ -80,6 +82,7 @@ PAIRED = (
     "spectrain improved mixed",
     "spectrain paper mixed",
     "lookahead mixed",
+    "rehearse mixed",
     "pipeoptim improved stash",
     "pipeoptim improved recompute",
     "pipeoptim paper mixed",

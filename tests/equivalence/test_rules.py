@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from roundelay.actor.machine import Run
@@ -20,8 +22,9 @@ from roundelay.lower.check import programs_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.sim import simulate
-from tests.equivalence.cells import VARIANTS, Variant, allowed, bench
+from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench
 from tests.lower.plans import plan_of
+from tests.zoo import MODELS
 
 Made = Callable[[Named], Optimizer]
 MOMENTUM: Made = partial(SGD, lr=0.05, momentum=0.9)
@@ -145,6 +148,32 @@ def test_a_table_that_asks_for_more_than_the_timing_allows_is_refused(monkeypatc
     register_rule(table("mine", always))
     with pytest.raises(PlanError, match=r"stage 0, forward of micro-batch 3: got version 0, its newest"):
         prove(plan_of("mine", 3, 3))
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, partial(Adam, lr=2e-3), partial(AdamW, lr=2e-3)])
+def test_a_rehearsal_on_a_batch_of_equal_parts_is_exact_training(optimizer: Made) -> None:
+    """Every part of the batch has the whole batch's gradient, so what is foreseen is what comes."""
+    torch.manual_seed(0)
+    widths = (6, 8, 8, 8, 3)
+    layers = [nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in itertools.pairwise(widths)]
+    one = [(torch.randn(1, 6).double(), torch.randint(0, 3, (1,))) for _ in range(6)]
+    batches: list[Any] = [tuple(torch.cat([part] * 4) for part in batch) for batch in one]
+    place = Bench(MODELS["mlp"], nn.Sequential(*layers).double(), batches)
+    runs = []
+    for name in ("rehearse recompute", "1f1b", "pipeoptim improved recompute"):
+        place.restore()
+        session = Session(place.job(optimizer), place.captured, place.plan(VARIANTS[name], 4, 4), 0, Length(steps=6))
+        runs.append(session.run(notify=lambda event: None).snapshot.parameters)
+    for name, tensor in runs[1].items():
+        torch.testing.assert_close(runs[0][name], tensor, rtol=0, atol=1e-9)
+    assert max((runs[2][name] - tensor).abs().max().item() for name, tensor in runs[1].items()) > 1e-5
+
+
+def test_a_rehearsal_verifies_where_it_looks_two_updates_ahead_and_with_losses_of_sum_and_count() -> None:
+    for model, micro_batches in (("mlp", 2), ("token_mean", 4)):
+        place = bench(model)
+        found = place.verify(place.plan(VARIANTS["rehearse mixed"], 4, micro_batches), place.job(MOMENTUM))
+        assert found.equal, found.difference
 
 
 @pytest.mark.parametrize("rule", ["pipedream", "pipedream-vertical", "pipedream-2bw", "cdp-v2", "async", "spectrain"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "async": ("async-1f1b", False, "live"),
         "spectrain": ("async-1f1b", True, "ahead"),
         "lookahead": ("async-1f1b", True, "ahead"),
+        "rehearse": ("async-1f1b", True, "live"),
     }
 
 
@@ -73,7 +75,7 @@ def test_a_rule_that_stashes_reads_the_forward_s_weights_in_every_mode() -> None
 
 
 def test_predictors_bridge_the_updates_crossed_the_lag_or_one_more() -> None:
-    assert DISTANCES == {"improved": "crossed", "paper": "lag", "released-code": "lag+1"}
+    assert DISTANCES == {"improved": "crossed", "paper": "lag", "released-code": "lag+1", "partial": "crossed"}
     assert NO_PREDICTOR not in DISTANCES
 
 
@@ -106,3 +108,12 @@ def test_a_rule_without_modes_or_with_unknown_ones_is_refused(modes: tuple[str, 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, zb-h1, pipedream, pipedream-vertical"):
         rule_named("gpip")
+
+
+@pytest.mark.parametrize("changes", [{"target": "next"}, {"modes": ("mixed", "stash")}])
+def test_a_prediction_of_each_micro_batch_s_own_goes_with_neither_a_stash_nor_another_target(
+    changes: dict[str, Any],
+) -> None:
+    mine = replace(rule_named("rehearse"), name="mine", **changes)
+    with pytest.raises(PlanError, match="predictor partial beside target"):
+        register_rule(mine)

@@ -43,7 +43,7 @@ def plan_of(
         "format": FORMAT,
         "model": "a model",
         "rule": rule,
-        "predictor": "improved" if rule_named(rule).predicts else NO_PREDICTOR,
+        "predictor": rule_named(rule).predictors[0] if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
         "compile": False,
         "precision": "fp32",

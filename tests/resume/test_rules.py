@@ -91,6 +91,18 @@ def test_the_norms_that_clip_go_on(
         assert differences(whole, made.rest(start), start) == [], f"behind update {updates}"
 
 
+@pytest.mark.parametrize("variant", ["rehearse mixed", "rehearse recompute"])
+def test_forwards_that_foresee_from_different_sums_read_their_own_weights_again(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trip("batchnorm", VARIANTS[variant], (4, 4), "sgd")
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = made.whole(Saving(path=tmp_path, every=1))
+    for updates in CUTS:
+        start = load(tmp_path / str(updates))
+        assert differences(whole, made.rest(start), start) == [], f"behind update {updates}"
+
+
 def test_a_run_that_goes_on_makes_checkpoints_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trip("batchnorm", VARIANTS["pipeoptim improved mixed"], (4, 1), "sgd")
     with every_checkpoint(monkeypatch, tmp_path):

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import roundelay
 from benchmarks import full_size
-from benchmarks.data import cifar
-from benchmarks.data.trouble import whole_number
+from benchmarks.datasets import cifar
+from benchmarks.datasets.trouble import whole_number
 from benchmarks.networks.resnet import BLOCKS, resnet
 from roundelay.errors import JobError
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import roundelay
 from benchmarks import full_size
-from benchmarks.data import cifar
+from benchmarks.datasets import cifar
 from benchmarks.networks.others import vgg16
 
 

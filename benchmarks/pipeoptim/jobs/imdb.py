@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import roundelay
 from benchmarks import full_size
-from benchmarks.data.trouble import whole_number
+from benchmarks.datasets.trouble import whole_number
 from benchmarks.networks.others import ResidualLSTM
 from roundelay.errors import JobError
 

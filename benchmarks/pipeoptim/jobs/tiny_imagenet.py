@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import roundelay
 from benchmarks import full_size
-from benchmarks.data import tiny_imagenet
+from benchmarks.datasets import tiny_imagenet
 from benchmarks.networks.others import alexnet
 from benchmarks.networks.resnet import resnet
 from roundelay.errors import JobError

@@ -24,7 +24,7 @@ from roundelay.frontend.profile import StageProfile, profile
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
-from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.check import CPU, PRECISIONS, check_fit, check_plan
@@ -181,9 +181,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         compile=given.get("compile", False),
         precision=given.get("precision", PRECISIONS[0]),
         clip=given.get("clip", NO_CLIP.by),
-        micro_batches=given.get(
-            "micro_batches", 2 * num_stages if flushes else num_stages if row.versions == "table" else 1
-        ),
+        micro_batches=given.get("micro_batches", 2 * num_stages if flushes else num_stages if _wants_parts(row) else 1),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,
@@ -191,6 +189,11 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         stages=(),
         edges=(),
     )
+
+
+def _wants_parts(rule: UpdateRule) -> bool:
+    """Whether a rule is made for as many micro-batches as stages: two versions, or gradients already summed."""
+    return rule.versions == "table" or "partial" in rule.predictors
 
 
 def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
@@ -296,7 +299,24 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
     if rule.predicts and plan.backward == "stash":
         lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
+    if far := _far(plan, rule):
+        lines.append(far)
     return [*lines, *reasons]
+
+
+FAR = 7
+"""Updates crossed at which rules were seen to fail (benchmarks/depth)."""
+
+
+def _far(plan: Plan, rule: UpdateRule) -> str:
+    """A warning where weights are so many updates old that rules were seen to fail."""
+    crossed = -(-(plan.num_stages - 1) // plan.micro_batches)
+    if schedule_named(rule.schedule).window == "batch" or rule.versions == "table" or crossed < FAR:
+        return ""
+    return (
+        f"warning: stage 0 runs {crossed} updates behind, where training was seen to fail; give "
+        f"--micro-batches {plan.num_stages - 1} or more, which leaves 1, best with --rule rehearse"
+    )
 
 
 def _module(graph: Graph, name: str) -> str:

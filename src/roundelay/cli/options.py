@@ -36,12 +36,14 @@ Rule = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        help="Micro-batches of a batch, M. [default: 1; 2 x workers for rules that flush, workers for 2bw and cdp]"
+        help="Micro-batches of a batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush]"
     ),
 ]
 Predictor = Annotated[
     str | None,
-    typer.Option(help="How a rule that predicts does so: improved, paper, released-code. [default: improved]"),
+    typer.Option(
+        help="How a rule that predicts does so: improved, paper, released-code, partial. [default: its first]"
+    ),
 ]
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")

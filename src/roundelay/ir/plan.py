@@ -75,7 +75,8 @@ class Plan:
         format: version of this text.
         model: fingerprint of the captured model that it is for.
         rule: update rule.
-        predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``; ``none`` if the rule does not.
+        predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``, ``partial``; ``none`` if the
+            rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
         precision: in which stages compute: ``fp32``, or ``bf16`` by torch's autocast, with weights in fp32.

@@ -14,6 +14,7 @@ rule                   forward             backward             source
 ``pipeoptim``          P(W[U], s)          W[t]                 PipeOptim, Algorithm 1; with ``stash`` the forward's
 ``async``              W[U]                W[t]                 no correction at all
 ``lookahead``          P(W[U], 1)          P(W[t], 1)           Nesterov's look-ahead in place of a second version
+``rehearse``           P(W[U], s)          W[t]                 the update foreseen with the gradients already summed
 =====================  ==================  ===================  ======================================================
 
 ``gpipe``, ``1f1b`` and ``zb-h1`` run on the schedules of their names, all others on ``async-1f1b``. U = U(k, g) is
@@ -42,8 +43,11 @@ Fresh = Callable[[int, int, int], bool]
 
 MODES: tuple[Mode, ...] = ("stash", "recompute", "mixed")
 
-DISTANCES: dict[str, Distance] = {"improved": "crossed", "paper": "lag", "released-code": "lag+1"}
+DISTANCES: dict[str, Distance] = {"improved": "crossed", "paper": "lag", "released-code": "lag+1", "partial": "crossed"}
 """Predictor setting to the distance s it bridges: the updates really crossed, D-1-k, or D-k."""
+
+FROM_STATE = ("improved", "paper", "released-code")
+"""Settings that read nothing but weights and optimizer state, and so change with an update only."""
 
 NO_PREDICTOR = "none"
 
@@ -76,7 +80,7 @@ class UpdateRule:
     versions: Versions = "newest"
     fresh: Fresh | None = None
     target: Target = "backward"
-    predictors: tuple[str, ...] = tuple(DISTANCES)
+    predictors: tuple[str, ...] = FROM_STATE
 
     def backward_reads(self, mode: str) -> Literal["forward", "live", "ahead"]:
         """Which weights a backward reads: those the forward read, the live ones, or those predicted from them."""
@@ -134,6 +138,14 @@ _BUILT_IN = (
         target="next",
         predictors=("improved",),
     ),
+    _rule(
+        "rehearse",
+        "Roundelay: what a batch has summed already foretells its update",
+        predicts=True,
+        stashes=False,
+        modes=("mixed", "recompute"),
+        predictors=("partial",),
+    ),
 )
 
 _RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _BUILT_IN}
@@ -185,6 +197,13 @@ def register_rule(rule: UpdateRule) -> None:
             got=f"predictors {rule.predictors}",
             expected=f"at least one of {', '.join(DISTANCES)}",
             remedy="Correct the rule's predictors.",
+        )
+    if "partial" in rule.predictors and (rule.target != "backward" or "stash" in rule.modes):
+        raise PlanError(
+            f"rule {rule.name!r}",
+            got=f"predictor partial beside target {rule.target!r} and modes {', '.join(rule.modes)}",
+            expected='target="backward", and modes without stash: each micro-batch has a prediction of its own',
+            remedy="Leave one of them out.",
         )
     if rule.stashes and rule.modes != ("stash",):
         raise PlanError(

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from roundelay.weights import LastStep
 
-Key = tuple[int, int]
-"""Which weights: the version, and how many updates they are predicted ahead of it (0: not at all)."""
+Key = tuple[int, int, int]
+"""Which weights: the version, how many updates they are predicted ahead of it (0: not at all), and the micro-batch that
+alone reads them; :data:`ANY` for those that any may read."""
+
+ANY = -1
 
 Weights = dict[str, Tensor]
 
@@ -94,7 +97,7 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlig
 
     return StageFlight(
         versions={int(g): version for g, version in table["versions"].items()},
-        weights={(version, distance): named(names) for version, distance, names in table["weights"]},
+        weights={(version, distance, g): named(names) for version, distance, g, names in table["weights"]},
         keep=table["keep"],
         last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
         norms={int(g): norm for g, norm in table["norms"].items()},

@@ -5,14 +5,15 @@ last bit. Coefficients are Python floats, accumulated in the order i = 1..s.
 
 ``improved`` is what the next s updates do if every gradient from now on is zero; ``paper`` is the linear form of
 PipeOptim (2023), Table I; ``released-code`` is what the authors' program did. Before its first update a parameter is
-predicted to stay.
+predicted to stay. ``partial`` takes the first of the s updates with the gradient that its batch shows so far, and goes
+on as ``improved``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Past:
         gradient: what the last update consumed; None if there was none, or if the run resumed here.
         displacement: the weights before the last update less those after it; None if the run began or resumed here.
         last_rate: learning rate of the last update.
+        begun: for ``partial``: mean of the gradients that the next update's batch has summed at this point; None if
+            there is none.
     """
 
     optimizer: type[Optimizer]
@@ -45,6 +48,7 @@ class Past:
     gradient: torch.Tensor | None
     displacement: torch.Tensor | None
     last_rate: float
+    begun: torch.Tensor | None = None
 
     def number(self, name: str) -> float:
         """One hyperparameter of the group as a float."""
@@ -81,6 +85,7 @@ def distance(predictor: str, stage: int, num_stages: int, crossed: int) -> int:
         PlanError: no setting has this name.
     """
     known = {"improved": crossed, "paper": num_stages - 1 - stage, "released-code": num_stages - stage}
+    known["partial"] = crossed
     if predictor not in known:
         raise PlanError(
             "the predictor setting",
@@ -100,7 +105,15 @@ def predict(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead) -> t
         past: the parameter's optimizer state and last update.
         ahead: s and the learning rates.
     """
-    if ahead.distance == 0 or not past.updated:
+    if ahead.distance == 0:
+        return weight
+    if predictor == "partial":
+        if past.begun is not None and issubclass(past.optimizer, SGD):
+            return _sgd_begun(weight, past, past.begun, ahead)
+        if past.begun is not None and issubclass(past.optimizer, Adam):
+            return _adam_begun(weight, past, past.begun, ahead)
+        predictor = "improved"
+    if not past.updated:
         return weight
     if issubclass(past.optimizer, SGD):
         formula = {"improved": _sgd, "paper": _sgd_in_paper, "released-code": _sgd_in_program}[predictor]
@@ -223,3 +236,50 @@ def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple
         a = a * keep
         b = b * keep + rate * beta1**i / (1.0 - beta1 ** (u + i))
     return a, b
+
+
+def _sgd_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+    """One step with ``gradient``, as SGD defines it, then steps with none from where that one led."""
+    mu, lam = past.number("momentum"), past.number("weight_decay")
+    if past.group["maximize"]:
+        gradient = torch.neg(gradient)
+    if lam != 0.0:
+        gradient = torch.add(gradient, weight, alpha=lam)
+    direction, v = gradient, past.state.get("momentum_buffer")
+    if mu != 0.0:
+        entering = 1.0 - past.number("dampening")
+        v = gradient if v is None else torch.add(torch.mul(v, mu), gradient, alpha=entering)
+        direction = torch.add(gradient, v, alpha=mu) if past.group["nesterov"] else v
+    reached = torch.add(weight, direction, alpha=-ahead.rate(1))
+    rest = Ahead(ahead.distance - 1, lambda i: ahead.rate(i + 1))
+    if rest.distance == 0:
+        return reached
+    there = replace(past, updated=True, state={} if mu == 0.0 else {"momentum_buffer": v}, begun=None)
+    return _sgd(reached, there, rest)
+
+
+def _adam_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+    """Adam's moments after a step with ``gradient``; from them that step and those behind it, n held."""
+    decoupled = bool(past.group.get("decoupled_weight_decay", False)) or issubclass(past.optimizer, AdamW)
+    lam, u = past.number("weight_decay"), 1.0
+    if past.group["maximize"]:
+        gradient = torch.neg(gradient)
+    if lam != 0.0 and not decoupled:
+        gradient = torch.add(gradient, weight, alpha=lam)
+    beta1, beta2 = (float(beta) for beta in past.group["betas"])
+    gradient = _pairs(gradient)
+    m, n = gradient * (1.0 - beta1), gradient * gradient * (1.0 - beta2)
+    if past.state:
+        u = float(past.state["step"]) + 1.0
+        m = torch.add(m, _pairs(past.state["exp_avg"]), alpha=beta1)
+        n = torch.add(n, _pairs(past.state["exp_avg_sq"]), alpha=beta2)
+        if past.group["amsgrad"]:
+            n = torch.maximum(n, _pairs(past.state["max_exp_avg_sq"]))
+    a, b = 1.0, 0.0
+    for power, rate in enumerate(ahead.rates()):
+        keep = 1.0 - rate * lam if decoupled else 1.0
+        a, b = a * keep, b * keep + rate * beta1**power / (1.0 - beta1 ** (u + power))
+    c = math.sqrt(1.0 - beta2**u)
+    base = _pairs(weight) if a == 1.0 else torch.mul(_pairs(weight), a)
+    predicted = torch.addcdiv(base, m, torch.add(torch.sqrt(n), past.number("eps") * c), value=-(b * c))
+    return torch.view_as_complex(predicted) if weight.is_complex() else predicted

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, final
 
@@ -124,6 +125,8 @@ class _Run:
         self._gradients: Tensors = {}
         self._total_count: float | None = None
         self._norms: dict[int, float] = {}  # of the whole model's gradient, by batch
+        self._rows = 0  # of the batch's micro-batches that are summed
+        self._begun: dict[int, tuple[Tensors, float]] = {}  # after so many micro-batches: sums, what divides them
         self._result = ReferenceResult(buffers=dict(buffers))
 
     def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
@@ -139,8 +142,12 @@ class _Run:
         }
         self._down(header, passes, self._seed(header, values))
         self._passed += 1
+        self._rows += header.rows
+        self._begun[self._passed] = dict(self._gradients), self._total_count or self._rows / header.batch_rows
         if header.ends_batch:
             self._update(header.batch, newest)
+            self._begun[self._passed] = {}, 1.0
+        self._begun.pop(self._passed - len(self._stages), None)
         self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
 
     def result(self) -> ReferenceResult:
@@ -197,12 +204,22 @@ class _Run:
 
     def _foreseen(self, stage: int, version: int, s: int) -> Tensors:
         weights = self._weights(stage, version)
-        return {name: self._predicted(name, weight, version, s) for name, weight in weights.items()}
+        begun = self._seen(stage) if self._setting.predictor == "partial" else {}
+        return {name: self._predicted(name, weight, version, s, begun.get(name)) for name, weight in weights.items()}
 
-    def _predicted(self, name: str, weight: torch.Tensor, version: int, s: int) -> torch.Tensor:
+    def _seen(self, stage: int) -> Tensors:
+        """Mean gradients of the unfinished batch, over what the stage had summed when it ran the forward."""
+        sums, over = self._begun.get(self._passed - (len(self._stages) - 1 - stage), ({}, 1.0))
+        return self._clipped({n: torch.div(sums[n], over) for n in self._stages[stage].parameters if n in sums})
+
+    def _predicted(
+        self, name: str, weight: torch.Tensor, version: int, s: int, begun: torch.Tensor | None
+    ) -> torch.Tensor:
         past = self._trainer.versions[version].pasts.get(name)
         if past is None:  # a parameter that the optimizer does not hold
             return weight
+        if begun is not None:
+            past = replace(past, begun=begun)
         ahead = Ahead(s, lambda i: self._trainer.rate(name, version, i))
         return predict(self._setting.predictor, weight, past, ahead)
 
@@ -271,7 +288,7 @@ class _Run:
         clipped = self._clipped(gradients) if bound_by is None else self._bounded(gradients, self._norms.get(bound_by))
         self._trainer.step(clipped)
         self._batch_ends.append(self._passed)
-        self._gradients, self._total_count = {}, None
+        self._gradients, self._total_count, self._rows = {}, None, 0
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
 

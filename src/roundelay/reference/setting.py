@@ -82,7 +82,7 @@ class Setting:
 
     Args:
         rule: which weights forward and backward read.
-        predictor: ``improved``, ``paper`` or ``released-code``; not read where the rule does not predict.
+        predictor: ``improved``, ``paper``, ``released-code`` or ``partial``; not read where the rule does not predict.
         mode: backward mode.
         clip: which gradients are clipped.
     """

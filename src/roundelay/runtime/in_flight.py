@@ -10,7 +10,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.frontend.placed import CPU
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.observe.flight import Key, StageFlight, Weights
+from roundelay.observe.flight import ANY, Key, StageFlight, Weights
 from roundelay.weights import LastStep
 
 
@@ -40,7 +40,8 @@ class InFlight:
         """The weights that a forward reads which is done again after a checkpoint; None for any other pass."""
         if run.g not in self.left or run.instruction.opcode != "forward":
             return None
-        weights = self._recalled[run.reads, run.distance]
+        own = self._recalled.get((run.reads, run.distance, run.g))
+        weights = self._recalled[run.reads, run.distance, ANY] if own is None else own
         self.left.remove(run.g)
         if not self.left:
             self._recalled = {}
@@ -51,7 +52,9 @@ class InFlight:
     ) -> None:
         """Note what a forward has read, if a checkpoint will want it, and what a batch's last one has left."""
         if self._due:
-            key = run.reads, run.distance
+            key = run.reads, run.distance, ANY
+            if key in self._weights and not _same(self._weights[key], weights):  # foreseen from more than before
+                key = run.reads, run.distance, header.g
             self._read[header.g] = header.batch, run.version, key
             if key not in self._weights:  # detached: a parameter's own memory is replaced by the update
                 self._weights[key] = {name: weight.detach() for name, weight in weights.items()}
@@ -78,7 +81,7 @@ class InFlight:
             keep: the oldest of them.
             last: every parameter's last update.
         """
-        weights = self._weights | {(version, 0): weights for version, weights in kept.items()}
+        weights = self._weights | {(version, 0, ANY): weights for version, weights in kept.items()}
         flight = StageFlight(
             versions={g: version for g, (_, version, _) in self._read.items()},
             weights={key: {n: w.to(CPU) for n, w in named.items()} for key, named in weights.items()},
@@ -97,7 +100,7 @@ def kept_at(start: StageFlight | None, place: torch.device = CPU) -> dict[int, W
     if start is None or start.keep is None:
         return {}
     kept = {key: weights for key, weights in start.weights.items() if not key[1] and key[0] >= start.keep}
-    return {version: weights for (version, _), weights in placed(kept, place).items()}
+    return {version: weights for (version, *_), weights in placed(kept, place).items()}
 
 
 def last_steps(start: StageFlight, place: torch.device = CPU) -> dict[str, LastStep]:
@@ -111,6 +114,10 @@ def last_steps(start: StageFlight, place: torch.device = CPU) -> dict[str, LastS
 def placed(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
     """Copies in memory of torch's own: where a file's bytes came to lie, kernels may give other last bits."""
     return {key: {n: w.to(place, copy=True) for n, w in named.items()} for key, named in weights.items()}
+
+
+def _same(kept: Weights, weights: Mapping[str, torch.Tensor]) -> bool:
+    return all(kept[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
 
 
 def _copied(tensor: torch.Tensor | None, place: torch.device) -> torch.Tensor | None:

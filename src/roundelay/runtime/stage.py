@@ -108,12 +108,14 @@ class Stage:
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # of these the gradient is a sum of our own, which may be added to in place
         self._count = 0.0
+        self._rows = 0  # of the micro-batches whose gradients are summed
+        self._share = 0.0  # theirs of the batch's
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
             self._last = last_steps(flight, place)
         self.in_flight = InFlight(flight, place)
-        self._predicted: dict[str, tuple[tuple[int, int], dict[str, torch.Tensor]]] = {}
+        self._predicted: dict[str, tuple[tuple[int, int, int], dict[str, torch.Tensor]]] = {}
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
@@ -155,6 +157,9 @@ class Stage:
         if self.halved:
             self.debts[run.g] = tape.debt
             self._owed_bytes = self._owed_bytes or debt_bytes(tape.debt)
+        if run.header is not None:
+            self._rows += run.header.rows
+            self._share = self._rows / run.header.batch_rows
         return of_inputs, of_parameters
 
     def weight_half(self, g: int) -> dict[str, torch.Tensor]:
@@ -215,6 +220,7 @@ class Stage:
         if self.scheduler is not None:
             self.scheduler.step()
         self._gradients, self._count, self._predicted = {}, 0.0, {}
+        self._rows, self._share = 0, 0.0
         self._summed.clear()
 
     def _held(self) -> set[int]:
@@ -233,17 +239,21 @@ class Stage:
         return self.parameters
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """The weights that a pass reads: the newest, older ones, or predicted ones, which are kept until the update."""
+        """The weights that a pass reads: the newest, older ones, or predicted ones.
+
+        Predicted ones are kept until the update; by ``partial``, until there is more to predict them from.
+        """
         if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
             return again
         if run.reads != run.version:
             return self._kept[run.reads]
         if run.distance <= 0:
             return self.live()
-        opcode, asked = run.instruction.opcode, (run.version, run.distance)
+        seen = self._rows if self.predictor == "partial" else 0
+        opcode, asked = run.instruction.opcode, (run.version, run.distance, seen)
         if opcode not in self._predicted or self._predicted[opcode][0] != asked:
             other = [made for key, made in self._predicted.values() if key == asked]  # the other pass's
-            self._predicted[opcode] = asked, other[0] if other else self._predict(*asked)
+            self._predicted[opcode] = asked, other[0] if other else self._predict(run.version, run.distance)
         return self._predicted[opcode][1]
 
     def tape_bytes(self) -> int:
@@ -274,16 +284,8 @@ class Stage:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
         grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
-        if self.clip.by == "stage" and grads:
-            self._scale(grads, torch.clamp(self.clip.norm / (_norm_of(list(grads.values())) + EPSILON), max=1.0))
-        elif norm is not None:
-            scale = self.clip.norm / (norm + EPSILON)
-            self._scale(grads, 1.0 if scale > 1.0 else scale)  # what is no number stays none
-
-    def _scale(self, grads: Mapping[str, torch.Tensor], scale: torch.Tensor | float) -> None:
-        """Scale gradients; none is written, as others may hold it."""
-        for name, grad in grads.items():
-            self.parameters[name].grad = grad * scale
+        for name, grad in self._clipped(grads, norm).items():
+            self.parameters[name].grad = grad
 
     def _displaced(self) -> dict[str, torch.Tensor]:
         """Copies of weights whose displacement by the coming step will be needed."""
@@ -295,6 +297,26 @@ class Stage:
             for _, group, p in groups_of(self.optimizer)
             if needs_displacement(self.optimizer, group, self.predictor)
         }
+
+    def _clipped(self, grads: dict[str, torch.Tensor], norm: float | None) -> dict[str, torch.Tensor]:
+        """Gradients, scaled as the plan says; none is written, as others may hold it."""
+        scale: torch.Tensor | float = 1.0
+        if self.clip.by == "stage" and grads:
+            scale = torch.clamp(self.clip.norm / (_norm_of(list(grads.values())) + EPSILON), max=1.0)
+        elif norm is not None:
+            factor = self.clip.norm / (norm + EPSILON)
+            scale = 1.0 if factor > 1.0 else factor  # what is no number stays none
+        else:
+            return grads
+        return {name: grad * scale for name, grad in grads.items()}
+
+    def _begun(self) -> dict[str, torch.Tensor]:
+        """The mean gradients that the batch shows so far, clipped as its update will clip; empty behind an update."""
+        if self.predictor != "partial":
+            return {}
+        over = self._count or self._share
+        means = {n: torch.div(self._gradients[n], over) for n in self.spec.parameters if n in self._gradients}
+        return self._clipped(means, None)
 
     def _consumed(self) -> dict[str, torch.Tensor]:
         """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""
@@ -326,12 +348,13 @@ class Stage:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         predicted = dict(self.live())
         with torch.no_grad():
+            begun = self._begun()
             for index, group, p in groups_of(self.optimizer):
-                outlook = Outlook(self._rates.rates(index, version, distance))
-                last = self._last.get(names[id(p)])
-                predicted[names[id(p)]] = predict(
-                    self.optimizer, group, p, setting=self.predictor, outlook=outlook, last=last
-                )
+                outlook, name = Outlook(self._rates.rates(index, version, distance)), names[id(p)]
+                predicted[name] = predict(
+                    self.optimizer, group, p,
+                    setting=self.predictor, outlook=outlook, last=self._last.get(name), begun=begun.get(name),
+                )  # fmt: skip
         return predicted
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.data.trouble import existing, refused
+from benchmarks.datasets.trouble import existing, refused
 
 SIDE, PIXELS = 32, 3 * 32 * 32
 REMEDY = "Unpack the binary version of https://www.cs.toronto.edu/~kriz/cifar.html and name its folder."

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.data import cifar, imdb, tiny_imagenet
+from benchmarks.datasets import cifar, imdb, tiny_imagenet
 from roundelay.errors import JobError, UsageError
 
 IMAGES = 5

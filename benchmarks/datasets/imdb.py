@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.data.trouble import existing, refused
+from benchmarks.datasets.trouble import existing, refused
 
 PAD, UNKNOWN = 0, 1
 KINDS = ("neg", "pos")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.data.trouble import existing, refused
+from benchmarks.datasets.trouble import existing, refused
 from roundelay.observe.optional import optional
 
 SIDE = 224
