@@ -12,7 +12,7 @@ import roundelay
 from benchmarks.datasets import cifar
 from roundelay.cli.job_file import load_job
 from roundelay.errors import JobError
-from tests.benchmarks.test_data import write_cifar, write_imdb, write_tiny_imagenet
+from tests.benchmarks.test_datasets import write_cifar, write_imdb, write_tiny_imagenet
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 JOBS: dict[str, tuple[str, dict[str, str], Callable[[Path], object], float]] = {

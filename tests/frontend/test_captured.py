@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend import Captured, capture
+from roundelay.frontend.batch import split
 from tests.frontend.cutting import (
     captured_of,
     cut_after,
@@ -343,3 +344,14 @@ def test_a_model_without_any_operation_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="without any operation"):
         capture(Bare(), lambda o, b: o[0].sum(), pairs(), only_x)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_first_batch_of_windows_into_another_tensor_asks_nothing_of_later_ones(count: int) -> None:
+    text = torch.randint(5, (count, 5))
+    windows = (text[:, :-1], text[:, -1])
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 5))
+    captured = capture(model, lambda outputs, batch: nn.functional.cross_entropy(outputs, batch[1]), windows)
+    own = (torch.randint(5, (4, 4)), torch.randint(5, (4,)))
+    for batch in (windows, own, *split(windows, 3), *split(own, 3)):
+        assert torch.equal(next(iter(captured.values(batch).values())), batch[0])

@@ -257,7 +257,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     """
     if not model.training:  # in training mode already, it may hold parts that the person has put in eval mode
         model.train()
-    sample = batch if num_rows(batch) > 1 else replace(batch, lambda _, leaf: _twice(leaf))
+    doubled = num_rows(batch) == 1
+    sample = replace(batch, lambda _, leaf: _twice(leaf) if doubled else _own(leaf))
     how = inputs or default_inputs
     tensors, call = CallShape.flatten(*_called(how, sample))
     with torch.random.fork_rng(devices=[]):
@@ -280,6 +281,11 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
 
 def _twice(leaf: torch.Tensor) -> torch.Tensor:
     return torch.cat([leaf, leaf]) if leaf.ndim else leaf
+
+
+def _own(leaf: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own: of a window into another tensor, export would ask of every batch that it be one."""
+    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
