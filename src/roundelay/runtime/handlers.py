@@ -108,7 +108,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads)
     count = context.counts.pop(run.g, 0.0)
-    context.stage.count(count)
+    context.stage.gradients.count(count)
     if context.audit is not None:
         made = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
         if context.stage.halved:
@@ -166,7 +166,7 @@ def _pass_norm_on(context: Context, header: MicroBatch, values: dict[str, Any]) 
 
 def _add_square(context: Context, behind: float) -> float:
     """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
-    total = behind + context.stage.square()
+    total = behind + context.stage.gradients.square()
     if context.worker == 0:
         context.norms.finished(total)
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +12,28 @@ from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
 from roundelay.frontend.stage import Debt, debt_bytes
-from roundelay.ir.clip import EPSILON, Clip
+from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.observe.flight import StageFlight, Weights
+from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
     build_scheduler,
-    groups_of,
     narrow,
     restore_state,
     state_of,
     without_gradients,
 )
+from roundelay.runtime.predictions import Predictions
 from roundelay.schedules import schedule_named
-from roundelay.weights import LastStep, Outlook, needs_displacement, needs_gradient, predict
+from roundelay.weights import LastStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Stage:
         self.spec = spec
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
         self.function = captured.stage(spec, place, halved=self.halved)
-        self.predictor, self.clip = plan.predictor, Clip.parse(plan.clip)
+        self.clip = Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
                 initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
@@ -95,7 +96,7 @@ class Stage:
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = build_scheduler(job.scheduler, self.optimizer)
-        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model))
+        rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model))
         for _ in range(initial.updates if self.scheduler is not None else 0):
             self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
@@ -105,17 +106,14 @@ class Stage:
         self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._summed: set[str] = set()  # of these the gradient is a sum of our own, which may be added to in place
-        self._count = 0.0
-        self._rows = 0  # of the micro-batches whose gradients are summed
-        self._share = 0.0  # theirs of the batch's
+        #: of the batch that is under way
+        self.gradients = Gradients(spec.parameters, self.clip)
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
-        self._last: dict[str, LastStep] = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
+        last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
-            self._last = last_steps(flight, place)
+            last = last_steps(flight, place)
+        self._predictions = Predictions(plan.predictor, self.optimizer, self.parameters, rates, self.gradients, last)
         self.in_flight = InFlight(flight, place)
-        self._predicted: dict[str, tuple[tuple[int, int, int], dict[str, torch.Tensor]]] = {}
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
@@ -153,46 +151,23 @@ class Stage:
         """
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
-        self._add(of_parameters)
+        self.gradients.add(of_parameters)
         if self.halved:
             self.debts[run.g] = tape.debt
             self._owed_bytes = self._owed_bytes or debt_bytes(tape.debt)
         if run.header is not None:
-            self._rows += run.header.rows
-            self._share = self._rows / run.header.batch_rows
+            self.gradients.note(run.header)
         return of_inputs, of_parameters
 
     def weight_half(self, g: int) -> dict[str, torch.Tensor]:
         """Second half of a backward: the gradients that the first has left out, added to the batch's; by name."""
         of_parameters = self.function.weights(self.debts.pop(g))
-        self._add(of_parameters)
+        self.gradients.add(of_parameters)
         return of_parameters
-
-    def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add a micro-batch's gradients to the batch's; the first may be somebody else's too and are not written."""
-        for name, gradient in gradients.items():
-            if name in self._summed:
-                self._gradients[name].add_(gradient)
-            elif name in self._gradients:
-                self._gradients[name] = torch.add(self._gradients[name], gradient)
-                self._summed.add(name)
-            else:
-                self._gradients[name] = gradient
 
     def seed(self, header: MicroBatch, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean."""
         return {LOSS: torch.full_like(loss, 1.0 if COUNT in self.function.outputs else header.weight)}
-
-    def count(self, count: float) -> None:
-        """Add the number of terms that a micro-batch's loss has summed."""
-        self._count += count
-
-    def square(self) -> float:
-        """The squared 2-norm of the batch's gradients, all of which must be in, as the update will get them."""
-        grads = [self._gradients[n] for n in self.spec.parameters if n in self._gradients]
-        norm = float(_norm_of(grads)) if grads else 0.0
-        norm = norm / self._count if self._count else norm
-        return norm * norm
 
     def update(self, version: int, norm: float | None = None) -> None:
         """One optimizer step with the batch's gradients, the one after ``version`` others.
@@ -204,24 +179,22 @@ class Stage:
         Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
         copy, and the old tensors live exactly as long as somebody needs them.
         """
-        self._hand_over_gradients(norm)
-        before = self._displaced()
-        consumed = self._consumed()
+        for name, gradient in self.gradients.whole(norm).items():
+            self.parameters[name].grad = gradient
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
         held = self._held()
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
-        self.optimizer.step()
-        self._remember(before, consumed)
+        with self._predictions.watching():
+            self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-        self._gradients, self._count, self._predicted = {}, 0.0, {}
-        self._rows, self._share = 0, 0.0
-        self._summed.clear()
+        self.gradients.clear()
+        self._predictions.clear()
 
     def _held(self) -> set[int]:
         """Addresses of weights that somebody will read again; a prediction's are copies already."""
@@ -239,22 +212,14 @@ class Stage:
         return self.parameters
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """The weights that a pass reads: the newest, older ones, or predicted ones.
-
-        Predicted ones are kept until the update; by ``partial``, until there is more to predict them from.
-        """
+        """The weights that a pass reads: the newest, older ones, or predicted ones."""
         if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
             return again
         if run.reads != run.version:
             return self._kept[run.reads]
         if run.distance <= 0:
             return self.live()
-        seen = self._rows if self.predictor == "partial" else 0
-        opcode, asked = run.instruction.opcode, (run.version, run.distance, seen)
-        if opcode not in self._predicted or self._predicted[opcode][0] != asked:
-            other = [made for key, made in self._predicted.values() if key == asked]  # the other pass's
-            self._predicted[opcode] = asked, other[0] if other else self._predict(run.version, run.distance)
-        return self._predicted[opcode][1]
+        return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
 
     def tape_bytes(self) -> int:
         """Most bytes that one forward has left for its backward; parameters are not counted."""
@@ -277,89 +242,4 @@ class Stage:
 
     def flight(self, updates: int) -> StageFlight:
         """What is in flight after so many updates; the next forward and update leave it as it is."""
-        return self.in_flight.hand_over(updates, self._kept, self._keep, self._last)
-
-    def _hand_over_gradients(self, norm: float | None) -> None:
-        """Hand the batch's gradients to the optimizer, clipped."""
-        for name, gradient in self._gradients.items():
-            self.parameters[name].grad = torch.div(gradient, self._count) if self._count else gradient
-        grads = {n: grad for n in self.spec.parameters if (grad := self.parameters[n].grad) is not None}
-        for name, grad in self._clipped(grads, norm).items():
-            self.parameters[name].grad = grad
-
-    def _displaced(self) -> dict[str, torch.Tensor]:
-        """Copies of weights whose displacement by the coming step will be needed."""
-        if self.predictor == NO_PREDICTOR:
-            return {}
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return {
-            names[id(p)]: p.detach().clone()
-            for _, group, p in groups_of(self.optimizer)
-            if needs_displacement(self.optimizer, group, self.predictor)
-        }
-
-    def _clipped(self, grads: dict[str, torch.Tensor], norm: float | None) -> dict[str, torch.Tensor]:
-        """Gradients, scaled as the plan says; none is written, as others may hold it."""
-        scale: torch.Tensor | float = 1.0
-        if self.clip.by == "stage" and grads:
-            scale = torch.clamp(self.clip.norm / (_norm_of(list(grads.values())) + EPSILON), max=1.0)
-        elif norm is not None:
-            factor = self.clip.norm / (norm + EPSILON)
-            scale = 1.0 if factor > 1.0 else factor  # what is no number stays none
-        else:
-            return grads
-        return {name: grad * scale for name, grad in grads.items()}
-
-    def _begun(self) -> dict[str, torch.Tensor]:
-        """The mean gradients that the batch shows so far, clipped as its update will clip; empty behind an update."""
-        if self.predictor != "partial":
-            return {}
-        over = self._count or self._share
-        means = {n: torch.div(self._gradients[n], over) for n in self.spec.parameters if n in self._gradients}
-        return self._clipped(means, None)
-
-    def _consumed(self) -> dict[str, torch.Tensor]:
-        """Copies of the gradients that a later prediction reads, taken before a step that may write into them."""
-        if self.predictor == NO_PREDICTOR:
-            return {}
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return {
-            names[id(p)]: p.grad.clone()
-            for _, group, p in groups_of(self.optimizer)
-            if p.grad is not None and needs_gradient(self.optimizer, group, self.predictor)
-        }
-
-    def _remember(self, before: Mapping[str, torch.Tensor], consumed: Mapping[str, torch.Tensor]) -> None:
-        """Keep what a later prediction needs to know of this step."""
-        if self.predictor == NO_PREDICTOR:
-            return
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        for _, group, p in groups_of(self.optimizer):
-            name = names[id(p)]
-            if p.grad is None:
-                continue
-            self._last[name] = LastStep(
-                rate=float(group["lr"]),
-                displacement=before[name] - p.detach() if name in before else None,
-                gradient=consumed.get(name),
-            )
-
-    def _predict(self, version: int, distance: int) -> dict[str, torch.Tensor]:
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        predicted = dict(self.live())
-        with torch.no_grad():
-            begun = self._begun()
-            for index, group, p in groups_of(self.optimizer):
-                outlook, name = Outlook(self._rates.rates(index, version, distance)), names[id(p)]
-                predicted[name] = predict(
-                    self.optimizer, group, p,
-                    setting=self.predictor, outlook=outlook, last=self._last.get(name), begun=begun.get(name),
-                )  # fmt: skip
-        return predicted
-
-
-def _norm_of(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their common 2-norm in single precision, each one's first."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+        return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
