@@ -13,18 +13,10 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import EdgePlan, Plan
 from roundelay.ir.stage import Partition
-from roundelay.lower.check import (
-    Fired,
-    check_fit,
-    check_plan,
-    check_registers,
-    check_run,
-    lengths,
-    programs_of,
-    updates_before,
-)
+from roundelay.lower.check import Fired, check_registers, check_run, lengths, programs_of, updates_before
 from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
+from roundelay.lower.refuse import check_fit, check_plan
 from roundelay.schedules import SCHEDULES, actions
 from tests.actor.drive import World, in_turn
 from tests.lower.graphs import chain_of

@@ -19,7 +19,7 @@ from roundelay.frontend.profile import compile_for
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
-from roundelay.lower.check import check_precision
+from roundelay.lower.refuse import check_precision
 from roundelay.runtime.reader import first_batch
 
 

@@ -27,9 +27,9 @@ from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.check import CPU, PRECISIONS, check_fit, check_plan
 from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
+from roundelay.lower.refuse import CPU, PRECISIONS, check_fit, check_plan
 from roundelay.planner.price import Terms
 from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots

@@ -29,7 +29,7 @@ from roundelay.errors import UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.lower.check import CPU
+from roundelay.lower.refuse import CPU
 from roundelay.observe.curves import Curves, CurveWriter
 from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder

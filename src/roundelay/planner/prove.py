@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.check import CPU, TRANSPORTS, Fired, check_plan, check_registers, check_run, lengths, programs_of
+from roundelay.lower.check import Fired, check_registers, check_run, lengths, programs_of
+from roundelay.lower.refuse import CPU, TRANSPORTS, check_plan
 from roundelay.sim import Simulation, simulate
 
 

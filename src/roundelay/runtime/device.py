@@ -24,7 +24,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.check import CPU, FORKING
+from roundelay.lower.refuse import CPU, FORKING
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.log import KEPT_MICRO_BATCHES, Told
 from roundelay.transport.driver import Cuda, Driver, Event, Stream

@@ -1,0 +1,202 @@
+"""Refuse, field by field, a plan that no run could obey."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from roundelay.errors import PlanError
+from roundelay.ir.clip import Clip
+from roundelay.ir.plan import FORMAT, Plan
+from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
+from roundelay.ir.stage import Partition
+from roundelay.schedules import schedule_named
+
+TRANSPORTS = ("memory", "shm", "gloo", "nccl")
+PRECISIONS = ("fp32", "bf16")
+FORKING = ("shm", "gloo")
+"""Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
+
+CPU = "cpu"
+DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+"""Names of devices in a plan."""
+
+LONGEST_S = 3.2e7
+"""No wait may last longer."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what no run could obey, before anything is executed.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    rule = rule_named(plan.rule)
+    schedule_named(rule.schedule)
+    predictors = rule.predictors if rule.predicts else (NO_PREDICTOR,)
+    _one_of(
+        "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
+    )
+    _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    _check_clip(plan, rule)
+    check_precision(plan)
+    _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
+    _at_least("format", plan.format, FORMAT)
+    _at_least("micro_batches", plan.micro_batches, 1)
+    _above_zero("deadline_s", plan.deadline_s)
+    if plan.deadline_s > LONGEST_S:
+        raise PlanError(
+            "deadline_s of the plan",
+            got=str(plan.deadline_s),
+            expected=f"at most {LONGEST_S:g} seconds, a year",
+            remedy="Correct the plan.",
+        )
+    _above_zero("bytes_per_s", plan.bytes_per_s)
+    if schedule_named(rule.schedule).halved:
+        _check_halves(plan)
+    _check_devices(plan)
+    for i, edge in enumerate(plan.edges):
+        _at_least(f"edges[{i}].slots", edge.slots, 1)
+        if not 0 <= edge.source < edge.target < plan.num_stages:
+            raise PlanError(
+                f"edges[{i}] of the plan",
+                got=f"from stage {edge.source} to stage {edge.target}",
+                expected=f"an earlier and a later one of the {plan.num_stages} stages",
+                remedy="Correct the edge, or write a new plan with `roundelay plan`.",
+            )
+    missing = {(k, k + 1) for k in range(plan.num_stages - 1)} - {(e.source, e.target) for e in plan.edges}
+    if missing or len({(e.source, e.target) for e in plan.edges}) != len(plan.edges):
+        raise PlanError(
+            "edges of the plan",
+            got=f"no edge {min(missing)}" if missing else "an edge given twice",
+            expected="one edge for each pair of stages that share a value, neighbours included",
+            remedy="Correct the edges, or write a new plan with `roundelay plan`.",
+        )
+
+
+def _check_clip(plan: Plan, rule: UpdateRule) -> None:
+    if Clip.parse(plan.clip).by == "global" and schedule_named(rule.schedule).window != "batch":
+        raise PlanError(
+            "clip of the plan",
+            got=f"{plan.clip} beside rule {plan.rule!r}, which never flushes",
+            expected="none, stage:NORM or previous:NORM: a batch's own norm is known when stage 0 has finished it, "
+            "and by then the other stages must have made its update",
+            remedy="Choose previous:NORM, or a rule that flushes: gpipe or 1f1b.",
+        )
+
+
+def _check_halves(plan: Plan) -> None:
+    """What no backward in two halves can do."""
+    whole = Clip.parse(plan.clip).whole
+    refused = {
+        "compile": ("true", "false: a compiled backward makes the gradients of inputs and weights at once"),
+        "precision": (plan.precision, f"{PRECISIONS[0]}: halves have been tried in single precision only"),
+        "clip": (plan.clip, "none or stage:NORM: squares ride on messages that are sent before the weights' half"),
+    }
+    asked = {"compile": plan.compile, "precision": plan.precision != PRECISIONS[0], "clip": whole}
+    for name, (got, expected) in refused.items():
+        if asked[name]:
+            raise PlanError(
+                f"{name} of the plan",
+                got=f"{got} beside rule {plan.rule!r}, whose backwards run in two halves",
+                expected=expected,
+                remedy=f"Leave --{name} out, or choose another rule: gpipe and 1f1b compute the same.",
+            )
+
+
+def check_precision(plan: Plan) -> None:
+    """Refuse a precision that no stage computes in; asked for before the model is lowered to it.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    _one_of("precision", plan.precision, PRECISIONS, "in which stages compute")
+    if plan.precision != PRECISIONS[0] and plan.compile:
+        raise PlanError(
+            "precision of the plan",
+            got=f"{plan.precision} beside compile = true",
+            expected="fp32: compiled stages have been tried in single precision only",
+            remedy="Leave --precision or --compile out.",
+        )
+
+
+def _check_devices(plan: Plan) -> None:
+    for k, name in enumerate(plan.devices):
+        if not DEVICE.fullmatch(name):
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=repr(name),
+                expected="cpu, or cuda:0, cuda:1 and so on",
+                remedy="Correct the plan or --devices.",
+            )
+        if name != CPU and plan.compile:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=f"{name} beside compile = true",
+                expected="cpu: compiled stages have been tried on the CPU only",
+                remedy="Choose --devices cpu, or leave --compile out.",
+            )
+        if name != CPU and plan.transport in FORKING:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got=f"{name} beside transport {plan.transport}",
+                expected=f"cpu: {plan.transport} carries tensors of the CPU, and its processes are forked",
+                remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
+            )
+        if plan.transport == "nccl" and name == CPU:
+            raise PlanError(
+                f"stages[{k}].device of the plan",
+                got="cpu beside transport nccl",
+                expected="a CUDA device for every process",
+                remedy="Choose --devices cuda, or transport gloo.",
+            )
+
+
+def check_fit(plan: Plan, fingerprint: str, partition: Partition) -> None:
+    """Refuse a plan that is for another model, or whose edges are not those of its cuts.
+
+    Raises:
+        PlanError: naming what does not fit.
+    """
+    if plan.model != fingerprint:
+        raise PlanError(
+            "the plan's model",
+            got=f"fingerprint {plan.model}",
+            expected=f"{fingerprint}, the model of this job",
+            remedy="Use the job that the plan was made for, or write a new plan with `roundelay plan`.",
+        )
+    planned = {(e.source, e.target): e.gradient for e in plan.edges}
+    needed = {(e.source, e.target): bool(e.gradients) for e in partition.edges}
+    if planned != needed:
+        raise PlanError(
+            "edges of the plan",
+            got=_edges_text(planned),
+            expected=_edges_text(needed) + ", which its cuts need",
+            remedy="Correct the edges, or write a new plan with `roundelay plan`.",
+        )
+
+
+def _edges_text(edges: dict[tuple[int, int], bool]) -> str:
+    return (
+        ", ".join(f"{a}>{b}" + ("" if back else " (nothing back)") for (a, b), back in sorted(edges.items())) or "none"
+    )
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str], why: str) -> None:
+    if value not in allowed:
+        raise PlanError(
+            f"{name} of the plan",
+            got=repr(value),
+            expected=f"one of {', '.join(allowed)}: {why}",
+            remedy="Correct the plan or the option.",
+        )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise PlanError(f"{name} of the plan", got=str(value), expected=f"at least {least}", remedy="Correct the plan.")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if value <= 0:
+        raise PlanError(f"{name} of the plan", got=str(value), expected="more than 0", remedy="Correct the plan.")
