@@ -199,9 +199,11 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
             device="cpu",
             forward_s=forward,
             backward_s=2 * forward,
+            weights_s=0.0,
             update_s=0.0,
             parameter_bytes=1,
             tape_bytes=1,
+            owed_bytes=0,
         )
         for k in range(depth)
     )
@@ -212,6 +214,7 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, compile=False,
+        precision="fp32",
         clip="none", micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
         stages=stages, edges=edges,
     )  # fmt: skip

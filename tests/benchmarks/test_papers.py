@@ -108,6 +108,14 @@ def test_weight_versions_of_table_2_are_within_the_paper_s_bounds(monkeypatch: p
     assert held[paper.PIPEOPTIM] == [2, 2, 2, 1]
 
 
-def test_asynchronous_methods_outrun_gpipe_by_about_its_bubble() -> None:
+def test_asynchronous_methods_outrun_gpipe_by_about_its_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = reckoned.planned
+
+    def even(model: reckoned.Model, method: reckoned.Method, rows: int) -> roundelay.Plan:
+        plan = measured(model, method, rows)
+        times = {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.0}
+        return replace(plan, latency_s=0.0, stages=tuple(replace(stage, **times) for stage in plan.stages))
+
+    monkeypatch.setattr(reckoned, "planned", even)
     found = [reckoned.rate(PERCEPTRON, reckoned.KEPT[title], 8) for title in (paper.GPIPE, paper.PIPEDREAM)]
-    assert 1.2 < found[1] / found[0] < 2.0  # (M + D - 1) / M = 1.75, and messages that only a flush waits for
+    assert 1.6 < found[1] / found[0] < 2.0  # (M + D - 1) / M = 1.75, and messages that only a flush waits for

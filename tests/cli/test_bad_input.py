@@ -106,7 +106,7 @@ def test_a_job_file_that_is_none_is_told(capsys: Capture, workplace: Path) -> No
 OPTIONS = {
     "more workers than pieces": (("--workers", "40"), "a cut into 40 stages", "10 pieces", "at most 10 workers"),
     "no workers": (("--workers", "0"), "workers", "at least 1"),
-    "an unknown rule": (("--rule", "foo"), "'foo'", "gpipe, 1f1b, pipedream", "register_rule"),
+    "an unknown rule": (("--rule", "foo"), "'foo'", "gpipe, 1f1b, zb-h1, pipedream", "register_rule"),
     "no micro-batches": (("--micro-batches", "0"), "micro_batches", "at least 1"),
     "a predictor that nobody asks": (("--rule", "gpipe", "--predictor", "paper"), "predictor", "'gpipe'"),
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),

@@ -21,7 +21,7 @@ from roundelay.job import Job, Named
 from roundelay.runtime import handlers
 
 MOMENTUM: Callable[[Named], Optimizer] = partial(SGD, lr=0.05, momentum=0.9)
-ROWS = [(torch.randn(7, 6), torch.randint(0, 3, (7,))) for _ in range(3)]
+ROWS = [(torch.randn(7, 6), torch.arange(7) % 3) for _ in range(3)]
 """Seven rows make unequal micro-batches."""
 
 

@@ -12,7 +12,7 @@ import torch
 from roundelay.errors import CheckpointError
 from roundelay.observe import stored
 from roundelay.observe.checkpoint import Checkpoint, Position, Until, load, save
-from roundelay.observe.flight import Flight, StageFlight, decode, encode
+from roundelay.observe.flight import ANY, Flight, StageFlight, decode, encode
 from roundelay.weights import LastStep
 
 
@@ -21,9 +21,14 @@ def stage() -> StageFlight:
     frozen, scalar = torch.randn(3), torch.tensor(2.5, dtype=torch.float64)
     return StageFlight(
         versions={7: 3, 8: 4},
-        weights={(3, 0): {"a": torch.randn(2, 3), "b": frozen}, (4, 2): {"a": torch.randn(2, 3).t(), "b": frozen}},
+        weights={
+            (3, 0, ANY): {"a": torch.randn(2, 3), "b": frozen},
+            (4, 2, 8): {"a": torch.randn(2, 3).t(), "b": frozen},
+        },
         keep=3,
         last={"a": LastStep(0.1, scalar, None), "b": LastStep(1e-300, None, torch.randn(0, 2))},
+        norms={7: None, 8: 0.1},
+        newest=1e-300,
     )
 
 
@@ -36,12 +41,15 @@ def checkpoint(flight: Flight | None) -> Checkpoint:
 
 def assert_same(a: StageFlight, b: StageFlight) -> None:
     """Assert equal bits."""
-    assert (a.versions, a.keep, a.weights.keys(), a.last.keys()) == (
-        b.versions,
-        b.keep,
-        b.weights.keys(),
-        b.last.keys(),
-    )
+    for one, other in (
+        (a.versions, b.versions),
+        (a.keep, b.keep),
+        (a.weights.keys(), b.weights.keys()),
+        (a.last.keys(), b.last.keys()),
+        (a.norms, b.norms),
+        (a.newest, b.newest),
+    ):
+        assert one == other
     pairs = [(a.weights[key][name], b.weights[key][name]) for key in a.weights for name in a.weights[key]]
     for name, last in a.last.items():
         assert last.rate == b.last[name].rate

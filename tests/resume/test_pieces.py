@@ -51,8 +51,8 @@ def drained(start: Checkpoint) -> Checkpoint:
 def other_versions(stage: StageFlight) -> StageFlight:
     """As if what is in flight had been forwarded one update later, with the same weights."""
     later = {g: version + 1 for g, version in stage.versions.items()}
-    weights = {(v, d): named for (v, d), named in stage.weights.items()}
-    weights |= {(v + 1, max(d - 1, 0)): named for (v, d), named in stage.weights.items()}
+    weights = {(v, d, g): named for (v, d, g), named in stage.weights.items()}
+    weights |= {(v + 1, max(d - 1, 0), g): named for (v, d, g), named in stage.weights.items()}
     return dataclasses.replace(stage, versions=later, weights=weights)
 
 

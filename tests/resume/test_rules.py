@@ -22,7 +22,7 @@ from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Saving, Session, load_checkpoint
 from roundelay.api.verifying import verify_session
 from roundelay.errors import UsageError
-from roundelay.ir.rule import UpdateRule, register_rule
+from roundelay.ir.rule import UpdateRule, register_rule, rules
 from roundelay.job import Job
 from roundelay.observe.checkpoint import Checkpoint, load
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Variant, allowed, bench
@@ -140,6 +140,7 @@ def test_the_moment_of_a_checkpoint_is_counted_from_the_first_update_of_all(
 
 
 def test_a_row_of_ones_own_is_resumed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})
     register_rule(
         UpdateRule(
             name="mine, resumed",

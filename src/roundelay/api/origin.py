@@ -56,7 +56,10 @@ def behind(session: Session, reference: ReferenceResult, notes: list[Note]) -> t
     extent = session.extent
     begin = {"update": extent.start_batch, "forward": extent.start_g, "backward": extent.start_g}
     losses = {g: loss for g, loss in reference.losses.items() if g >= extent.start_g}
-    return replace(reference, losses=losses), [note for note in notes if note[0][2] >= begin[note[0][0]]]
+    metrics = {g: told for g, told in reference.metrics.items() if g >= extent.start_g}
+    return replace(reference, losses=losses, metrics=metrics), [
+        note for note in notes if note[0][2] >= begin[note[0][0]]
+    ]
 
 
 def from_the_first(extent: Extent) -> Extent:
