@@ -242,6 +242,12 @@ def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says(
         check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}])
 
 
-def test_halves_are_not_compiled() -> None:
-    with pytest.raises(PlanError, match=r"compile.*zb-h1"):
-        check_plan(plan_of("zb-h1", 2, 4, compile=True))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("compile", True), ("precision", "bf16"), ("clip", "previous:1.0"), ("clip", "global:1.0")],
+)
+def test_what_halves_cannot_do_is_refused(field: str, value: bool | str) -> None:
+    plan = replace(plan_of("zb-h1", 2, 4), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=rf"{field}.*zb-h1"):
+        check_plan(plan)
+    check_plan(replace(plan_of("zb-h1", 2, 4), clip="stage:1.0"))
