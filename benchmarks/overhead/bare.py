@@ -1,6 +1,8 @@
-"""What any runtime pays at least: a 1F1B written out by hand for this model, without headers, credits, checks, trace.
+"""What any runtime pays at least: a 1F1B written out by hand for this model, nothing checked, kept or told.
 
-No loss is computed, a constant gradient enters the last stage; data come from nowhere. Nothing that a person could use.
+`over_threads`, `over_pipes` and `over_gloo` differ in how tensors travel. No loss is computed, a constant gradient enters
+the last stage; data come from nowhere. Nothing that a person could use. `kept` adds, written out in the same way, what
+Roundelay owes its users for every micro-batch.
 """
 
 from __future__ import annotations
@@ -41,35 +43,54 @@ def over_threads(size: int, micro_batches: int, steps: int, width: int) -> float
         ends = Ends(ups[rank].get, ups[rank + 1].put, downs[rank].get, downs[rank - 1].put)
         used[rank] = _train(rank, size, (micro_batches, steps, width), ends, time.thread_time)
 
+    in_threads(size, main)
+    return 1e3 * sum(used.values()) / size
+
+
+def in_threads(size: int, main: Callable[[int], None]) -> None:
+    """Run ``main(rank)`` in a thread for each rank."""
     threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return 1e3 * sum(used.values()) / size
+
+
+def over_pipes(size: int, micro_batches: int, steps: int, width: int) -> float:
+    """The same, workers being processes that write the bytes of a tensor into a pipe: a system call per message."""
+    sizes = (micro_batches, steps, width)
+    ups, downs = ([os.pipe() for _ in range(size + 1)] for _ in range(2))
+
+    def take(pipe: tuple[int, int]) -> Callable[[], torch.Tensor]:
+        count, source = 4 * ROWS * width, pipe[0]
+        return lambda: torch.frombuffer(bytearray(os.read(source, count)), dtype=torch.float32).view(ROWS, width)
+
+    def give(pipe: tuple[int, int]) -> Callable[[torch.Tensor], object]:
+        target = pipe[1]
+        return lambda tensor: os.write(target, tensor.numpy())
+
+    def main(rank: int) -> float:
+        ends = Ends(take(ups[rank]), give(ups[rank + 1]), take(downs[rank]), give(downs[rank - 1]))
+        return _train(rank, size, sizes, ends, time.process_time)
+
+    try:
+        return _in_processes(size, lambda rank, folder: main(rank))
+    finally:
+        for pipe in (*ups, *downs):
+            os.close(pipe[0])
+            os.close(pipe[1])
 
 
 def over_gloo(size: int, micro_batches: int, steps: int, width: int) -> float:
     """The same, workers being processes that use ``torch.distributed``'s send and recv."""
-    with tempfile.TemporaryDirectory() as folder:
-        children = [_forked(rank, size, Path(folder), (micro_batches, steps, width)) for rank in range(size)]
-        codes = [os.waitpid(child, 0)[1] for child in children]
-        assert not any(codes), f"a process failed: {codes}"
-        return 1e3 * sum(json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)) / size
+    sizes = (micro_batches, steps, width)
 
-
-def _forked(rank: int, size: int, folder: Path, sizes: tuple[int, int, int]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        torch.set_num_threads(1)
+    def main(rank: int, folder: Path) -> float:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
         under_way: list[dist.Work | None] = []
 
         def receive(source: int) -> torch.Tensor:
-            tensor = torch.empty(ROWS, sizes[2])
+            tensor = torch.empty(ROWS, width)
             dist.recv(tensor, source)
             return tensor
 
@@ -79,8 +100,30 @@ def _forked(rank: int, size: int, folder: Path, sizes: tuple[int, int, int]) -> 
             lambda: receive(rank + 1),
             lambda tensor: under_way.append(dist.isend(tensor, rank - 1)),
         )
-        (folder / f"{rank}.json").write_text(json.dumps(_train(rank, size, sizes, ends, time.process_time, under_way)))
+        used = _train(rank, size, sizes, ends, time.process_time, under_way)
         dist.barrier()
+        return used
+
+    return _in_processes(size, main)
+
+
+def _in_processes(size: int, main: Callable[[int, Path], float]) -> float:
+    """The mean, in milliseconds, of what ``main(rank, folder)`` tells in a forked process for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_forked(rank, Path(folder), main) for rank in range(size)]
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        assert not any(codes), f"a process failed: {codes}"
+        return 1e3 * sum(json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)) / size
+
+
+def _forked(rank: int, folder: Path, main: Callable[[int, Path], float]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        (folder / f"{rank}.json").write_text(json.dumps(main(rank, folder)))
         status = 0
     finally:
         os._exit(status)

@@ -66,8 +66,8 @@ def theirs(schedule: str, steps: int) -> float:
     return 1e3 * slope(list(enumerate(found[0]["ends"])))
 
 
-def job() -> roundelay.Job:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(D)))
+def job(layers: int = D) -> roundelay.Job:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
     def batches(epoch: int) -> Any:
         while True:
