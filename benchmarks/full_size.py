@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from benchmarks.datasets import cifar, imdb, tiny_imagenet
 from benchmarks.datasets.trouble import folder_named, whole_number
+from roundelay.errors import JobError
 from roundelay.job import SchedulerFactory
 
 Batch = tuple[Tensor, Tensor]
 Held = Callable[[], Iterable[Batch]]
 
-FOLDER = "DATA"
-"""Environment variable: the folder of the data."""
+FOLDER, NETWORK = "DATA", "NETWORK"
+"""Environment variables: the folder of the data, and which of a job's networks is trained."""
 
 ROWS_AT_ONCE = 250
 """Rows of a batch in an evaluation."""
@@ -47,6 +49,18 @@ def drops(epochs: Sequence[int], factor: float, updates_per_epoch: int) -> Sched
 def polynomial(epochs: int, updates_per_epoch: int, power: float = 1.0) -> SchedulerFactory:
     """The rate falls to zero over the training."""
     return lambda optimizer: torch.optim.lr_scheduler.PolynomialLR(optimizer, epochs * updates_per_epoch, power)
+
+
+def network(known: Mapping[str, Callable[[], nn.Module]], usual: str) -> nn.Module:
+    """What the variable NETWORK names, else the usual one.
+
+    Raises:
+        JobError: it is none of the known.
+    """
+    name = os.environ.get(NETWORK, usual)
+    if name not in known:
+        raise JobError(NETWORK, got=repr(name), expected=" or ".join(known), remedy="Correct the variable.")
+    return known[name]()
 
 
 def folder(example: str) -> Path:

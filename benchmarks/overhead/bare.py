@@ -1,8 +1,8 @@
 """What any runtime pays at least: a 1F1B written out by hand for this model, nothing checked, kept or told.
 
-`over_threads`, `over_pipes` and `over_gloo` differ in how tensors travel. No loss is computed, a constant gradient enters
-the last stage; data come from nowhere. Nothing that a person could use. `kept` adds, written out in the same way, what
-Roundelay owes its users for every micro-batch.
+`over_threads`, `over_pipes` and `over_gloo` differ in how tensors travel. No loss is computed, a constant gradient
+enters the last stage; data come from nowhere. Nothing that a person could use. `kept.py` adds, written out in the same
+way, what Roundelay owes its users for every micro-batch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,13 @@ from tests.benchmarks.test_datasets import write_cifar, write_imdb, write_tiny_i
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 JOBS: dict[str, tuple[str, dict[str, str], Callable[[Path], object], float]] = {
     "cifar10": ("cdp/jobs/cifar10.py", {"DEPTH": "18"}, lambda f: write_cifar(f, cifar.CIFAR_10), 0.05),
-    "cifar100": ("pipeoptim/jobs/cifar100_vgg16.py", {}, lambda f: write_cifar(f, cifar.CIFAR_100), 1e-3),
+    "cifar100": ("pipeoptim/jobs/cifar100.py", {}, lambda f: write_cifar(f, cifar.CIFAR_100), 1e-3),
+    "googlenet": (
+        "pipeoptim/jobs/cifar100.py",
+        {"NETWORK": "googlenet"},
+        lambda f: write_cifar(f, cifar.CIFAR_100),
+        1e-3,
+    ),
     "tiny": ("pipeoptim/jobs/tiny_imagenet.py", {"NETWORK": "alexnet"}, write_tiny_imagenet, 0.01),
     "imdb": ("pipeoptim/jobs/imdb.py", {"OPTIMIZER": "adam", "LENGTH": "4"}, write_imdb, 1e-3),
 }
@@ -74,6 +80,14 @@ def test_a_batch_that_is_larger_than_the_data_is_refused(
     monkeypatch.setenv("ROWS", "none")
     with pytest.raises(JobError, match="a whole number above zero"):
         load_job(made[0], 0)
+
+
+def test_a_network_that_the_job_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path / "data", cifar.CIFAR_100)
+    monkeypatch.setenv("DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("NETWORK", "vgg19")
+    with pytest.raises(JobError, match="expected: vgg16 or googlenet"):
+        load_job(FOLDER / "pipeoptim/jobs/cifar100.py", 0)
 
 
 def test_the_schedules_are_counted_in_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.networks.inception import googlenet, inception_v3
 from benchmarks.networks.others import ResidualLSTM, alexnet, vgg16
 from benchmarks.networks.resnet import resnet
 
@@ -18,8 +19,11 @@ def test_they_have_the_published_numbers_of_parameters_for_imagenet() -> None:
     with torch.device("meta"):
         made = {depth: parameters(resnet(depth, 1000)) for depth in (18, 50, 101)}
         plain = parameters(alexnet(1000)), parameters(vgg16(1000))
+        inceptions = parameters(googlenet(1000)), parameters(inception_v3(1000))
     assert made == {18: 11_689_512, 50: 25_557_032, 101: 44_549_160}
     assert plain == (61_100_840, 138_357_544)
+    # GoogLeNet is published with a bias for each of its 7280 channels, where BatchNorm has two numbers
+    assert inceptions == (6_998_552 + 7280, 23_834_568)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +34,11 @@ def test_they_have_the_published_numbers_of_parameters_for_imagenet() -> None:
         (lambda: vgg16(10, small=True), 32),
         (lambda: resnet(101, 10), 224),
         (lambda: alexnet(10), 224),
+        (lambda: googlenet(10, small=True), 32),
+        (lambda: googlenet(10), 224),
+        (lambda: inception_v3(10), 224),
     ],
-    ids=["resnet18", "resnet50", "vgg16", "resnet101", "alexnet"],
+    ids=["resnet18", "resnet50", "vgg16", "resnet101", "alexnet", "googlenet small", "googlenet", "inception_v3"],
 )
 def test_images_of_its_size_become_logits(model: type[nn.Module], side: int) -> None:
     with torch.device("meta"):

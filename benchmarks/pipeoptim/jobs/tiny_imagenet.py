@@ -4,13 +4,11 @@
         --rules gpipe,pipedream,spectrain:paper:recompute,pipeoptim:paper:recompute --workers 4 --micro-batches 1 \\
         --epochs 70 --time-to accuracy=0.66
 
-NETWORK is alexnet or resnet101. Sect. V-B: batches of 56, momentum 0.9, weight decay 5e-4, rate 0.01, a tenth of it
-from epoch 40 on and a hundredth from 60. The rule that accumulates has a command of its own, see the README.
+NETWORK is alexnet, resnet101 or inception_v3. Sect. V-B: batches of 56, momentum 0.9, weight decay 5e-4, rate 0.01, a
+tenth of it from epoch 40 on and a hundredth from 60. The rule that accumulates has a command of its own, see the README.
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import torch.nn.functional as F
@@ -18,21 +16,23 @@ import torch.nn.functional as F
 import roundelay
 from benchmarks import full_size
 from benchmarks.datasets import tiny_imagenet
+from benchmarks.networks.inception import inception_v3
 from benchmarks.networks.others import alexnet
 from benchmarks.networks.resnet import resnet
-from roundelay.errors import JobError
 
 CLASSES = 200
-NETWORKS = {"alexnet": lambda: alexnet(CLASSES), "resnet101": lambda: resnet(101, CLASSES)}
+NETWORKS = {
+    "alexnet": lambda: alexnet(CLASSES),
+    "resnet101": lambda: resnet(101, CLASSES),
+    "inception_v3": lambda: inception_v3(CLASSES),
+}
 
 
 def job(seed: int) -> roundelay.Job:
-    name, rows = os.environ.get("NETWORK", "resnet101"), full_size.rows(56)
-    if name not in NETWORKS:
-        raise JobError("NETWORK", got=repr(name), expected=" or ".join(NETWORKS), remedy="Correct the variable.")
+    model, rows = full_size.network(NETWORKS, "resnet101"), full_size.rows(56)
     train, test = full_size.tiny_imagenet_of(full_size.folder("tiny-imagenet-200"), tiny_imagenet.SIDE)
     return roundelay.Job(
-        model=NETWORKS[name](),
+        model=model,
         loss=lambda outputs, batch: F.cross_entropy(outputs, batch[1]),
         batches=full_size.batches(train, rows, seed),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.01, momentum=0.9, weight_decay=5e-4),
