@@ -2,8 +2,9 @@
 
 Data are read on the first stage and targets sent to the last, a loss is computed there, checked and told; messages
 bear a header and are checked against what was agreed; a slot of a channel is free before it is filled; every
-instruction leaves an event with its times, micro-batch and bytes. All of it is written into the loop, for this one model and this
-one schedule: no table of instructions, no function of its own for anything, no choice of transport, rule or device.
+instruction leaves an event with its times, micro-batch and bytes. All of it is written into the loop, for this one
+model and this one schedule: no table of instructions, no function of its own for anything, no choice of transport, rule
+or device.
 """
 
 from __future__ import annotations

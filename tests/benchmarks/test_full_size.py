@@ -86,7 +86,7 @@ def test_a_network_that_the_job_does_not_know_is_refused(tmp_path: Path, monkeyp
     write_cifar(tmp_path / "data", cifar.CIFAR_100)
     monkeypatch.setenv("DATA", str(tmp_path / "data"))
     monkeypatch.setenv("NETWORK", "vgg19")
-    with pytest.raises(JobError, match="expected: vgg16 or googlenet"):
+    with pytest.raises(JobError, match="expected vgg16 or googlenet"):
         load_job(FOLDER / "pipeoptim/jobs/cifar100.py", 0)
 
 

@@ -5,7 +5,8 @@
         --epochs 70 --time-to accuracy=0.66
 
 NETWORK is alexnet, resnet101 or inception_v3. Sect. V-B: batches of 56, momentum 0.9, weight decay 5e-4, rate 0.01, a
-tenth of it from epoch 40 on and a hundredth from 60. The rule that accumulates has a command of its own, see the README.
+tenth of it from epoch 40 on and a hundredth from 60. The rule that accumulates has a command of its own, see the
+README.
 """
 
 from __future__ import annotations
