@@ -1,7 +1,7 @@
 """What needs no training: weight versions, batches that fit a budget, and throughput on a virtual clock.
 
 All of it comes from plans: bytes as they are traced, seconds as they are predicted from FLOPs and bytes with fixed
-constants (`--cuts roofline`), so that a busy machine changes nothing.
+constants (`cost/compute.py`), so that a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.pipeoptim import paper
 from benchmarks.tasks import grammar, images
 from roundelay.api.memory import optimizer_bytes
 from roundelay.api.training import Length, Session
+from roundelay.cost.compute import BYTES_PER_S, roofline
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -27,6 +28,9 @@ from roundelay.planner.ledger import ledger
 MIB = 2**20
 SAME_ROWS = 64
 """Rows of a micro-batch in Figure 5, as in the paper."""
+
+TOUCHED = 5
+"""How often an update with momentum passes over a stage's weights: it reads three tensors of them and writes two."""
 
 WARM, MORE = 8, 16
 """Batches simulated before the rate is taken, and those over which it is."""
@@ -131,6 +135,20 @@ def planned(model: Model, method: Method, rows: int) -> Plan:
     )
 
 
+@functools.cache
+def timed(model: Model, method: Method, rows: int) -> Plan:
+    """The plan with seconds by a roofline in place of measured ones: as `--cuts roofline` reckons, and an update."""
+    plan = planned(model, method, rows)
+    job, graph = captured(model, rows * method.micro_batches)
+    profile = roofline(graph.graph, method.micro_batches)
+    stages = []
+    for stage, spec in zip(plan.stages, Session(job, graph, plan, 0, Length(steps=1)).partition.stages, strict=True):
+        own = slice(spec.segments[0].start, spec.segments[-1].stop)
+        seconds = {"forward_s": sum(profile.forward_s[own]), "backward_s": sum(profile.backward_s[own])}
+        stages.append(replace(stage, **seconds, update_s=TOUCHED * stage.parameter_bytes / BYTES_PER_S))
+    return replace(plan, stages=tuple(stages))
+
+
 # Table II -------------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +158,7 @@ def table_ii(what: Asked) -> str:
     for title, method in KEPT.items():
         if title == paper.GPIPE:
             continue
-        simulated = roundelay.simulate(planned(MODELS[0], method, 4), batches=WARM + MORE)
+        simulated = roundelay.simulate(timed(MODELS[0], method, 4), batches=WARM + MORE)
         held = [worker.versions_held_peak for worker in simulated.workers]
         late = [worker.versions_read[1] for worker in simulated.workers]
         ahead = [max(i.distance for i in simulated.intervals_of(k) if i.opcode == "forward") for k in range(D)]
@@ -174,14 +192,14 @@ def table_ii(what: Asked) -> str:
 
 def needed(model: Model, method: Method, rows: int) -> list[int]:
     """Bytes of each worker, with the tape that a recomputed forward makes again for its backward."""
-    plan = planned(model, method, rows)
+    plan = timed(model, method, rows)
     job, graph = captured(model, rows * method.micro_batches)
     state = optimizer_bytes(job, graph, Session(job, graph, plan, 0, Length(steps=1)).partition, plan.predictor)
     assert state is not None, "torch's own optimizers say what they hold"
     again = [0] * D
     if method.backward == "recompute":
         kept = replace(method, rule="gpipe", predictor=None, backward="stash")
-        again = [stage.tape_bytes for stage in planned(model, kept, rows).stages]
+        again = [stage.tape_bytes for stage in timed(model, kept, rows).stages]
     return [one.total + tape for one, tape in zip(ledger(plan, state), again, strict=True)]
 
 
@@ -221,7 +239,7 @@ def table_v(what: Asked) -> str:
 
 def rate(model: Model, method: Method, rows: int) -> float:
     """Rows per virtual second once the pipe is full."""
-    plan = planned(model, method, rows)
+    plan = timed(model, method, rows)
     early, late = (roundelay.simulate(plan, batches=count).makespan_s for count in (WARM, WARM + MORE))
     return MORE * rows * method.micro_batches / (late - early)
 

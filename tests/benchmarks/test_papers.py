@@ -109,13 +109,29 @@ def test_weight_versions_of_table_2_are_within_the_paper_s_bounds(monkeypatch: p
 
 
 def test_asynchronous_methods_outrun_gpipe_by_about_its_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = reckoned.planned
+    predicted = reckoned.timed
 
     def even(model: reckoned.Model, method: reckoned.Method, rows: int) -> roundelay.Plan:
-        plan = measured(model, method, rows)
+        plan = predicted(model, method, rows)
         times = {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.0}
         return replace(plan, latency_s=0.0, stages=tuple(replace(stage, **times) for stage in plan.stages))
 
-    monkeypatch.setattr(reckoned, "planned", even)
+    monkeypatch.setattr(reckoned, "timed", even)
     found = [reckoned.rate(PERCEPTRON, reckoned.KEPT[title], 8) for title in (paper.GPIPE, paper.PIPEDREAM)]
     assert 1.6 < found[1] / found[0] < 2.0  # (M + D - 1) / M = 1.75, and messages that only a flush waits for
+
+
+def test_a_busy_machine_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = reckoned.planned
+
+    def slowed(model: reckoned.Model, method: reckoned.Method, rows: int) -> roundelay.Plan:
+        plan = measured(model, method, rows)
+        times = {"forward_s": 1.0, "backward_s": 3.0, "update_s": 5.0}
+        return replace(plan, stages=tuple(replace(stage, **times) for stage in plan.stages))
+
+    method = reckoned.KEPT[paper.PIPEOPTIM]
+    found = reckoned.rate(PERCEPTRON, method, 8)
+    reckoned.timed.cache_clear()
+    monkeypatch.setattr(reckoned, "planned", slowed)
+    assert reckoned.rate(PERCEPTRON, method, 8) == found
+    reckoned.timed.cache_clear()
