@@ -129,6 +129,63 @@ def test_a_backward_in_two_halves_on_two_stages() -> None:
     assert rows[1] == ["F0 1", "B0 2", "F1 3", "B1 4", "W0 5", "W1 6", "U1 7"]
 
 
+# --- data
+
+
+def test_data_is_loaded_while_the_stages_compute() -> None:
+    """A second for each batch; the second is loaded while the first is used, the third when a register is free."""
+    run = sim(timed("pipedream", 1, 2, read_s=0.5), [2, 2, 2])
+    assert [(load.worker, load.batch, load.start_s, load.end_s) for load in run.loads] == [
+        (0, 0, 0.0, 1.0),
+        (0, 1, 1.0, 2.0),
+        (0, 2, 7.0, 8.0),
+    ]
+    assert [(i.start_s, i.end_s) for i in run.intervals if i.opcode == "read"] == [
+        (0.0, 1.0), (4.0, 4.0), (7.0, 7.0), (10.0, 10.0), (13.0, 13.0), (16.0, 16.0)
+    ]  # fmt: skip
+    assert (run.makespan_s, run.workers[0].busy_s, run.workers[0].data_s) == (19.0, 18.0, 1.0)
+    assert run.workers[0].registers_peak == 2
+
+
+@FEW
+@given(st.sampled_from(ASYNCHRONOUS), SIZES, st.sampled_from([0.25, 0.5, 1.0]))
+def test_a_loader_that_is_no_slower_than_a_forward_costs_its_first_batch_and_no_more(
+    rule: str, sizes: tuple[int, int], read_s: float
+) -> None:
+    num_stages, micro_batches = sizes
+    plan, counts = timed(rule, num_stages, micro_batches), [micro_batches] * 5
+    later = sim(replace(plan, read_s=read_s), counts)
+    assert later.makespan_s == sim(plan, counts).makespan_s + read_s * micro_batches
+    assert [report.data_s for report in later.workers] == [read_s * micro_batches] + [0.0] * (num_stages - 1)
+
+
+@FEW
+@given(st.sampled_from(ASYNCHRONOUS), SIZES, st.sampled_from([4.0, 10.0]))
+def test_a_slower_loader_sets_the_rate(rule: str, sizes: tuple[int, int], read_s: float) -> None:
+    num_stages, micro_batches = sizes
+    run = sim(timed(rule, num_stages, micro_batches, read_s=read_s), [micro_batches] * 12)
+    assert [load.end_s - load.start_s for load in run.loads] == [read_s * micro_batches] * 12
+    ends = [i.end_s for i in run.intervals_of(num_stages - 1) if i.opcode == "backward"][::micro_batches]
+    assert {b - a for a, b in pairwise(ends[num_stages + 1 :])} == {read_s * micro_batches}
+
+
+def test_with_one_register_loading_and_computing_take_turns() -> None:
+    plan = timed("pipedream", 1, 1, read_s=2.0)
+    programs = emit(plan)
+    ends = {n: simulate(plan, [replace(programs[0], registers=n)], stream([1] * 10)).makespan_s for n in (1, 2, 3)}
+    assert ends == {1: 50.0, 2: 32.0, 3: 32.0}
+
+
+def test_a_program_that_reads_without_a_register_stands_still() -> None:
+    plan = timed("pipedream", 1, 1)
+    with pytest.raises(PlanError, match="worker 0: got a standstill: `read` without a register"):
+        simulate(plan, [replace(emit(plan)[0], registers=0)], stream([1]))
+
+
+def test_where_reading_takes_no_time_nothing_is_loaded() -> None:
+    assert sim(timed("pipedream", 2, 1), [1, 1]).loads == ()
+
+
 # --- laws
 
 

@@ -216,7 +216,7 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
         format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, compile=False,
         precision="fp32",
         clip="none", micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
-        stages=stages, edges=edges,
+        read_s=0.0, stages=stages, edges=edges,
     )  # fmt: skip
     few, many = (simulate(plan, emit(plan), stream([parts] * n)) for n in (2 * depth, 4 * depth))
     share = 2 * depth * 9e-3 / (many.makespan_s - few.makespan_s)

@@ -137,7 +137,9 @@ def planned(model: Model, method: Method, rows: int) -> Plan:
 
 @functools.cache
 def timed(model: Model, method: Method, rows: int) -> Plan:
-    """The plan with seconds by a roofline in place of measured ones: as `--cuts roofline` reckons, and an update."""
+    """The plan with seconds by a roofline in place of measured ones: as `--cuts roofline` reckons, and an update;
+    data take none.
+    """
     plan = planned(model, method, rows)
     job, graph = captured(model, rows * method.micro_batches)
     profile = roofline(graph.graph, method.micro_batches)
@@ -146,7 +148,7 @@ def timed(model: Model, method: Method, rows: int) -> Plan:
         own = slice(spec.segments[0].start, spec.segments[-1].stop)
         seconds = {"forward_s": sum(profile.forward_s[own]), "backward_s": sum(profile.backward_s[own])}
         stages.append(replace(stage, **seconds, update_s=TOUCHED * stage.parameter_bytes / BYTES_PER_S))
-    return replace(plan, stages=tuple(stages))
+    return replace(plan, stages=tuple(stages), read_s=0.0)
 
 
 # Table II -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The simulator: the runtime's own machines, driven by a virtual clock instead of threads and sockets.
 
-Times come from the plan: seconds of each stage's forward, backward and update, a latency and a rate for every message.
-What comes out is what would happen, event by event, with the memory it takes: no formula of its own.
+Times come from the plan: seconds of each stage's forward, backward and update, of reading a micro-batch, a latency and
+a rate for every message. What comes out is what would happen, event by event, with the memory it takes: no formula of
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from roundelay.actor.machine import Machine, Run
+from roundelay.actor.reader import Reader
 from roundelay.errors import PlanError
+from roundelay.ir.load import Load
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Program
@@ -40,6 +43,8 @@ class WorkerReport:
 
     Args:
         busy_s: seconds it computes.
+        data_s: seconds it waits for data.
+        registers_peak: most registers of data in use at one time.
         tapes_peak: most forwards waiting for their backward at one time.
         owed_peak: most backwards waiting for their weights' half at one time.
         tape_bytes_peak: most bytes that both hold at one time.
@@ -50,6 +55,8 @@ class WorkerReport:
     """
 
     busy_s: float
+    data_s: float
+    registers_peak: int
     tapes_peak: int
     owed_peak: int
     tape_bytes_peak: int
@@ -68,12 +75,14 @@ class Simulation:
         intervals: every instruction, ordered by start.
         events: for each worker, its fired instructions as text, in order.
         workers: one report each.
+        loads: every batch that a reader loaded, in order; none if that takes no time.
     """
 
     makespan_s: float
     intervals: tuple[Interval, ...]
     events: tuple[tuple[str, ...], ...]
     workers: tuple[WorkerReport, ...]
+    loads: tuple[Load, ...]
 
     def intervals_of(self, worker: int) -> list[Interval]:
         """What one worker did, in order."""
@@ -127,6 +136,7 @@ class _Clock:
         self.machines = [
             Machine(program, first.g, first.batch, flying) for program, flying in zip(programs, in_flight, strict=True)
         ]
+        self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0
@@ -173,7 +183,7 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        seconds = self.seconds(worker, run)
+        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(worker, run)
         for channel, _ in run.gives:
             self.on_way[channel] += 1
             self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
@@ -200,13 +210,24 @@ class _Clock:
             source = self.channels[number].source
             self.push(self.plan.latency_s, source, partial(self.machines[source].grant, number))
 
+    def missing_s(self, worker: int, g: int) -> float:
+        """Seconds until a micro-batch that is to be read now is in a register."""
+        header, reader = self.headers[g], self.readers.get(worker)
+        if reader is None:
+            raise PlanError(
+                f"the program of worker {worker}",
+                got="a standstill: `read` without a register",
+                expected="registers for what it reads",
+                remedy="Report this as a bug of Roundelay, with the plan.",
+            )
+        return reader.ask(header.batch, self.plan.read_s * header.count, self.now) - self.now
+
     def seconds(self, worker: int, run: Run) -> float:
-        """Predicted seconds of an instruction."""
+        """Predicted seconds of an instruction that computes."""
         stage = self.plan.stages[worker]
         again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
         whole = 0.0 if self.machines[worker].program.owed else stage.weights_s
         times = {
-            "read": 0.0,
             "forward": stage.forward_s,
             "backward": stage.backward_s + again + whole,
             "backward-weight": stage.weights_s,
@@ -222,6 +243,7 @@ class _Clock:
             intervals=ordered,
             events=tuple(tuple(events) for events in self.events),
             workers=tuple(self._worker(machine.program) for machine in self.machines),
+            loads=tuple(load for reader in self.readers.values() for load in reader.loads if self.plan.read_s),
         )
 
     def _worker(self, program: Program) -> WorkerReport:
@@ -250,7 +272,9 @@ class _Clock:
             owed -= interval.opcode == "backward-weight"
         into = [c for c in program.channels if c.target == program.worker]
         return WorkerReport(
-            busy_s=sum(interval.end_s - interval.start_s for interval in mine),
+            busy_s=sum(i.end_s - i.start_s for i in mine if i.opcode != "read"),
+            data_s=sum(i.end_s - i.start_s for i in mine if i.opcode == "read"),
+            registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
             tapes_peak=peak_tapes,
             owed_peak=peak_owed,
             tape_bytes_peak=peak_bytes,

@@ -23,8 +23,8 @@ LEGEND = (
 def staircase(plan: Plan, batches: int) -> str:
     """The plan's schedule as a grid: one row per stage, one column per time slot.
 
-    Every forward and every backward, or half of one, takes one slot, messages and updates none: the picture shows the
-    order and the waiting that the schedule itself asks for, not this machine's times.
+    Every forward and every backward, or half of one, takes one slot, messages, updates and data none: the picture shows
+    the order and the waiting that the schedule itself asks for, not this machine's times.
 
     Args:
         plan: the plan.
@@ -33,7 +33,7 @@ def staircase(plan: Plan, batches: int) -> str:
     even = [
         replace(stage, forward_s=1.0, backward_s=1.0, weights_s=_halved(plan), update_s=0.0) for stage in plan.stages
     ]
-    unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, backward=_one_slot(plan))
+    unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
     columns = {k: _row(simulation.intervals_of(k)) for k in range(plan.num_stages)}
     return grid(columns, max(len(row) for row in columns.values()))

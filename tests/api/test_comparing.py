@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.charting import mean_curve, write_comparison
+from roundelay.api.charting import charts_of, mean_curve, write_comparison
 from roundelay.api.comparing import Begun, Compared, Ended
 from roundelay.api.outcomes import Outcome, Point
 from roundelay.api.tabulating import Aims, curves_csv, markdown, rounded, spreadsheet, table
@@ -308,6 +309,26 @@ def test_a_metric_that_is_no_number_is_a_gap_and_not_the_end(tmp_path: Path) -> 
         assert math.isnan(values["score, last, mean"])
         assert (values["score, last, spread"], values["reached score ≥ 0.5"]) == (None, 1)
         assert write_comparison(made, tmp_path / "c", Aims({}, {})).missing is None
+
+
+def test_a_metric_beside_the_loss_has_a_column_and_a_chart(tmp_path: Path) -> None:
+    def right(seed: int) -> roundelay.Job:
+        made = job(seed)
+
+        def loss(outputs: torch.Tensor, batch: jobs.Batch) -> dict[str, torch.Tensor]:
+            return {"loss": made.loss(outputs, batch), "right": (outputs.argmax(-1) == batch[1]).float().mean()}
+
+        return dataclasses.replace(made, loss=loss)
+
+    made = compared(tmp_path / "c", right, rules=("async",))
+    (chart,) = (chart for chart in charts_of(made) if chart.name == "train.right")
+    ((_, points),) = chart.over_updates
+    of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.outcomes.values()]
+    assert points == [(4.0, pytest.approx(statistics.fmean(map(statistics.fmean, of_seeds))))]
+    assert not chart.dots
+    written = write_comparison(made, tmp_path / "c", Aims({}, {}))
+    assert "train.right, last" in [cell.title for cell in written.rows[0]]
+    assert "<h2>train.right</h2>" in (tmp_path / "c" / "curves.html").read_text()
 
 
 def test_a_metric_is_better_high_or_low_and_nothing_else() -> None:

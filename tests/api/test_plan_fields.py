@@ -39,7 +39,8 @@ def given() -> tuple[Job, Captured, Plan]:
         dataclasses.replace(stage, forward_s=0.002, backward_s=0.004, update_s=0.001) for stage in made.stages
     )
     edges = tuple(dataclasses.replace(edge, forward_bytes=500, backward_bytes=400) for edge in made.edges)
-    return job, captured, dataclasses.replace(made, stages=stages, edges=edges, latency_s=1e-4, bytes_per_s=1e6)
+    rates = {"latency_s": 1e-4, "bytes_per_s": 1e6, "read_s": 0.0}
+    return job, captured, dataclasses.replace(made, stages=stages, edges=edges, **rates)  # type: ignore[arg-type]
 
 
 def edited(changes: dict[str, Any]) -> Plan:
@@ -177,6 +178,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "deadline_s": keeps_deadline,
     "latency_s": lambda _: slower({"latency_s": 0.01}),
     "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
+    "read_s": lambda _: slower({"read_s": 0.05}),
     "stages.segments": cuts_elsewhere,
     "stages.device": lambda _: refused({"stages.device": "cuda:9999"}) and refused({"stages.device": "tpu"}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),

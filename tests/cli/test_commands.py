@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def whole(folder: Path, updates: int) -> dict[str, object]:
     assert [line["update"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(updates))
     spans = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {span["pid"] for span in spans} == set(range(plan.num_stages))
+    loads = [span["args"]["batch"] for span in spans if span["cat"] == "load"]
+    assert loads == list(range(loads[0], updates))
     assert load_file(folder / "checkpoint" / "model.safetensors").keys() >= {"0.weight", "8.bias"}
     summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
@@ -144,14 +147,24 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
     assert "B0'" in said.out
     assert said.out.count("program") >= 2 or said.out.count("worker 1") >= 2
     spans = [e for e in json.loads(Path("trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {span["cat"] for span in spans} == {"read", "forward", "backward", "update", "idle"}
-    instructions = [span for span in spans if span["cat"] != "idle"]
+    assert {span["cat"] for span in spans} - {"load"} == {"read", "forward", "backward", "update", "idle"}
+    instructions = [span for span in spans if span["cat"] not in ("idle", "load")]
     assert all(span["args"]["batch"] == span["args"]["micro-batch"] for span in instructions)  # M = 1
     told = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--json", "--batches", 3).json
     assert told["grid"].startswith("stage 0 | F0")
     assert len(told["programs"]) == len(told["per_worker"]) == told["workers"] == 2
     assert told["makespan_s"] > 0
     assert [worker["in_flight_peak"] for worker in told["per_worker"]] == [2, 1]
+    text = Path("plan.toml").read_text()
+    Path("slow.toml").write_text(re.sub(r"(?m)^read_s = .*$", "read_s = 2.0", text))
+    slower = here(capsys, "simulate", "slow.toml", "--batches", 3)
+    slow = here(capsys, "simulate", "slow.toml", "--grid", "--trace", "slow.json", "--json", "--batches", 3).json
+    assert slow["makespan_s"] > 6.0 > 2 * told["makespan_s"]
+    assert slow["per_worker"][0]["data_share"] > 0.9
+    assert re.search(r"worker 0 waits for data for (9\d|100)% of .* its reader loads for (9\d|100)%", slower.told)
+    assert slow["grid"] == told["grid"]  # the schedule's own waiting, whatever the loader takes
+    loads = [e for e in json.loads(Path("slow.json").read_text())["traceEvents"] if e.get("cat") == "load"]
+    assert [(load["name"], load["dur"]) for load in loads] == [(f"load {t}", 2e6) for t in range(3)]
     alone = here(capsys, "simulate", "plan.toml", "--json").json
     assert alone["grid"] is None
     assert alone["programs"] is None

@@ -36,6 +36,10 @@ def test_a_run_tells_the_metrics_beside_the_loss(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics_first"]["right [%]"] == made[0]
     assert summary["metrics_last"] == {"right [%]": made[-1], "never": None}
+    assert here(capsys, "report", "run").code == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "<h3>right [%]</h3>" in text
+    assert ">reader</text>" in text
 
 
 def test_the_screen_shows_first_and_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

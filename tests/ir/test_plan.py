@@ -43,6 +43,7 @@ PLANS = st.builds(
     deadline_s=FLOATS,
     latency_s=FLOATS,
     bytes_per_s=FLOATS,
+    read_s=FLOATS,
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     edges=st.lists(EDGES, max_size=3).map(tuple),
 )

@@ -53,6 +53,7 @@ def plan_of(
         "deadline_s": 60.0,
         "latency_s": 0.0,
         "bytes_per_s": 1.0,
+        "read_s": 0.0,
         "stages": tuple(StagePlan(segments=(f"end_{k}",), **STAGE) for k in range(num_stages)),
         "edges": tuple(sorted([*neighbours, *skips], key=lambda edge: (edge.source, edge.target))),
     }

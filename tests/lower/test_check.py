@@ -218,7 +218,7 @@ def test_the_runs_to_prove_end_everywhere_and_hold_short_batches(num_stages: int
 
 def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
     programs = emit(plan_of("1f1b", 2, 4))
-    check_registers(programs, [2, 1], [0, 0], [{1: 2}, {0: 2}])
+    check_registers(programs, [2, 1], [0, 0], [{1: 2}, {0: 2}], [2, 0])
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,23 @@ def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
 )
 def test_a_register_that_overflows_is_refused(tapes: list[int], unread: list[dict[int, int]], where: str) -> None:
     with pytest.raises(PlanError, match=where):
-        check_registers(emit(plan_of("1f1b", 2, 4)), tapes, [0, 0], unread)
+        check_registers(emit(plan_of("1f1b", 2, 4)), tapes, [0, 0], unread, [2, 0])
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [([3, 0], "worker 0: got 3; expected at most 2"), ([2, 1], "worker 1: got 1; expected at most 0")],
+)
+def test_no_worker_holds_more_batches_than_it_has_registers(data: list[int], where: str) -> None:
+    with pytest.raises(PlanError, match=f"registers of {where}"):
+        check_registers(emit(plan_of("1f1b", 2, 4)), [2, 1], [0, 0], [{1: 2}, {0: 2}], data)
 
 
 def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says() -> None:
     programs = emit(plan_of("zb-h1", 2, 4))
-    check_registers(programs, [2, 1], [1, 2], [{1: 2}, {0: 2}])
+    check_registers(programs, [2, 1], [1, 2], [{1: 2}, {0: 2}], [2, 0])
     with pytest.raises(PlanError, match="worker 1 whose second half waits: got 3; expected at most 2"):
-        check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}])
+        check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}], [2, 0])
 
 
 @pytest.mark.parametrize(

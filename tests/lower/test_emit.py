@@ -67,6 +67,7 @@ def test_an_edge_that_skips_is_taken_where_it_ends_and_nowhere_else() -> None:
 @given(plans())
 def test_only_the_first_worker_reads_and_every_block_ends_with_its_update(plan: Plan) -> None:
     for program in emit(plan):
+        assert program.registers == (2 if program.worker == 0 else 0)
         blocks = (program.warm_up, program.steady, program.drain)
         opcodes = [[i.opcode for i in block if i.opcode != "backward-weight"] for block in blocks]
         ahead = ["read", "forward"] if program.worker == 0 else ["forward"]
@@ -187,7 +188,8 @@ def test_one_stage_alone_needs_no_channels(rule: str) -> None:
 @FEW
 @given(plans())
 def test_times_and_bytes_change_no_program(plan: Plan) -> None:
-    slower = replace(plan, latency_s=3.0, stages=tuple(replace(s, forward_s=9.0, tape_bytes=1) for s in plan.stages))
+    stages = tuple(replace(s, forward_s=9.0, tape_bytes=1) for s in plan.stages)
+    slower = replace(plan, latency_s=3.0, read_s=2.0, stages=stages)
     assert emit(slower) == emit(plan)
 
 

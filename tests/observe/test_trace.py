@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundelay.ir.load import Load
 from roundelay.observe import trace
 from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, write_trace
 
@@ -91,6 +92,21 @@ def test_gaps_are_events_between_the_spans_unless_nobody_could_see_them(tmp_path
     events = phase(json.loads((tmp_path / "t.json").read_text())["traceEvents"], "X")
     idle = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in events if e["cat"] == "idle"]
     assert idle == [("bubble", 0, 1e6, 1.5e6), ("wait", 0, 2.5e6, 0.5e6)]
+
+
+def test_what_is_loaded_meanwhile_has_a_lane_beside_its_worker_s_instructions(tmp_path: Path) -> None:
+    loads = [Load(0, 3, 9.5, 10.25), Load(0, 4, 10.25, 12.0)]
+    spans = [span(0, "forward", 0, 10.0, 11.0), span(1, "forward", 0, 11.0, 12.0)]
+    write_trace(tmp_path / "t.json", spans, loads=loads)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {(0, 0): "instructions", (0, 1): "reader", (1, 0): "instructions"}
+    found = [e for e in phase(events, "X") if e["cat"] == "load"]
+    assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in found] == [
+        ("load 3", 0, 1, 0.0, 0.75e6, {"batch": 3}),
+        ("load 4", 0, 1, 0.75e6, 1.75e6, {"batch": 4}),
+    ]
+    assert next(e["ts"] for e in events if e.get("cat") == "forward") == 0.5e6  # time begins with the first load
 
 
 def test_every_event_of_a_trace_is_a_line(tmp_path: Path) -> None:

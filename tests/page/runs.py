@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.planner.ledger import ledger
-from roundelay.sim import simulate
+from roundelay.sim import Simulation, simulate
 from tests.lower.plans import plan_of
 
 EVIL = "<script>alert('x')</script>&\"'"
@@ -22,15 +23,19 @@ EVIL = "<script>alert('x')</script>&\"'"
 
 def planned(rule: str = "pipedream", workers: int = 3, micro_batches: int = 2) -> Plan:
     """A plan whose steps take milliseconds."""
-    plan = plan_of(rule, workers, micro_batches, latency_s=0.0002, model=EVIL)
+    plan = plan_of(rule, workers, micro_batches, latency_s=0.0002, read_s=0.005, model=EVIL)
     times = {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.003}
     return replace(plan, stages=tuple(replace(stage, **times) for stage in plan.stages))  # type: ignore[arg-type]
 
 
+def simulated(plan: Plan, batches: int) -> Simulation:
+    """A run of the plan."""
+    return simulate(plan, emit(plan), stream([plan.micro_batches] * batches))
+
+
 def spans_of(plan: Plan, batches: int) -> list[Span]:
-    """What a run of the plan does."""
-    made = simulate(plan, emit(plan), stream([plan.micro_batches] * batches)).intervals
-    ordered = sorted(made, key=lambda i: i.worker)
+    """What it does."""
+    ordered = sorted(simulated(plan, batches).intervals, key=lambda i: i.worker)
     return [
         Span(i.worker, i.opcode, i.g, i.g // plan.micro_batches, i.version, i.distance, i.start_s, i.end_s, 1500)
         for i in ordered
@@ -51,6 +56,7 @@ def begun(root: Path, updates: int, *, plan: Plan | None = None, name: str = "ru
                 samples_per_second=100.0 + t % 7,
                 busy=[0.5] * plan.num_stages,
                 time=1_700_000_000.0 + t / 4,
+                metrics={f"right {EVIL}": t / updates, "never": math.nan},
             )
     return folder
 
@@ -62,7 +68,8 @@ def finished(root: Path, updates: int = 40, *, plan: Plan | None = None, name: s
     for t in range(9, updates, 10):
         folder.add_evaluation(t, 0, {"held_out_loss": 2.0, f"accuracy {EVIL}": t / updates})
     spans = spans_of(plan, updates)
-    write_trace(folder.trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages))
+    loads = simulated(plan, updates).loads
+    write_trace(folder.trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages), loads=loads)
     folder.write_summary(summary(plan, spans))
     return folder
 

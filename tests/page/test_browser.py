@@ -62,8 +62,9 @@ def test_a_page_renders_and_its_console_stays_silent(tmp_path: Path) -> None:
     dom, console = rendered(tmp_path, text)
     assert console == []
     assert dom.count("<svg") == text.count("<svg") > 20
-    for said in ("Where the time went", "As it ran, in the middle of the run", "held privately", "finished"):
-        assert said in dom
+    said = ("Metrics", "Where the time went", "As it ran, in the middle of the run", "held privately", "finished")
+    for words in (*said, ">reader</text>"):
+        assert words in dom
 
 
 def test_values_are_shown_below_the_cursor(tmp_path: Path) -> None:

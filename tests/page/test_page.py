@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,10 +13,10 @@ import pytest
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.page.build import page
 from roundelay.page.steady import read_window, shown
-from tests.page.runs import EVIL, append, begun, edit, finished, planned, spans_of
+from tests.page.runs import EVIL, append, begun, edit, finished, planned, simulated, spans_of
 
 VOID = {"meta", "link", "br", "img"}
-HEADINGS = ["Loss", "Evaluations", "Throughput", "Where the time went", "Schedule", "Memory"]
+HEADINGS = ["Loss", "Metrics", "Evaluations", "Throughput", "Where the time went", "Schedule", "Memory"]
 
 
 class Read(HTMLParser):
@@ -58,7 +60,7 @@ def test_a_finished_run_has_every_section_and_figure(tmp_path: Path) -> None:
     text = page(finished(tmp_path).path)
     read = Read(text)
     assert read.heads == HEADINGS
-    figures = {"loss": 2, "evaluations": 2, "throughput": 1, "shares": 1, "schedule": 2, "memory": 1}
+    figures = {"loss": 2, "metrics": 2, "evaluations": 2, "throughput": 1, "shares": 1, "schedule": 2, "memory": 1}
     assert read.tags.count("svg") == 3 * sum(figures.values())  # three widths of each
     words = " ".join(read.words)
     for said in ("finished", "pipedream", "3 → 0.6122", "123", "1.50 ×", "10.5 s", "worker 2", "held privately"):
@@ -96,6 +98,29 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
     append(folder.metrics, '{"update": 3, "lo')
     assert "updates</dt><dd>3</dd>" in page(folder.path)
+
+
+def test_a_metric_beside_the_loss_is_a_curve_and_without_any_there_is_no_section(tmp_path: Path) -> None:
+    folder = begun(tmp_path, 40)
+    text = page(folder.path)
+    (part,) = re.findall(r"<h2>Metrics</h2>.*?</section>", text)
+    assert re.findall(r"<h3>(.*?)</h3>", part) == [f"right {escape(EVIL)}", "never"]
+    drawn = re.findall(r'<path class="curve (thin|a)" data-name="(.*?)" d="(.*?)"', part)
+    assert [(look, name) for look, name, _ in drawn[:2]] == [("thin", f"right {escape(EVIL)}"), ("a", "smoothed")]
+    heights = [float(pair.split()[1]) for pair in re.split("[ML]", drawn[0][2])[1:]]
+    assert len(heights) == 40
+    assert heights == sorted(heights, reverse=True) != [heights[0]] * 40  # it rises, and an image's y goes down
+    assert [path for _, name, path in drawn if name == "never"] == [""] * 3
+    lines = [{**json.loads(line), "metrics": None} for line in folder.metrics.read_text().splitlines()]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Metrics" not in Read(page(folder.path)).heads
+
+
+def test_more_metrics_than_there_is_room_for_are_told(tmp_path: Path) -> None:
+    folder = begun(tmp_path, 2)
+    many = {f"metric {n}": 0.5 for n in range(9)}
+    append(folder.metrics, json.dumps({"update": 2, "loss": 1.0, "metrics": many}) + "\n")
+    assert "The first 6 of 11 are drawn." in page(folder.path)
 
 
 def test_numbers_that_are_missing_or_null_are_gaps(tmp_path: Path) -> None:
@@ -154,6 +179,23 @@ def test_the_window_lies_in_the_middle_and_holds_every_worker(tmp_path: Path) ->
         real = by_place[span.worker, span.opcode, span.g]
         assert (span.version, span.distance, span.num_bytes) == (real.version, real.distance, real.num_bytes)
         assert (span.start_s, span.end_s) == pytest.approx((real.start_s, real.end_s), abs=1e-8)
+
+
+def test_what_the_reader_loads_stands_above_the_workers(tmp_path: Path) -> None:
+    folder, plan = finished(tmp_path, 40), planned()
+    window = read_window(folder.trace, 3, 2)
+    assert window is not None
+    real = {load.batch: load for load in simulated(plan, 40).loads}
+    assert len(window.loads) > 2
+    for load in window.loads:
+        assert (load.start_s, load.end_s) == pytest.approx(real[load.batch][2:], abs=1e-8)
+        assert load.start_s < window.end_s
+        assert load.end_s > window.start_s
+    text = page(folder.path)
+    assert text.count(">reader</text>") == 6  # as it ran and as predicted, at three widths
+    assert "reader of worker 0: batch" in text
+    (folder.trace).write_text("".join(x for x in folder.trace.read_text().splitlines(True) if '"load' not in x))
+    assert page(folder.path).count(">reader</text>") == 3
 
 
 def broken(folder: Path, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,20 @@ from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
+from roundelay.lower import emit
+from roundelay.lower.check import programs_of
 from roundelay.runtime import ahead as module
-from roundelay.runtime.ahead import ahead
+from roundelay.runtime.ahead import Registers, ahead
 from roundelay.runtime.handlers import Context, do_forward
 from tests.api.jobs import Noisy, make
 from tests.conftest import nothing_left_behind
 
 SECONDS = 20.0
+
+
+def two() -> Registers:
+    """Two registers."""
+    return Registers(2, SECONDS)
 
 
 def readers() -> list[str]:
@@ -55,14 +63,14 @@ def counted(made: list[int], count: int = 9) -> Generator[int, None, None]:
 
 def test_nothing_is_lost_doubled_or_out_of_order() -> None:
     made: list[int] = []
-    assert list(ahead(counted(made), SECONDS)) == list(range(9))
+    assert list(ahead(counted(made), two())) == list(range(9))
     assert made[-1] == -1
     assert not readers()
 
 
 def test_one_is_made_while_another_is_in_use_and_no_more() -> None:
     made: list[int] = []
-    source = ahead(counted(made), SECONDS)
+    source = ahead(counted(made), two())
     assert next(source) == 0
     assert until(lambda: made == [0, 1])
     time.sleep(0.1)
@@ -74,12 +82,38 @@ def test_one_is_made_while_another_is_in_use_and_no_more() -> None:
     assert not readers()
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_as_many_are_made_as_there_are_registers(count: int) -> None:
+    made: list[int] = []
+    with closing(ahead(counted(made), Registers(count, SECONDS))) as source:
+        assert next(source) == 0
+        assert until(lambda: made == list(range(count)))
+        time.sleep(0.1)
+        assert made == list(range(count))
+
+
+def test_what_was_loaded_is_noted_with_its_time() -> None:
+    def slow() -> Generator[int, None, None]:
+        for number in range(3):
+            time.sleep(0.03)
+            yield number
+
+    registers, begin = two(), time.perf_counter()
+    assert list(ahead(slow(), registers)) == [0, 1, 2]
+    assert [number for number, _, _ in registers.loads] == [0, 1, 2]
+    assert all(end - start >= 0.029 for _, start, end in registers.loads)
+    times = [at for _, start, end in registers.loads for at in (start, end)]
+    assert begin <= times[0]
+    assert times == sorted(times)
+    assert times[-1] <= time.perf_counter()
+
+
 def test_a_failure_comes_in_its_place() -> None:
     def failing() -> Generator[int, None, None]:
         yield from range(3)
         raise UserCodeError("the loader", got="a hole", expected="data", remedy="Fill it.")
 
-    source = ahead(failing(), SECONDS)
+    source = ahead(failing(), two())
     assert [next(source), next(source), next(source)] == [0, 1, 2]
     with pytest.raises(UserCodeError, match="a hole"):
         next(source)
@@ -95,7 +129,7 @@ def test_a_loader_that_hangs_is_told_in_time_and_left_behind(monkeypatch: pytest
         let_go.wait(SECONDS)
         yield 1
 
-    source = ahead(hanging(), 0.2)
+    source = ahead(hanging(), Registers(2, 0.2))
     assert next(source) == 0
     with pytest.raises(DeadlineError, match=r"the data: got no batch from the loader for 0.2 s.*raise deadline_s"):
         next(source)
@@ -141,6 +175,42 @@ def test_a_run_computes_while_its_loader_loads() -> None:
     done = session.run(notify=lambda event: None, handlers={0: {"forward": waits}})
     assert len(done.updates) == 6
     assert not readers()
+
+
+def epoch_of(count: int, epoch: int) -> Iterator[Any]:
+    """Batches that take a little while."""
+    for number in range(count):
+        time.sleep(0.002)
+        yield torch.full((4, 6), float(number)), torch.zeros(4, dtype=torch.long)
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_a_run_tells_what_was_loaded_and_keeps_to_its_registers(transport: str) -> None:
+    """As the simulator's reader does: a batch is there before its `read` ends, and begun when a register is free."""
+    job = small(partial(epoch_of, 6))
+    plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=2, cuts="equal", transport=transport)
+    assert plan.read_s >= 0.001
+    done = roundelay.train(job, plan=plan, epochs=2)
+    assert list(done.loads) == [0]
+    assert [batch for batch, _, _ in done.loads[0]] == list(range(12))
+    reads: dict[int, list[tuple[float, float]]] = {}
+    for opcode, _, batch, _, _, start, end, *_ in done.events[0]:
+        if opcode == "read":
+            reads.setdefault(batch, []).append((start, end))
+    for batch, start, end in done.loads[0]:
+        assert start < end <= reads[batch][0][1]
+        assert start >= reads[max(0, batch - 1)][0][0]
+
+
+def test_the_program_says_how_many_registers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of them the loads and the reads take turns."""
+    job = small(partial(epoch_of, 6))
+    monkeypatch.setattr(emit, "REGISTERS", 1)
+    plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
+    assert str(programs_of(plan)[0]).splitlines()[4] == "registers 1"
+    done = roundelay.train(job, plan=plan, epochs=1)
+    reads = [(start, end) for opcode, *_, start, end, _, _ in done.events[0] if opcode == "read"]
+    assert all(a <= start < end <= b for (_, start, end), (a, b) in zip(done.loads[0], reads, strict=True))
 
 
 def failing_at(number: int) -> Callable[[int], Iterator[Any]]:

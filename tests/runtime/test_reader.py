@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from roundelay.errors import JobError, UserCodeError
-from roundelay.runtime.reader import Extent, first_batch, read, read_batches
+from roundelay.runtime import reader
+from roundelay.runtime.reader import Extent, first_batch, read, read_batches, reading_s
 
 Batch = dict[str, torch.Tensor]
 
@@ -131,3 +134,47 @@ def test_the_loader_draws_by_seed_and_epoch_and_touches_nobody_elses_numbers() -
     assert not {row[k] for row in quiet for k in range(3)} & {row[k] for row in other for k in range(3)}
     late = [b["x"][0].tolist() for b in read_batches(draws, 0, Extent(start_epoch=1, skip=1, epochs=2))]
     assert late == quiet[4:]
+
+
+# --- how long it takes
+
+
+def taking(seconds: list[float], epoch: int) -> Iterator[Batch]:
+    """Batches of four rows, each after so many seconds."""
+    for each in seconds:
+        time.sleep(each)
+        yield {"x": torch.zeros(4, 1)}
+
+
+def test_the_first_batch_does_not_count_and_the_others_are_shared_out_to_micro_batches() -> None:
+    found = reading_s(partial(taking, [1.2, 0.02, 0.04, 0.02, 0.04]), 0, 2)
+    assert 0.015 <= found < 0.1
+
+
+def test_no_more_is_read_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        for number in range(100):
+            asked.append(number)
+            yield {"x": torch.zeros(4, 1)}
+
+    monkeypatch.setattr(reader, "BUDGET_S", 60.0)
+    assert reading_s(batches, 0, 1) > 0
+    assert asked == list(range(1 + reader.MEASURED))
+    monkeypatch.setattr(reader, "BUDGET_S", 0.0)
+    asked.clear()
+    assert reading_s(batches, 0, 1) > 0
+    assert asked == [0, 1]
+
+
+def test_it_is_not_known_where_there_is_no_second_batch_or_it_cannot_be_had() -> None:
+    def failing(epoch: int) -> Iterator[Batch]:
+        yield {"x": torch.zeros(4, 1)}
+        raise OSError("disk")
+
+    assert reading_s(partial(taking, [0.0]), 0, 2) == 0.0
+    assert reading_s(failing, 0, 2) == 0.0
+    state = torch.random.get_rng_state()
+    reading_s(draws, 0, 1)
+    assert torch.equal(torch.random.get_rng_state(), state)

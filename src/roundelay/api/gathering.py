@@ -141,6 +141,7 @@ class Gatherer:
         #: first batch of every epoch
         self.epoch_starts: dict[int, int] = {}
         self.events: dict[int, list[list[Any]]] = defaultdict(list)
+        self.loads: dict[int, list[list[Any]]] = {}
         self.digests: dict[tuple[str, int, int], str] = {}
         self.summaries: dict[int, dict[str, Any]] = {}
         self._parts: list[MicroBatch] = []
@@ -160,6 +161,8 @@ class Gatherer:
             self._busy[report.worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
         elif report.kind == "events":
             self.events[report.worker] += data["events"]
+        elif report.kind == "loads":
+            self.loads[report.worker] = data["loads"]
         elif report.kind == "digest":
             self.digests |= {(kind, report.worker, number): value for kind, number, value in data["digests"]}
         elif report.kind == "finished":

@@ -35,7 +35,7 @@ from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
 from roundelay.runtime.device import named
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler
-from roundelay.runtime.reader import first_batch
+from roundelay.runtime.reader import first_batch, reading_s
 from roundelay.schedules import schedule_named
 
 DEADLINE_S = 300.0
@@ -186,6 +186,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
+        read_s=0.0,
         stages=(),
         edges=(),
     )
@@ -244,7 +245,8 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     halved = schedule_named(rule_named(draft.rule).schedule).halved
     with users_code("measuring the stages on the first micro-batch"), one_thread():
         measured = profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
-    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured))
+        read_s = _round(reading_s(job.batches, seed, draft.micro_batches))
+    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
     prove(made)
     return made
 
@@ -295,6 +297,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
+    if plan.read_s:
+        lines.append(_reading(plan))
     if plan.compile:
         lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
     if rule.predicts and plan.backward == "stash":
@@ -302,6 +306,16 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     if far := _far(plan, rule):
         lines.append(far)
     return [*lines, *reasons]
+
+
+def _reading(plan: Plan) -> str:
+    """What the loader takes, and whether it sets the rate."""
+    again = plan.backward == "recompute"
+    slowest = max(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
+    told = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by a thread of worker 0 while the stages compute"
+    if plan.read_s <= slowest:
+        return told
+    return f"{told}; warning: the slowest stage takes {slowest * 1e3:.3g} ms, so the loader sets the rate"
 
 
 FAR = 7

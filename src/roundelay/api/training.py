@@ -53,6 +53,7 @@ class Trained:
         micro_losses: micro-batch to (loss, terms summed).
         micro_metrics: micro-batch to the same of every metric beside the loss.
         events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, text].
+        loads: worker that reads to what its reader loaded meanwhile: [batch, start_s, end_s].
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
     """
@@ -65,6 +66,7 @@ class Trained:
     micro_losses: dict[int, tuple[float, float]] = field(hash=False)
     micro_metrics: dict[int, dict[str, tuple[float, float]]] = field(hash=False)
     events: dict[int, list[list[Any]]] = field(hash=False)
+    loads: dict[int, list[list[Any]]] = field(hash=False)
     digests: dict[tuple[str, int, int], str] = field(hash=False)
     workers: dict[int, dict[str, Any]] = field(hash=False)
 
@@ -225,6 +227,7 @@ class Session:
             micro_losses=gatherer.micro_losses,
             micro_metrics=gatherer.micro_metrics,
             events=dict(gatherer.events),
+            loads=gatherer.loads,
             digests=gatherer.digests,
             workers=gatherer.summaries,
         )

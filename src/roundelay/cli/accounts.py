@@ -8,6 +8,7 @@ from typing import Any
 from roundelay.api.memory import memory_of, optimizer_bytes
 from roundelay.api.training import Session, Trained
 from roundelay.cli.screen import amount, stdout, table
+from roundelay.ir.load import Load
 from roundelay.ir.plan import Plan
 from roundelay.observe.shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
@@ -16,6 +17,11 @@ from roundelay.observe.trace import Gap, Span
 def spans_of(trained: Trained) -> list[Span]:
     """Every instruction of a run as a span of its trace."""
     return [Span(k, *event[:8]) for k, events in sorted(trained.events.items()) for event in events]
+
+
+def loads_of(trained: Trained) -> list[Load]:
+    """Every batch that was loaded beside the instructions."""
+    return [Load(k, *load) for k, loads in sorted(trained.loads.items()) for load in loads]
 
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:

@@ -199,7 +199,8 @@ def simulate_command(
             for i in simulation.intervals
         ]
         names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}
-        write_trace(trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages), names=names)
+        gaps = gaps_of(spans, plan.edges, plan.num_stages)
+        write_trace(trace, spans, gaps=gaps, loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None
     if as_json:

@@ -32,6 +32,9 @@ def show_run(trained: Trained) -> None:
                 if took:
                     median = statistics.median(took)
                     stderr.print(f"worker {worker} {opcode}: {median * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms")
+        for worker, loads in sorted(trained.loads.items()):
+            each = statistics.fmean(end - start for _, start, end in loads) / trained.plan.micro_batches
+            stderr.print(f"worker {worker} data: {each * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
     if debug.level() >= 4:
         for worker, events in sorted(trained.events.items()):
             for event in events:

@@ -25,6 +25,7 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
         "per_worker": [
             {
                 "busy_share": report.busy_s / simulation.makespan_s if simulation.makespan_s else 0.0,
+                "data_share": report.data_s / simulation.makespan_s if simulation.makespan_s else 0.0,
                 "in_flight_peak": report.tapes_peak,
                 "activation_bytes_peak": report.tape_bytes_peak,
                 "parameter_bytes": plan.stages[k].parameter_bytes,
@@ -43,7 +44,7 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
     rows = [
         [
             f"worker {k}",
-            f"{report.busy_s / simulation.makespan_s:.0%}" if simulation.makespan_s else "-",
+            _share(report.busy_s, simulation),
             str(report.tapes_peak),
             amount(report.tape_bytes_peak),
             amount(report.unread_bytes_peak),
@@ -60,6 +61,15 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
     columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
     stdout.print(table(title, columns, rows))
     stdout.print(_COLUMNS)
+    for k, report in enumerate(simulation.workers):
+        loading_s = sum(load.end_s - load.start_s for load in simulation.loads if load.worker == k)
+        if loading_s:
+            waiting, loading = _share(report.data_s, simulation), _share(loading_s, simulation)
+            stdout.print(f"\nworker {k} waits for data for {waiting} of the time; its reader loads for {loading} of it")
+
+
+def _share(part_s: float, simulation: Simulation) -> str:
+    return f"{part_s / simulation.makespan_s:.0%}" if simulation.makespan_s else "-"
 
 
 def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from roundelay.api.length import Length
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
 from roundelay.api.training import Saving, Session, Trained, load_checkpoint
-from roundelay.cli.accounts import accounts, gaps_between, show_accounts, spans_of, stage_names
+from roundelay.cli.accounts import accounts, gaps_between, loads_of, show_accounts, spans_of, stage_names
 from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
@@ -91,7 +91,7 @@ def train_job(
     spans = spans_of(trained)
     gaps = gaps_between(spans, plan)
     summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps)
-    write_trace(folder.trace, spans, gaps=gaps, names=stage_names(session))
+    write_trace(folder.trace, spans, gaps=gaps, loads=loads_of(trained), names=stage_names(session))
     folder.write_summary(summary)
     if not quiet:
         _show(plan, trained, summary)

@@ -88,6 +88,7 @@ class Plan:
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
+        read_s: predicted seconds in which the loader gives a micro-batch, beside what is computed; 0 where not known.
         stages: in order.
         edges: ordered by source, then target.
     """
@@ -105,6 +106,7 @@ class Plan:
     deadline_s: float
     latency_s: float
     bytes_per_s: float
+    read_s: float
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
 

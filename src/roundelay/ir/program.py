@@ -6,6 +6,7 @@ A program is three blocks, or four, of instructions over a running micro-batch n
     window run
     lag 1
     tapes 2
+    registers 2
     channel 0 forward 0>1 slots 2
     channel 1 gradient 1>0 slots 2
     warm-up
@@ -28,8 +29,11 @@ A program with ``backward-weight`` runs its backwards in two halves: ``backward`
 inputs and owes the rest to ``backward-weight``, some micro-batches later (``g-2``; none before the window's first). A
 fourth block, the tail, then runs until nothing is owed.
 
+A worker that reads has ``registers``, each room for a batch of data: its reader, a thread, loads one batch while
+another is in use, and stops where no register is free. ``read`` takes the next micro-batch from them.
+
 Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and
-each channel it gives to has a free slot; slots are registers, and a consumer without a free one stops its producer.
+each channel it gives to has a free slot; a slot is its register, and a consumer without a free one stops its producer.
 """
 
 from __future__ import annotations
@@ -125,6 +129,7 @@ class Program:
         drain: block.
         owed: backwards that may wait for their weights' half at one time; 0 where a backward is whole.
         tail: block, empty where no such half is left when all backwards are done.
+        registers: batches of data in use, waiting, or being loaded; 0 where nothing is read.
     """
 
     worker: int
@@ -138,10 +143,13 @@ class Program:
     drain: tuple[Instruction, ...]
     owed: int = 0
     tail: tuple[Instruction, ...] = ()
+    registers: int = 0
 
     def __str__(self) -> str:
         lines = [f"worker {self.worker} of {self.num_workers}", f"window {self.window}", f"lag {self.lag}"]
-        lines += [f"tapes {self.tapes}", *([f"owed {self.owed}"] if self.owed else []), *map(str, self.channels)]
+        counts = {"owed": self.owed, "registers": self.registers}
+        lines += [f"tapes {self.tapes}", *(f"{name} {count}" for name, count in counts.items() if count)]
+        lines += map(str, self.channels)
         blocks = {"warm-up": self.warm_up, "steady": self.steady, "drain": self.drain}
         for title, block in (blocks | ({"tail": self.tail} if self.tail else {})).items():
             lines += [title, *(f"  {instruction}" for instruction in block)]
@@ -172,7 +180,7 @@ class Program:
                     heads[words[0]] = _head(words[0], line)
             except (IndexError, KeyError, ValueError) as error:
                 raise _bad_line(number, line) from error
-        lacking = [name for name in _HEADS if name not in heads and name != "owed"]
+        lacking = [name for name in _HEADS if name not in heads and name not in _MAY_BE_ABSENT]
         if lacking:
             raise _bad_line(len(lines), f"the end, and no line {lacking[0]!r}")
         worker, num_workers = map(int, heads["worker"])
@@ -188,6 +196,7 @@ class Program:
             tuple(blocks["drain"]),
             int(heads["owed"][0]) if "owed" in heads else 0,
             tuple(blocks["tail"]),
+            int(heads["registers"][0]) if "registers" in heads else 0,
         )
         for number, (line, printed) in enumerate(zip_longest(lines, str(program).splitlines(), fillvalue=""), 1):
             if line != printed:
@@ -196,12 +205,14 @@ class Program:
 
 
 _MAY_LIE_BEHIND = ("backward-weight", "update")
+_MAY_BE_ABSENT = ("owed", "registers")
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),
     "window": re.compile(r"window (batch|run)"),
     "lag": re.compile(r"lag (\d+)"),
     "tapes": re.compile(r"tapes (\d+)"),
     "owed": re.compile(r"owed (\d+)"),
+    "registers": re.compile(r"registers (\d+)"),
 }
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),

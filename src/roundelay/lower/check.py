@@ -4,7 +4,8 @@ The programs are executed by the actor machine itself on a virtual clock, over r
 batches, short ones, and an end at each place in the steady block. What is proved of each:
 
 - every message that is sent is received, no more and no fewer, and nothing is left over;
-- no register overflows: slots, forwards that wait for their backward, and backwards that wait for their second half;
+- no register overflows: slots, forwards that wait for their backward, backwards that wait for their second half, and
+  batches of data;
 - nobody waits for ever;
 - the actions of every stage come in the order that the schedule states;
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
@@ -158,16 +159,19 @@ def check_registers(
     tapes_peak: Sequence[int],
     owed_peak: Sequence[int],
     unread_peak: Sequence[dict[int, int]],
+    data_peak: Sequence[int],
 ) -> None:
-    """Prove that no register overflowed in an executed run.
+    """Prove that no register overflowed in an executed run; the arguments are peaks of each worker.
 
     Raises:
         PlanError: naming the worker and the register.
     """
-    for program, tapes, owed, unread in zip(programs, tapes_peak, owed_peak, unread_peak, strict=True):
+    peaks = zip(programs, tapes_peak, owed_peak, unread_peak, data_peak, strict=True)
+    for program, tapes, owed, unread, data in peaks:
         slots = {c.id: c.slots for c in program.channels}
         full = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
         full.append((f"backwards of worker {program.worker} whose second half waits", owed, program.owed))
+        full.append((f"registers of worker {program.worker}", data, program.registers))
         full += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
         for what, used, quota in full:
             if used > quota:

@@ -8,6 +8,9 @@ from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, P
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.schedules import schedule_named
 
+REGISTERS = 2
+"""Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
+
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
     """Every channel of a plan: for each edge one forward, and one back if a gradient or a square travels.
@@ -97,6 +100,7 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
         drain=back,
         owed=min(delay + 1, plan.micro_batches) if schedule.halved else 0,
         tail=(Instruction("backward-weight", 0), Instruction("update", 0)) if delay else (),
+        registers=REGISTERS if stage == 0 else 0,
     )
 
 

@@ -2,7 +2,8 @@
 
 The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, named after its stage; a
 complete event (``X``) per instruction, and below them one per gap between instructions, called ``wait`` or ``bubble``;
-and arrows (``s`` to ``f``) along which activations and gradients went. Times are microseconds. Every event is a line.
+where a worker reads, a thread beside it, ``reader``, with an event per batch that was loaded meanwhile; and arrows
+(``s`` to ``f``) along which activations and gradients went. Times are microseconds. Every event is a line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+from roundelay.ir.load import Load
 from roundelay.observe.files import replacing_file
 
 COMPUTE = frozenset({"forward", "backward", "backward-weight", "update"})
@@ -24,6 +26,8 @@ _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
 _MICRO = 1e6
+_READER = 1
+"""Number of a reader's thread in its worker's process; that of the instructions is 0."""
 
 SHORT_S = 5e-6
 """Gaps shorter than this many seconds are left out: nobody could see them."""
@@ -98,25 +102,28 @@ def write_trace(
     flows: Iterable[Flow] | None = None,
     *,
     gaps: Iterable[Gap] = (),
+    loads: Sequence[Load] = (),
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Write a trace, event by event; its time begins with the first span.
+    """Write a trace, event by event; its time begins with the first span or load.
 
     Args:
         path: the file; an old one stays until the new one is complete.
         spans: in any order.
         flows: the arrows; those of :func:`flows_of` unless given.
         gaps: what lies between the spans.
+        loads: batches that readers loaded meanwhile.
         names: worker to what its stage computes, for the process's name.
 
     Raises:
         RunError: it cannot be written.
     """
-    begin = min((span.start_s for span in spans), default=0.0)
+    begin = min([*(span.start_s for span in spans), *(load.start_s for load in loads)], default=0.0)
     arrows = flows_of(spans) if flows is None else flows
     with replacing_file(path) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        events = chain(_processes(spans, names or {}), _events(spans, arrows, begin), _idle(gaps, begin))
+        heads = chain(_processes(spans, names or {}), _readers(loads))
+        events = chain(heads, _events(spans, arrows, begin), _idle(gaps, begin), _loaded(loads, begin))
         file.write(next(events, ""))
         file.writelines(",\n" + event for event in events)
         file.write("\n]}\n")
@@ -150,6 +157,21 @@ def _idle(gaps: Iterable[Gap], begin: float) -> Iterator[str]:
                 f'{{"ph":"X","name":"{gap.kind}","cat":"idle","pid":{gap.worker},"tid":0,'
                 f'"ts":{(gap.start_s - begin) * _MICRO:.3f},"dur":{(gap.end_s - gap.start_s) * _MICRO:.3f}}}'
             )
+
+
+def _loaded(loads: Sequence[Load], begin: float) -> Iterator[str]:
+    for load in loads:
+        yield (
+            f'{{"ph":"X","name":"load {load.batch}","cat":"load","pid":{load.worker},"tid":{_READER},'
+            f'"ts":{(load.start_s - begin) * _MICRO:.3f},"dur":{(load.end_s - load.start_s) * _MICRO:.3f},'
+            f'"args":{{"batch":{load.batch}}}}}'
+        )
+
+
+def _readers(loads: Sequence[Load]) -> Iterator[str]:
+    for worker in sorted({load.worker for load in loads}):
+        event = {"ph": "M", "name": "thread_name", "pid": worker, "tid": _READER, "args": {"name": "reader"}}
+        yield json.dumps(event, separators=(",", ":"))
 
 
 def _processes(spans: Sequence[Span], names: Mapping[int, str]) -> Iterator[str]:

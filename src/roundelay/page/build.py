@@ -35,6 +35,7 @@ def page(path: Path) -> str:
     body = [
         _heading(run),
         s.loss(run),
+        s.beside(run),
         s.evaluations(run),
         s.throughput(run),
         s.shares(run),
@@ -56,19 +57,18 @@ def predicted(plan: Plan) -> Window:
     count = shown(plan.micro_batches)
     batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
-    made = simulate(plan, programs_of(plan), stream(counts)).intervals
+    made = simulate(plan, programs_of(plan), stream(counts))
     batch = {header.g: header.batch for header in stream(counts)}
     spans = [
-        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0)
-        for i in made
-        if i.opcode != "read"
+        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0) for i in made.intervals
     ]
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.worker == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
     gaps = [g for g in gaps_of(spans, plan.edges, plan.num_stages) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
-    return Window(begin, end, inside, gaps, plan.num_stages)
+    loads = [load for load in made.loads if load.start_s < end and load.end_s > begin]
+    return Window(begin, end, inside, gaps, plan.num_stages, loads)
 
 
 def _heading(run: Run) -> str:

@@ -19,12 +19,21 @@ from roundelay.page.timeline import Window
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One line of the metrics: NaN where a number is missing, seconds from the first line's time."""
+    """One line of the metrics: NaN where a number is missing, seconds from the first line's time.
+
+    Args:
+        number: t.
+        loss: the batch's mean loss.
+        rate: samples per second.
+        at_s: when.
+        metrics: what the job's loss returned beside the loss.
+    """
 
     number: int
     loss: float
     rate: float
     at_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +113,20 @@ def read_run(path: Path) -> Run:
 
 def _update(path: Path, line: int, fields: Mapping[str, Any], begin: float) -> Update:
     rate, at = _number(fields.get("samples_per_second")), _number(fields.get("time"))
-    return Update(_count(path, line, fields), _number(fields.get("loss")), rate, at - begin)
+    number, loss = _count(path, line, fields), _number(fields.get("loss"))
+    return Update(number, loss, rate, at - begin, _metrics(fields.get("metrics") or {}, path, line))
 
 
 def _evaluation(path: Path, line: int, fields: Mapping[str, Any], begin: float) -> Evaluation:
-    metrics = fields.get("metrics")
-    if not isinstance(metrics, dict):
-        raise damaged(path, f"line {line} without `metrics`")
-    found = {str(name): _number(value) for name, value in metrics.items()}
+    found = _metrics(fields.get("metrics"), path, line)
     return Evaluation(_count(path, line, fields), _number(fields.get("time")) - begin, found)
+
+
+def _metrics(value: Any, path: Path, line: int) -> dict[str, float]:
+    """Numbers by name, NaN for what is none."""
+    if not isinstance(value, dict):
+        raise damaged(path, f"line {line} without `metrics`")
+    return {str(name): _number(part) for name, part in value.items()}
 
 
 def _count(path: Path, line: int, fields: Mapping[str, Any]) -> int:

@@ -51,7 +51,7 @@ def each(draw: Callable[[int], str], wide: int) -> str:
 
 def loss(run: Run) -> str:
     """The loss over updates and over time."""
-    reach = max(1, len(run.updates) // 40)
+    reach = _reach(run)
     told = note(
         f"Mean loss of each batch, and smoothed: the mean over {reach} updates to either side. "
         "Evaluations whose name contains “loss” stand beside it."
@@ -71,6 +71,22 @@ def loss(run: Run) -> str:
     if times:
         parts.append(_plot(curves(times, True), "seconds", wide))
     return section("Loss", told + legend(entries) + _grid(parts, "pair"))
+
+
+def beside(run: Run) -> str:
+    """Every metric that the loss returned beside the loss, in a figure of its own; nothing without any."""
+    names = list(dict.fromkeys(name for update in run.updates for name in update.metrics))
+    if not names:
+        return ""
+    reach = _reach(run)
+    told = f"What the loss returned beside itself: of each batch, and smoothed over {reach} updates to either side."
+    figures = []
+    for name in names[:MOST_METRICS]:
+        points = [(float(u.number), u.metrics.get(name, math.nan)) for u in run.updates]
+        curves = [Curve(name, "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
+        figures.append(_small(name, curves))
+    entries = [("of each batch", "thin"), ("smoothed", "a")]
+    return section("Metrics", note(told + _left(names)) + legend(entries) + _grid(figures, "many"))
 
 
 def metric_names(run: Run) -> list[str]:
@@ -93,13 +109,24 @@ def evaluations(run: Run) -> str:
     names = metric_names(run)
     if not names:
         return ""
-    figures = []
-    for name in names[:MOST_METRICS]:
-        points = [Curve(name, "b", evaluated(run, name, False), dots=True)]
-        drawn = each(lambda width, points=points, name=name: figure(points, width, 200, "update", name), 340)  # type: ignore[misc]
-        figures.append(f"<div><h3>{escape(name)}</h3>{drawn}</div>")
-    left = f" The first {MOST_METRICS} of {len(names)} are drawn." if len(names) > MOST_METRICS else ""
-    return section("Evaluations", note("What the job's own evaluate said." + left) + _grid(figures, "many"))
+    figures = [
+        _small(name, [Curve(name, "b", evaluated(run, name, False), dots=True)]) for name in names[:MOST_METRICS]
+    ]
+    told = "What the job's own evaluate said." + _left(names)
+    return section("Evaluations", note(told) + _grid(figures, "many"))
+
+
+def _small(name: str, curves: Sequence[Curve]) -> str:
+    return f"<div><h3>{escape(name)}</h3>{each(lambda width: figure(curves, width, 200, 'update', name), 340)}</div>"
+
+
+def _left(names: Sequence[str]) -> str:
+    return f" The first {MOST_METRICS} of {len(names)} are drawn." if len(names) > MOST_METRICS else ""
+
+
+def _reach(run: Run) -> int:
+    """Updates to either side over which curves are smoothed."""
+    return max(1, len(run.updates) // 40)
 
 
 def _grid(parts: Sequence[str], look: str) -> str:
@@ -158,7 +185,8 @@ def schedule(run: Run, predicted: Window) -> str:
     looks = [(kind, kind) for kind in ("forward", "backward", "update", "data")]
     looks += [("bubble", "bubble"), ("wait", "wait")]
     body = note(
-        "Numbers are micro-batches, in updates the batch. Point at a box for its version, its time and the bytes sent."
+        "Numbers are micro-batches, in updates and loads the batch. Point at a box for its version, its time and the "
+        "bytes sent. Above the workers stands what the reader loads meanwhile."
     )
     body += legend(looks)
     if run.window is None:

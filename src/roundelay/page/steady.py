@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.errors import UsageError
+from roundelay.ir.load import Load
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.timeline import Window
 
@@ -41,8 +42,9 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
             return None
         begin, end = _stretch(starts, shown(micro_batches))
         events = _between(path, begin, end)
-        spans = [_span(event) for event in events if event["cat"] != "idle"]
+        spans = [_span(event) for event in events if event["cat"] not in ("idle", "load")]
         gaps = [_gap(event) for event in events if event["cat"] == "idle"]
+        loads = [_load(event) for event in events if event["cat"] == "load"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"trace {path}",
@@ -51,7 +53,7 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
             remedy="Move the file away; the report does without it.",
         ) from error
     ours = [span for span in spans if span.worker < num_workers]
-    return Window(begin / _MICRO, end / _MICRO, ours, gaps, num_workers)
+    return Window(begin / _MICRO, end / _MICRO, ours, gaps, num_workers, loads)
 
 
 def _forwards(path: Path) -> list[float]:
@@ -92,6 +94,11 @@ def _span(event: dict[str, Any]) -> Span:
     g, batch, version, distance = numbers
     end, sent = start + float(event["dur"]) / _MICRO, int(args["bytes"])
     return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent)
+
+
+def _load(event: dict[str, Any]) -> Load:
+    start = float(event["ts"]) / _MICRO
+    return Load(int(event["pid"]), int(event["args"]["batch"]), start, start + float(event["dur"]) / _MICRO)
 
 
 def _gap(event: dict[str, Any]) -> Gap:

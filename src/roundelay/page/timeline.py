@@ -1,4 +1,7 @@
-"""A stretch of the schedule, as it ran or as the plan predicts it: one row per worker, one box per instruction."""
+"""A stretch of the schedule, as it ran or as the plan predicts it: one row per worker, one box per instruction.
+
+A row above them shows what the reader loads meanwhile, a box per batch, where that is known.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from roundelay.ir.load import Load
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.scale import Axis, seconds, size, ticks
 
@@ -24,6 +28,7 @@ class Window:
         spans: those that overlap it.
         gaps: what lies between them, if it is known.
         num_workers: D.
+        loads: batches that were loaded in it.
     """
 
     start_s: float
@@ -31,6 +36,7 @@ class Window:
     spans: Sequence[Span]
     gaps: Sequence[Gap]
     num_workers: int
+    loads: Sequence[Load] = ()
 
 
 def first(window: Window, share: float) -> Window:
@@ -38,7 +44,8 @@ def first(window: Window, share: float) -> Window:
     end = window.start_s + share * (window.end_s - window.start_s)
     spans = [span for span in window.spans if span.start_s < end]
     gaps = [gap for gap in window.gaps if gap.start_s < end]
-    return Window(window.start_s, end, spans, gaps, window.num_workers)
+    loads = [load for load in window.loads if load.start_s < end]
+    return Window(window.start_s, end, spans, gaps, window.num_workers, loads)
 
 
 def timeline(window: Window, width: int, label: str) -> str:
@@ -51,20 +58,26 @@ def timeline(window: Window, width: int, label: str) -> str:
     """
     rows = min(window.num_workers, MOST_WORKERS)
     across = Axis(window.start_s, window.end_s, LEFT, width - RIGHT)
-    bottom = TOP + rows * (TALL + BETWEEN)
+    above = TALL + BETWEEN if window.loads else 0.0
+    bottom = above + TOP + rows * (TALL + BETWEEN)
     parts = [
         f'<svg class="timeline" viewBox="0 0 {width} {bottom + BOTTOM:g}" role="img" aria-label="{escape(label)}">'
     ]
     parts += _axis(across, bottom, width)
-    for k in range(rows):
-        y = TOP + k * (TALL + BETWEEN)
-        parts.append(f'<text class="row" x="0" y="{y + TALL / 2 + 4:.1f}">worker {k}</text>')
-        parts.append(
-            f'<rect class="bubble" x="{LEFT:g}" y="{y:g}" width="{width - RIGHT - LEFT:g}" height="{TALL:g}" rx="3"/>'
-        )
+    if window.loads:
+        parts += [_row(TOP, "reader", width), *(_loaded(load, across) for load in window.loads)]
+    parts.append(f'<g transform="translate(0 {above:g})">')
+    parts += [_row(TOP + k * (TALL + BETWEEN), f"worker {k}", width) for k in range(rows)]
     parts += [_gap(gap, across) for gap in window.gaps if gap.worker < rows and gap.kind == "wait"]
     parts += [_box(span, across) for span in window.spans if span.worker < rows]
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</g></svg>"])
+
+
+def _row(y: float, name: str, width: int) -> str:
+    return (
+        f'<text class="row" x="0" y="{y + TALL / 2 + 4:.1f}">{name}</text>'
+        f'<rect class="bubble" x="{LEFT:g}" y="{y:g}" width="{width - RIGHT - LEFT:g}" height="{TALL:g}" rx="3"/>'
+    )
 
 
 def _placed(start_s: float, end_s: float, across: Axis) -> tuple[float, float]:
@@ -85,15 +98,26 @@ def _gap(gap: Gap, across: Axis) -> str:
     )
 
 
+def _loaded(load: Load, across: Axis) -> str:
+    took = f"{seconds(load.end_s - load.start_s)}, from {seconds(load.start_s)}"
+    title = f"reader of worker {load.worker}: batch {load.batch} loaded\n{took}"
+    return _boxed(_placed(load.start_s, load.end_s, across), TOP, "data", title, str(load.batch))
+
+
 def _box(span: Span, across: Axis) -> str:
-    x, wide = _placed(span.start_s, span.end_s, across)
+    look, y = _LOOK.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
+    text = str(span.batch if span.opcode == "update" else span.g)
+    return _boxed(_placed(span.start_s, span.end_s, across), y, look, told(span), text)
+
+
+def _boxed(place: tuple[float, float], y: float, look: str, title: str, text: str) -> str:
+    """A box that tells its title, with its text inside where that has room."""
+    x, wide = place
     if wide < 0.05:
         return ""
-    y = TOP + span.worker * (TALL + BETWEEN)
-    text = str(span.batch if span.opcode == "update" else span.g)
     box = (
-        f'<rect class="{_LOOK.get(span.opcode, "other")}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide - 0.4):.1f}" '
-        f'height="{TALL:g}" rx="2"><title>{escape(told(span))}</title></rect>'
+        f'<rect class="{look}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide - 0.4):.1f}" '
+        f'height="{TALL:g}" rx="2"><title>{escape(title)}</title></rect>'
     )
     if wide < 7.5 * len(text) + 5:
         return box

@@ -36,8 +36,9 @@ def _without_times(plan: Plan) -> Plan:
         owed_bytes=0,
     )
     edges = tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges)
-    same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0, "latency_s": 0.1, "bytes_per_s": 1.0}
-    return replace(plan, stages=(even,) * plan.num_stages, edges=edges, **same)  # type: ignore[arg-type]
+    same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0}
+    rates = {"latency_s": 0.1, "bytes_per_s": 1.0, "read_s": 0.1}
+    return replace(plan, stages=(even,) * plan.num_stages, edges=edges, **same, **rates)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)
@@ -48,7 +49,11 @@ def _prove(plan: Plan) -> None:
         check_run(plan, counts, fired(simulation))
         workers = simulation.workers
         check_registers(
-            programs, [w.tapes_peak for w in workers], [w.owed_peak for w in workers], [w.unread_peak for w in workers]
+            programs,
+            [w.tapes_peak for w in workers],
+            [w.owed_peak for w in workers],
+            [w.unread_peak for w in workers],
+            [w.registers_peak for w in workers],
         )
 
 

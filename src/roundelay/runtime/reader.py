@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,10 @@ from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
-from roundelay.runtime.ahead import ahead
+from roundelay.runtime.ahead import Registers, ahead
+
+MEASURED, BUDGET_S = 8, 0.5
+"""Batches that the loader's time is measured by, behind the first; and the seconds after which none is begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def read(
     extent: Extent,
     values: Callable[[Any], dict[str, torch.Tensor]],
     *,
-    deadline_s: float | None = None,
+    registers: Registers | None = None,
 ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
     """Micro-batches with their header and the values that enter the graph.
 
@@ -114,7 +118,7 @@ def read(
         micro_batches: M.
         extent: from where to where.
         values: micro-batch -> tensors by value name.
-        deadline_s: if given, a thread of its own reads ahead, and each batch is waited for so long.
+        registers: if given, a thread of its own reads ahead into them.
 
     Raises:
         DeadlineError: a batch did not come in time.
@@ -123,7 +127,7 @@ def read(
     """
     g, t = extent.start_g, extent.start_batch
     in_line = _batches(batches, seed, extent)
-    with closing(in_line if deadline_s is None else ahead(in_line, deadline_s)) as source:
+    with closing(in_line if registers is None else ahead(in_line, registers)) as source:
         for batch, epoch, ends_epoch, final in source:
             rows = num_rows(batch)
             sizes = split_rows(rows, micro_batches)
@@ -142,8 +146,7 @@ def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any
     for epoch, source in _epochs(batches, seed, extent):
         following = next(source, source)
         while following is not source:
-            # a copy: a loader may fill its own tensors again when it is asked for the next batch
-            batch, made = replace(following, lambda _, leaf: leaf.clone()), made + 1
+            batch, made = _copied(following), made + 1
             following = next(source, source)
             ends = following is source
             final = made == extent.batches or (ends and epoch + 1 == extent.epochs)
@@ -157,6 +160,11 @@ def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any
             expected="the data that the checkpoint was made with, or more --epochs",
             remedy="Continue with the same data, or train further epochs.",
         )
+
+
+def _copied(batch: Any) -> Any:
+    """A loader may fill its own tensors again when it is asked for the next batch."""
+    return replace(batch, lambda _, leaf: leaf.clone())
 
 
 def _epochs(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[int, Iterator[Any]]]:
@@ -273,3 +281,29 @@ def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
     """
     every = (batch for _, source in _epochs(batches, seed, extent) for batch in source)
     return itertools.islice(every, extent.batches)
+
+
+def reading_s(batches: Batches, seed: int, micro_batches: int) -> float:
+    """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
+
+    The first batch is left out: it starts what the loader starts. 0 where there is no second, or where the loader
+    fails at it, which is told when a run comes so far.
+
+    Args:
+        batches: the job's loader; read in line, and left where the measurement ends.
+        seed: the run's seed.
+        micro_batches: M.
+    """
+    spent, parts, began = 0.0, 0, 0.0
+    source = read_batches(batches, seed, Extent(epochs=1, batches=1 + MEASURED))
+    with suppress(RoundelayError):
+        for number, batch in enumerate(source):
+            _copied(batch)
+            now = time.perf_counter()
+            if number == 0:
+                began = now
+                continue
+            parts, spent = parts + len(split_rows(num_rows(batch), micro_batches)), now - began
+            if spent > BUDGET_S:
+                break
+    return spent / parts if parts else 0.0

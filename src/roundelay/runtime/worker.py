@@ -24,6 +24,7 @@ from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes, resident_bytes
+from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.log import Log
@@ -125,13 +126,14 @@ class _Worker:
         spec = task.partition.stages[worker]
         self.resident = resident_bytes()
         stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
+        self.registers = Registers(program.registers, task.plan.deadline_s)
         data = read(
             task.job.batches,
             task.seed,
             task.plan.micro_batches,
             task.extent,
             task.captured.values,
-            deadline_s=task.plan.deadline_s,
+            registers=self.registers,
         )
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
@@ -249,6 +251,9 @@ class _Worker:
         for start in range(0, len(events), 4096):
             rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
+        first, since = self.task.extent.start_batch, events[0][2]
+        if loads := [[first + n, start, end] for n, start, end in self.registers.loads if end >= since]:
+            self.report(Report("loads", self.worker, {"loads": loads}))
 
     def _summary(self) -> dict[str, object]:
         return {
