@@ -1,0 +1,284 @@
+"""Half precision with a loss scale: exact under every kind of rule, carried by the micro-batch, and never ignored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import roundelay
+from roundelay.api.training import Length, Session, Trained
+from roundelay.errors import DivergedError, PlanError
+from roundelay.ir.plan import Plan
+from roundelay.job import Job, Named
+from roundelay.lower.emit import channels_of
+from roundelay.planner.prove import prove
+from roundelay.runtime.scales import Scales
+from tests.equivalence.cells import VARIANTS, bench
+from tests.equivalence.test_clipping import used_norms
+from tests.lower.plans import plan_of
+
+MOMENTUM: Callable[[Named], Optimizer] = partial(SGD, lr=0.05, momentum=0.9)
+ADAM: Callable[[Named], Optimizer] = partial(Adam, lr=2e-3)
+CELLS = [
+    ("mlp", "1f1b", "memory", MOMENTUM),
+    ("batchnorm", "pipeoptim improved recompute", "shm", ADAM),
+    ("skip", "pipedream", "gloo", MOMENTUM),
+    ("tied_head", "cdp-v2", "memory", ADAM),
+    ("token_mean", "pipeoptim improved mixed", "memory", MOMENTUM),
+    ("gpt2", "pipedream", "memory", ADAM),
+    ("frozen", "gpipe", "shm", ADAM),
+    ("mlp", "spectrain improved mixed", "memory", ADAM),
+]
+
+
+def half(plan: Plan, scale: str, clip: str = "none") -> Plan:
+    """The plan in half precision."""
+    return replace(plan, precision="fp16", loss_scale=scale, clip=clip)
+
+
+@pytest.mark.parametrize(("model", "name", "transport", "optimizer"), CELLS)
+def test_a_run_in_half_precision_equals_its_reference(
+    model: str, name: str, transport: str, optimizer: Callable[[Named], Optimizer]
+) -> None:
+    place = bench(model)
+    for sizes in ((2, 1), (3, 3)) if transport == "memory" and not name.startswith("cdp") else ((3, 3),):
+        found = place.verify(half(place.plan(VARIANTS[name], *sizes, transport), "dynamic"), place.job(optimizer))
+        assert found.equal, (sizes, found.difference)
+
+
+OVERFLOWING = [
+    ("1f1b", "none"),
+    ("1f1b", "global:0.05"),
+    ("gpipe", "previous:0.05"),
+    ("pipedream", "none"),
+    ("pipedream", "previous:0.05"),
+    ("cdp-v2", "stage:0.05"),
+    ("pipeoptim improved stash", "none"),
+    ("pipeoptim paper mixed", "none"),
+    ("pipeoptim released-code recompute", "previous:0.05"),
+    ("lookahead mixed", "none"),
+    ("rehearse mixed", "stage:0.05"),
+    ("async recompute", "none"),
+]
+
+
+@pytest.mark.parametrize(("name", "clip"), OVERFLOWING)
+@pytest.mark.parametrize("sizes", [(3, 1), (3, 3)])
+def test_an_overflow_is_skipped_and_halved_as_the_reference_does(name: str, clip: str, sizes: tuple[int, int]) -> None:
+    """From a scale that is far too large, with rates that change at every update, a skipped one included."""
+    if name == "cdp-v2":
+        sizes = (3, 3)
+    place = bench("mlp")
+    plan = half(place.plan(VARIANTS[name], *sizes), "dynamic:67108864:2", clip)
+    rates = {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda update: 0.9**update)}
+    job = place.job(MOMENTUM, batches=lambda epoch: place.batches * 8, **rates)
+    found = place.verify(plan, job, steps=36)
+    assert found.equal, found.difference
+    place.restore()
+    made = train(Session(job, place.captured, plan, 0, Length(steps=36)))
+    assert all(0 < made.workers[k]["skipped"] < 36 for k in range(3))
+    assert len(set(made.micro_scales.values())) > 3
+    assert all(torch.isfinite(weight).all() for weight in made.snapshot.parameters.values())
+
+
+def train(session: Session) -> Trained:
+    """Run it."""
+    return session.run(notify=lambda event: None)
+
+
+def small(factor: float = 1.0, lr: float = 0.1, width: float = 1.0) -> Job:
+    """Three layers; a loss, and inputs, multiplied by something."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = [(torch.randn(4, 6) * width, torch.randint(0, 3, (4,))) for _ in range(24)]
+    return Job(
+        model=model,
+        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]) * factor,
+        batches=lambda epoch: data,
+        optimizer=partial(SGD, lr=lr, momentum=0.9),
+    )
+
+
+def planned(job: Job, rule: str, scale: str, micro_batches: int = 1, clip: str = "none") -> Plan:
+    """A plan of three stages in half precision."""
+    return roundelay.plan(
+        job,
+        workers=3,
+        rule=rule,
+        micro_batches=micro_batches,
+        precision="fp16",
+        loss_scale=scale,
+        clip=clip,
+        cuts="linear,linear_1",
+    )
+
+
+@pytest.mark.parametrize("clip", ["none", "global:0.5"])
+@pytest.mark.parametrize("rule", ["gpipe", "1f1b"])
+def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str, clip: str) -> None:
+    job = small()
+    plain = copy.deepcopy(job.model)
+    done = roundelay.train(job, plan=planned(job, rule, "dynamic:1073741824:3", clip=clip), steps=24)
+    optimizer = SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
+    losses, scales = [], []
+    for x, y in job.batches(0):
+        with torch.autocast("cpu", torch.float16):
+            loss = functional.cross_entropy(plain(x), y)
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        scaler.scale(loss).backward()
+        if clip != "none":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [update.loss for update in done.updates] == losses
+    assert [update.loss_scale for update in done.updates] == scales
+    assert min(scales) < 2.0**20 < max(scales[12:]) or min(scales) < max(scales[scales.index(min(scales)) :])
+    for name, parameter in plain.named_parameters():
+        close = torch.allclose if clip != "none" else torch.equal  # clip_grad_norm_ takes the stages' norms at once
+        assert close(done.snapshot.parameters[name], parameter.detach()), name
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
+def test_small_gradients_vanish_without_a_scale_and_last_with_one(rule: str) -> None:
+    """A loss so small that half precision has no gradient for it, and a rate that makes up for it."""
+    ends = {}
+    for scale in ("1", "65536"):
+        job = small(factor=2.0**-25, lr=0.1 * 2.0**25)
+        before = copy.deepcopy(job.model.state_dict())
+        ends[scale] = roundelay.train(job, plan=planned(job, rule, scale), steps=12).snapshot.parameters
+        moved = [(ends[scale][name] - weight).norm().item() for name, weight in before.items()]
+        assert (max(moved) == 0.0) if scale == "1" else (min(moved) > 0.01)
+    job = small()
+    wanted = roundelay.train(job, plan=replace(planned(job, rule, "1"), precision="fp32", loss_scale="none"), steps=12)
+    for name, weight in wanted.snapshot.parameters.items():
+        torch.testing.assert_close(ends["65536"][name], weight, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "pipedream", "pipeoptim"])
+def test_as_long_as_nothing_over_or_underflows_a_scale_changes_no_bit(rule: str) -> None:
+    ends = []
+    for scale in ("4096", "8192", "dynamic:16384:5"):
+        job = small()
+        made = roundelay.train(job, plan=planned(job, rule, scale, 2, clip="previous:0.1"), steps=12)
+        assert not any(worker["skipped"] for worker in made.workers.values())
+        ends.append(made.snapshot.parameters)
+    for name, weight in ends[0].items():
+        assert torch.equal(weight, ends[1][name])
+        assert torch.equal(weight, ends[2][name])
+
+
+def test_norms_are_those_of_unscaled_gradients() -> None:
+    def norms(scale: str) -> list[list[float | None]]:
+        job = small()
+        plan = planned(job, "1f1b", scale, clip="global:0.1")
+        return used_norms(Session(job, roundelay.capture(job), plan, 0, Length(steps=4)))
+
+    assert norms("4096") == norms("8192")
+
+
+def test_under_a_rule_that_flushes_all_stages_skip_and_under_others_each_for_itself() -> None:
+    """Large inputs make the first layer's gradient overflow where the others' do not."""
+    skipped = {}
+    for rule in ("1f1b", "pipedream"):
+        job = small(width=2000.0, lr=1e-6)
+        plan = planned(job, rule, "8192")
+        assert roundelay.verify(job, plan=plan, steps=6).equal
+        made = roundelay.train(small(width=2000.0, lr=1e-6), plan=plan, steps=6)
+        skipped[rule] = [made.workers[k]["skipped"] for k in range(3)]
+    first, *others = skipped["pipedream"]
+    assert first > 0
+    assert others == [0, 0]
+    assert skipped["1f1b"][0] == skipped["1f1b"][1] == skipped["1f1b"][2] > 0
+
+
+def mixed_scales() -> tuple[Job, Plan]:
+    """A run whose scale changes while a batch enters."""
+    job = small()
+    return job, planned(job, "pipedream", "dynamic:256:1", 2)
+
+
+def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, plan = mixed_scales()
+    assert roundelay.verify(job, plan=plan, steps=12).equal
+    job, plan = mixed_scales()
+    carried = roundelay.train(job, plan=plan, steps=12).micro_scales
+    assert any(carried[2 * t] != carried[2 * t + 1] for t in range(12))
+
+    newest: dict[int, float] = {}
+    keep = Scales.keep
+
+    def noting(scales: Scales, header: Any, scale: float) -> None:
+        newest[id(scales)] = scale
+        keep(scales, header, scale)
+
+    def last(scales: Scales, g: int) -> float:
+        scales._carried.pop(g, None)
+        return newest[id(scales)]
+
+    monkeypatch.setattr(Scales, "keep", noting)
+    monkeypatch.setattr(Scales, "done", last)
+    job, plan = mixed_scales()
+    assert not roundelay.verify(job, plan=plan, steps=12).equal
+
+
+def test_a_run_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundelay.runtime.gradients import Gradients
+
+    job = small()
+    plan = planned(job, "1f1b", "dynamic:1073741824")
+    assert roundelay.verify(job, plan=plan, steps=4).equal
+    monkeypatch.setattr(Gradients, "drop", lambda gradients: None)
+    job = small()
+    with pytest.raises(DivergedError, match="the loss of stage 2"):  # weights are no numbers any more
+        roundelay.verify(job, plan=plan, steps=4)
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
+def test_gradients_that_no_scale_makes_finite_end_the_run(rule: str) -> None:
+    job = replace(small(), loss=lambda outputs, batch: (outputs * 0.0).norm() + outputs.sum())
+    job = replace(job, loss=lambda outputs, batch: (outputs.float() * 0.0).sqrt().sum() + outputs.float().mean())
+    plan = planned(job, rule, "dynamic:1")
+    with pytest.raises(DivergedError, match="the gradients of batch .*scaled down to"):
+        roundelay.train(replace(job, batches=lambda epoch: small().batches(0) * 5), plan=plan, steps=100)
+
+
+def test_only_rules_that_flush_wait_for_the_news() -> None:
+    kinds = {
+        rule: {channel.kind for channel in channels_of(half(plan_of(rule, 3, 2), "dynamic"))}
+        for rule in ("gpipe", "1f1b", "pipedream", "pipeoptim")
+    }
+    assert [rule for rule, found in kinds.items() if "norm" in found] == ["gpipe", "1f1b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"precision": "fp16"}, "loss_scale of the plan: got none beside precision fp16"),
+        ({"precision": "bf16", "loss_scale": "1024"}, "loss_scale of the plan: got 1024 beside precision bf16"),
+        ({"loss_scale": "dynamic"}, "loss_scale of the plan: got dynamic beside precision fp32"),
+        ({"precision": "fp16", "loss_scale": "1000"}, "loss_scale of the plan: got '1000'"),
+        ({"precision": "fp16", "loss_scale": "2", "compile": True}, "precision of the plan: got fp16 beside compile"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        prove(plan_of("1f1b", 2, 2, **changes))
+
+
+def test_halves_are_refused() -> None:
+    with pytest.raises(PlanError, match="precision of the plan: got fp16 beside rule 'zb-h1'"):
+        prove(half(plan_of("zb-h1", 2, 4), "dynamic"))
