@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job, Named
 from roundelay.lower.emit import channels_of
 from roundelay.planner.prove import prove
+from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.scales import Scales
 from tests.equivalence.cells import VARIANTS, bench
 from tests.equivalence.test_clipping import used_norms
@@ -97,9 +99,11 @@ def train(session: Session) -> Trained:
 
 
 def small(factor: float = 1.0, lr: float = 0.1, width: float = 1.0) -> Job:
-    """Three layers; a loss, and inputs, multiplied by something."""
+    """Three layers; a loss, and inputs, multiplied by something, for which the first layer makes up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        next(model.parameters()).div_(width)
     data = [(torch.randn(4, 6) * width, torch.randint(0, 3, (4,))) for _ in range(24)]
     return Job(
         model=model,
@@ -123,12 +127,11 @@ def planned(job: Job, rule: str, scale: str, micro_batches: int = 1, clip: str =
     )
 
 
-@pytest.mark.parametrize("clip", ["none", "global:0.5"])
 @pytest.mark.parametrize("rule", ["gpipe", "1f1b"])
-def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str, clip: str) -> None:
+def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str) -> None:
     job = small()
     plain = copy.deepcopy(job.model)
-    done = roundelay.train(job, plan=planned(job, rule, "dynamic:1073741824:3", clip=clip), steps=24)
+    done = roundelay.train(job, plan=planned(job, rule, "dynamic:1073741824:3"), steps=24)
     optimizer = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
     losses, scales = [], []
@@ -138,18 +141,14 @@ def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str, clip: str) -> None:
         losses.append(loss.item())
         scales.append(scaler.get_scale())
         scaler.scale(loss).backward()
-        if clip != "none":
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     assert [update.loss for update in done.updates] == losses
     assert [update.loss_scale for update in done.updates] == scales
-    assert min(scales) < 2.0**20 < max(scales[12:]) or min(scales) < max(scales[scales.index(min(scales)) :])
+    assert {True, False} <= {later > scale for scale, later in pairwise(scales) if later != scale}  # both ways
     for name, parameter in plain.named_parameters():
-        close = torch.allclose if clip != "none" else torch.equal  # clip_grad_norm_ takes the stages' norms at once
-        assert close(done.snapshot.parameters[name], parameter.detach()), name
+        assert torch.equal(done.snapshot.parameters[name], parameter.detach()), name
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
@@ -208,7 +207,7 @@ def test_under_a_rule_that_flushes_all_stages_skip_and_under_others_each_for_its
 def mixed_scales() -> tuple[Job, Plan]:
     """A run whose scale changes while a batch enters."""
     job = small()
-    return job, planned(job, "pipedream", "dynamic:256:1", 2)
+    return job, planned(job, "pipedream", "dynamic:256:1", 3)
 
 
 def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +215,7 @@ def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.Monkey
     assert roundelay.verify(job, plan=plan, steps=12).equal
     job, plan = mixed_scales()
     carried = roundelay.train(job, plan=plan, steps=12).micro_scales
-    assert any(carried[2 * t] != carried[2 * t + 1] for t in range(12))
-
+    assert any(carried[3 * t] != carried[3 * t + 2] for t in range(12))
     newest: dict[int, float] = {}
     keep = Scales.keep
 
@@ -236,8 +234,6 @@ def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundelay.runtime.gradients import Gradients
-
     job = small()
     plan = planned(job, "1f1b", "dynamic:1073741824")
     assert roundelay.verify(job, plan=plan, steps=4).equal
@@ -249,8 +245,7 @@ def test_a_run_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
 def test_gradients_that_no_scale_makes_finite_end_the_run(rule: str) -> None:
-    job = replace(small(), loss=lambda outputs, batch: (outputs * 0.0).norm() + outputs.sum())
-    job = replace(job, loss=lambda outputs, batch: (outputs.float() * 0.0).sqrt().sum() + outputs.float().mean())
+    job = replace(small(), loss=lambda outputs, batch: (outputs.float() * 0.0).sqrt().sum() + outputs.float().mean())
     plan = planned(job, rule, "dynamic:1")
     with pytest.raises(DivergedError, match="the gradients of batch .*scaled down to"):
         roundelay.train(replace(job, batches=lambda epoch: small().batches(0) * 5), plan=plan, steps=100)

@@ -28,7 +28,8 @@ def made(variant: str, sizes: tuple[int, int], scale: str) -> Trip:
 def otherwise(whole: Trained, rest: Trained, start: Checkpoint) -> list[str]:
     """What a continued run has done otherwise, scales included."""
     after = {g: scale for g, scale in whole.micro_scales.items() if g >= start.position.micro_batches}
-    return differences(whole, rest, start) + ["scales"] * (rest.micro_scales != after)
+    odd = differences(whole, rest, start) + ["scales"] * (rest.micro_scales != after)
+    return odd + ["what comes next"] * (rest.snapshot.loss_scale != whole.snapshot.loss_scale)
 
 
 @pytest.mark.parametrize("scale", ["dynamic:268435456:1", "dynamic:16:1", "1024"])

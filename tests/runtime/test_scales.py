@@ -17,7 +17,7 @@ from roundelay.runtime.scales import Scales
 
 
 def given_scales(rule: LossScale, finite: Sequence[bool], count: int = 1, late: int = 0) -> list[float]:
-    """What the micro-batches of equal batches carry, if stage 0 is done with each of them ``late`` behind its forward."""
+    """What the micro-batches of equal batches carry, if stage 0 runs each backward ``late`` behind its forward."""
     scales, carried, headers = Scales(rule, None, None), [], stream([count] * len(finite))
     for g, header in enumerate(headers):
         carried.append(scales.give(header))

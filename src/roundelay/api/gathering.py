@@ -111,7 +111,7 @@ class Snapshot:
         buffers: by name.
         optimizer: state by parameter name.
         flight: what every stage has in flight, if a checkpoint is to be made of it.
-        loss_scale: the scale that stage 0 would give next, and the batches in a row with finite gradients behind it; None
+        loss_scale: a dynamic one: the scale that stage 0 would give next, and the finite batches in a row behind it; None
             where it does not change.
     """
 
@@ -253,7 +253,8 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
         for parameter, numbers in part.data["numbers"].items():
             optimizer[parameter].update(numbers)
         if "scale" in part.data:
-            scale = tuple(part.data["scale"])
+            now, streak = part.data["scale"]
+            scale = now, streak
         if "flight" in part.data:
             flight.append(decode(part.data["flight"], part.tensors))
     return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None, scale)

@@ -10,7 +10,7 @@
 ========================  =====================================================================================
 
 Stage 0 chooses the scale of each micro-batch, which carries it: several are in flight at once under an asynchronous
-rule. Scales are powers of two, so that to multiply and to divide by one is exact as long as nothing over- or underflows.
+rule. Scales are powers of two: to multiply and to divide by one is exact, as long as nothing over- or underflows.
 """
 
 from __future__ import annotations

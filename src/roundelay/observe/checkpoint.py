@@ -80,7 +80,7 @@ class Checkpoint:
         num_stages: stages of the plan.
         flight: what was in flight; None if the stages were empty.
         until: where the run was to end.
-        loss_scale: a dynamic loss scale, and the batches in a row with finite gradients behind it; None without one.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
     """
 
     parameters: dict[str, Tensor]
@@ -276,8 +276,8 @@ def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] |
 def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:
     if pair is None:
         return None
-    scale, row = pair
-    return float(scale), int(row)
+    scale, streak = pair
+    return float(scale), int(streak)
 
 
 def _plain(value: Any, parameter: str, key: str) -> Any:

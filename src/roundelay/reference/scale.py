@@ -39,12 +39,12 @@ class ScaleTable:
 
     def end(self, batch: int, finite: bool) -> None:
         """All backwards of a batch are done, and its gradients on all stages finite or not."""
-        scale, row = self._behind[batch - 1]
+        scale, streak = self._behind[batch - 1]
         if self._rule.dynamic and not finite:
-            scale, row = min(scale, max(self._carried) / 2), 0
+            scale, streak = min(scale, max(self._carried) / 2), 0
         elif self._rule.dynamic and set(self._carried) == {scale}:
-            scale, row = (min(2 * scale, MOST), 0) if row + 1 == self._rule.count else (scale, row + 1)
-        self._behind[batch] = scale, row
+            scale, streak = (min(2 * scale, MOST), 0) if streak + 1 == self._rule.count else (scale, streak + 1)
+        self._behind[batch] = scale, streak
         self._carried = []
 
     def last(self) -> tuple[float, int] | None:

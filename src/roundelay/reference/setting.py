@@ -87,8 +87,8 @@ class Setting:
         mode: backward mode.
         clip: which gradients are clipped.
         loss_scale: by what losses are multiplied before the backward.
-        loss_scale_at: of a dynamic one, the scale and the batches in a row with finite gradients behind it, where the run
-            starts; None at the first.
+        loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
+            at the first.
     """
 
     rule: UpdateRule

@@ -18,13 +18,13 @@ class Scales:
 
     Args:
         rule: what the plan says.
-        start: the scale, and the batches in a row behind it that were finite, where the run goes on; None at its start.
+        start: the scale, and the finite batches in a row behind it, where the run goes on; None at its start.
         flight: what was in flight there; None if it starts with an empty stage.
     """
 
     def __init__(self, rule: LossScale, start: tuple[float, int] | None, flight: StageFlight | None) -> None:
         self._rule = rule
-        self._now, self._row = start if start is not None and rule.dynamic else (rule.first, 0)
+        self._now, self._streak = start if start is not None and rule.dynamic else (rule.first, 0)
         self._again = {} if flight is None else dict(flight.scales)  # micro-batches that are forwarded a second time
         self._carried: dict[int, float] = {}  # from the forward of a micro-batch to its backward
         self._spans: dict[int, tuple[float, float]] = {}  # on stage 0, batch: the least and the most of its scales
@@ -64,18 +64,18 @@ class Scales:
             return
         least, most = self._spans.pop(header.batch)
         if not math.isfinite(square):  # what the batches behind it carry may be less already
-            self._now, self._row = min(self._now, most / 2), 0
+            self._now, self._streak = min(self._now, most / 2), 0
             if self._now < LEAST:
                 raise _diverged(header)
         elif least == self._now == most:
-            self._row += 1
-            if self._row == self._rule.count:
-                self._now, self._row = min(2 * self._now, MOST), 0
+            self._streak += 1
+            if self._streak == self._rule.count:
+                self._now, self._streak = min(2 * self._now, MOST), 0
 
     @property
     def state(self) -> tuple[float, int] | None:
         """On stage 0, what a run needs to go on with the same scale; None where it does not change."""
-        return (self._now, self._row) if self._rule.dynamic else None
+        return (self._now, self._streak) if self._rule.dynamic else None
 
     def in_flight(self, flight: StageFlight) -> StageFlight:
         """With what the micro-batches in flight carry."""

@@ -47,7 +47,7 @@ class Initial:
         optimizer: state by parameter name; empty at a cold start.
         updates: updates made before.
         flight: what every stage had in flight, if the run goes on in mid-flight.
-        loss_scale: a dynamic loss scale, and the batches in a row with finite gradients behind it; None at a cold start.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -176,7 +176,7 @@ class Stage:
         return of_parameters
 
     def seed(self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor | None]:
-        """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean, scaled."""
+        """The gradient with which the last stage's backward begins: the micro-batch's scaled share of the batch's mean."""
         return {LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight))}
 
     def update(self, version: int, norm: float | None = None) -> None:
