@@ -26,13 +26,24 @@ def test_what_it_says_is_read(text: str, scale: LossScale) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    "0 3 1000 1.0 -2 1e3 2199023255552 dynamic: dynamic:0 dynamic:3 dynamic:2:0 dynamic:2:3:4 dynamical 1024:3 x".split(),
+    [
+        "",
+        "0",
+        "3",
+        "1000",
+        "1.0",
+        "-2",
+        "1e3",
+        str(2**41),
+        "dynamic:",
+        "dynamic:0",
+        "dynamic:3",
+        "dynamic:2:0",
+        "dynamic:2:3:4",
+        "dynamical",
+        "1024:3",
+    ],
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=f"loss_scale of the plan: got '{text}'"):
         LossScale.parse(text)
-
-
-def test_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="loss_scale of the plan"):
-        LossScale.parse("")

@@ -33,7 +33,9 @@ def otherwise(whole: Trained, rest: Trained, start: Checkpoint) -> list[str]:
 
 
 @pytest.mark.parametrize("scale", ["dynamic:268435456:1", "dynamic:16:1", "1024"])
-@pytest.mark.parametrize(("variant", "sizes"), [("pipeoptim improved mixed", (4, 1)), ("cdp-v2", (3, 4)), ("1f1b", (2, 3))])
+@pytest.mark.parametrize(
+    ("variant", "sizes"), [("pipeoptim improved mixed", (4, 1)), ("cdp-v2", (3, 4)), ("1f1b", (2, 3))]
+)
 def test_it_ends_with_the_same_bits_and_scales(
     variant: str, sizes: tuple[int, int], scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,8 +111,7 @@ class Snapshot:
         buffers: by name.
         optimizer: state by parameter name.
         flight: what every stage has in flight, if a checkpoint is to be made of it.
-        loss_scale: a dynamic one: the scale that stage 0 would give next, and the finite batches in a row behind it; None
-            where it does not change.
+        loss_scale: a dynamic one: what stage 0 would give next, and the finite batches in a row behind it; else None.
     """
 
     header: MicroBatch

@@ -50,6 +50,4 @@ class Riding:
         if edge.target != edge.source + 1:
             return edge
         forward = (NORM,) * self.norm + (SCALE,) * self.scale
-        return replace(
-            edge, values=(*edge.values, *forward), gradients=(*edge.gradients, *(SQUARE,) * self.square)
-        )
+        return replace(edge, values=(*edge.values, *forward), gradients=(*edge.gradients, *(SQUARE,) * self.square))

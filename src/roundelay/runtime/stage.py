@@ -176,7 +176,7 @@ class Stage:
         return of_parameters
 
     def seed(self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor | None]:
-        """The gradient with which the last stage's backward begins: the micro-batch's scaled share of the batch's mean."""
+        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled."""
         return {LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight))}
 
     def update(self, version: int, norm: float | None = None) -> None:
