@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,23 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import roundelay
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import DivergedError, PlanError
+from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.job import Job, Named
+from roundelay.job import Named
 from roundelay.lower.emit import channels_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.scales import Scales
-from tests.equivalence.cells import VARIANTS, bench
+from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_clipping import used_norms
 from tests.lower.plans import plan_of
+from tests.zoo import MODELS, Batch
 
 MOMENTUM: Callable[[Named], Optimizer] = partial(SGD, lr=0.05, momentum=0.9)
 ADAM: Callable[[Named], Optimizer] = partial(Adam, lr=2e-3)
@@ -88,44 +90,45 @@ def test_an_overflow_is_skipped_and_halved_as_the_reference_does(name: str, clip
     assert 0 < max(worker["skipped"] for worker in found.workers.values()) < 20
 
 
-def small(factor: float = 1.0, lr: float = 0.1, width: float = 1.0) -> Job:
+@functools.cache
+def small(factor: float = 1.0, width: float = 1.0) -> Bench:
     """Three layers; a loss, and inputs, multiplied by something, for which the first layer makes up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     with torch.no_grad():
         next(model.parameters()).div_(width)
-    data = [(torch.randn(4, 6) * width, torch.randint(0, 3, (4,))) for _ in range(24)]
-    return Job(
-        model=model,
+    data: list[Batch] = [(torch.randn(4, 6) * width, torch.randint(0, 3, (4,))) for _ in range(24)]
+    entry = replace(
+        MODELS["mlp"],
         loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]) * factor,
-        batches=lambda epoch: data,
-        optimizer=partial(SGD, lr=lr, momentum=0.9),
+        inputs=None,
     )
+    return Bench(entry, model, data)
 
 
-def planned(job: Job, rule: str, scale: str, micro_batches: int = 1, clip: str = "none") -> Plan:
+def trained(place: Bench, plan: Plan, steps: int, lr: float = 0.1) -> Trained:
+    """A run from the first weights on."""
+    place.restore()
+    session = Session(place.job(partial(SGD, lr=lr, momentum=0.9)), place.captured, plan, 0, Length(steps=steps))
+    return session.run(notify=lambda event: None)
+
+
+def planned(place: Bench, rule: str, scale: str, micro_batches: int = 1, clip: str = "none") -> Plan:
     """A plan of three stages in half precision."""
-    return roundelay.plan(
-        job,
-        workers=3,
-        rule=rule,
-        micro_batches=micro_batches,
-        precision="fp16",
-        loss_scale=scale,
-        clip=clip,
-        cuts="linear,linear_1",
-    )
+    name = {"pipeoptim": "pipeoptim improved recompute"}.get(rule, rule)
+    return half(place.plan(VARIANTS[name], 3, micro_batches), scale, clip)
 
 
 @pytest.mark.parametrize("rule", ["gpipe", "1f1b"])
 def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str) -> None:
-    job = small()
-    plain = copy.deepcopy(job.model)
-    done = roundelay.train(job, plan=planned(job, rule, "dynamic:1073741824:3"), steps=24)
+    place = small()
+    done = trained(place, planned(place, rule, "dynamic:1073741824:3"), 24)
+    place.restore()
+    plain = copy.deepcopy(place.model)
     optimizer = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
     losses, scales = [], []
-    for x, y in job.batches(0):
+    for x, y in place.batches:
         with torch.autocast("cpu", torch.float16):
             loss = functional.cross_entropy(plain(x), y)
         losses.append(loss.item())
@@ -144,72 +147,62 @@ def test_it_is_plain_pytorch_with_a_grad_scaler(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
 def test_small_gradients_vanish_without_a_scale_and_last_with_one(rule: str) -> None:
     """A loss so small that half precision has no gradient for it, and a rate that makes up for it."""
-    ends = {}
-    for scale in ("1", "65536"):
-        job = small(factor=2.0**-25, lr=0.1 * 2.0**25)
-        before = copy.deepcopy(job.model.state_dict())
-        ends[scale] = roundelay.train(job, plan=planned(job, rule, scale), steps=12).snapshot.parameters
-        moved = [(ends[scale][name] - weight).norm().item() for name, weight in before.items()]
-        assert (max(moved) == 0.0) if scale == "1" else (min(moved) > 0.01)
-    job = small()
-    wanted = roundelay.train(job, plan=replace(planned(job, rule, "1"), precision="fp32", loss_scale="none"), steps=12)
-    for name, weight in wanted.snapshot.parameters.items():
-        torch.testing.assert_close(ends["65536"][name], weight, atol=0.02, rtol=0.02)
+    place, usual = small(factor=2.0**-25), small()
+    full = replace(planned(usual, rule, "none"), precision="fp32")
+    wanted = trained(usual, full, 12).snapshot.parameters
+    without, made = (trained(place, planned(place, rule, n), 12, 0.1 * 2.0**25) for n in ("1", "65536"))
+    for name, weight in place.state.items():
+        assert torch.equal(without.snapshot.parameters[name], weight)
+        assert (made.snapshot.parameters[name] - weight).norm() > 0.01
+        torch.testing.assert_close(made.snapshot.parameters[name], wanted[name], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream", "pipeoptim"])
 def test_as_long_as_nothing_over_or_underflows_a_scale_changes_no_bit(rule: str) -> None:
-    ends = []
-    for scale in ("4096", "8192", "dynamic:16384:5"):
-        job = small()
-        made = roundelay.train(job, plan=planned(job, rule, scale, 2, clip="previous:0.1"), steps=12)
-        assert not any(worker["skipped"] for worker in made.workers.values())
-        ends.append(made.snapshot.parameters)
-    for name, weight in ends[0].items():
-        assert torch.equal(weight, ends[1][name])
-        assert torch.equal(weight, ends[2][name])
+    place = small()
+    clip = "previous:0.1"
+    made = [trained(place, planned(place, rule, n, 2, clip), 12) for n in ("4096", "8192", "dynamic:16384:5")]
+    assert not any(worker["skipped"] for one in made for worker in one.workers.values())
+    for name, weight in made[0].snapshot.parameters.items():
+        assert torch.equal(weight, made[1].snapshot.parameters[name])
+        assert torch.equal(weight, made[2].snapshot.parameters[name])
 
 
 def test_norms_are_those_of_unscaled_gradients() -> None:
-    def norms(scale: str) -> list[list[float | None]]:
-        job = small()
-        plan = planned(job, "1f1b", scale, clip="global:0.1")
-        return used_norms(Session(job, roundelay.capture(job), plan, 0, Length(steps=4)))
-
-    assert norms("4096") == norms("8192")
+    place = small()
+    norms = []
+    for scale in ("4096", "8192"):
+        place.restore()
+        plan = planned(place, "1f1b", scale, clip="global:0.1")
+        norms.append(used_norms(Session(place.job(MOMENTUM), place.captured, plan, 0, Length(steps=4))))
+    assert norms[0] == norms[1]
+    assert all(0.01 < norm < 10 for norm in norms[0][0] if norm is not None)
+    assert None not in norms[0][0]
 
 
 def test_under_a_rule_that_flushes_all_stages_skip_and_under_others_each_for_itself() -> None:
     """Large inputs make the first layer's gradient overflow where the others' do not."""
+    place = small(width=2000.0)
     skipped = {}
     for rule in ("1f1b", "pipedream"):
-        job = small(width=2000.0, lr=1e-6)
-        plan = planned(job, rule, "8192")
-        assert roundelay.verify(job, plan=plan, steps=6).equal
-        made = roundelay.train(small(width=2000.0, lr=1e-6), plan=plan, steps=6)
-        skipped[rule] = [made.workers[k]["skipped"] for k in range(3)]
-    first, *others = skipped["pipedream"]
-    assert first > 0
-    assert others == [0, 0]
-    assert skipped["1f1b"][0] == skipped["1f1b"][1] == skipped["1f1b"][2] > 0
-
-
-def mixed_scales() -> tuple[Job, Plan]:
-    """A run whose scale changes while a batch enters."""
-    job = small()
-    return job, planned(job, "pipedream", "dynamic:256:1", 3)
+        found = place.verify(planned(place, rule, "8192"), place.job(partial(SGD, lr=1e-6)), steps=6)
+        assert found.equal, found.difference
+        skipped[rule] = [found.workers[k]["skipped"] for k in range(3)]
+    assert skipped["pipedream"] == [6, 0, 0]
+    assert skipped["1f1b"] == [6, 6, 6]
 
 
 def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, plan = mixed_scales()
-    assert roundelay.verify(job, plan=plan, steps=12).equal
-    job, plan = mixed_scales()
-    carried = roundelay.train(job, plan=plan, steps=12).micro_scales
+    """The scale doubles behind every batch that carried one scale alone, so others carry two."""
+    place = small()
+    plan = planned(place, "pipedream", "dynamic:256:1", 3)
+    assert place.verify(plan, steps=12).equal
+    carried = trained(place, plan, 12).micro_scales
     assert any(carried[3 * t] != carried[3 * t + 2] for t in range(12))
     newest: dict[int, float] = {}
     keep = Scales.keep
 
-    def noting(scales: Scales, header: Any, scale: float) -> None:
+    def noting(scales: Scales, header: MicroBatch, scale: float) -> None:
         newest[id(scales)] = scale
         keep(scales, header, scale)
 
@@ -219,26 +212,27 @@ def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Scales, "keep", noting)
     monkeypatch.setattr(Scales, "done", last)
-    job, plan = mixed_scales()
-    assert not roundelay.verify(job, plan=plan, steps=12).equal
+    assert not place.verify(plan, steps=12).equal
 
 
 def test_a_run_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = small()
-    plan = planned(job, "1f1b", "dynamic:1073741824")
-    assert roundelay.verify(job, plan=plan, steps=4).equal
+    place = small()
+    plan = planned(place, "1f1b", "dynamic:1073741824")
+    assert place.verify(plan, steps=4).equal
     monkeypatch.setattr(Gradients, "drop", lambda gradients: None)
-    job = small()
     with pytest.raises(DivergedError, match="the loss of stage 2"):  # weights are no numbers any more
-        roundelay.verify(job, plan=plan, steps=4)
+        place.verify(plan, steps=4)
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
 def test_gradients_that_no_scale_makes_finite_end_the_run(rule: str) -> None:
-    job = replace(small(), loss=lambda outputs, batch: (outputs.float() * 0.0).sqrt().sum() + outputs.float().mean())
-    plan = planned(job, rule, "dynamic:1")
+    def bad(outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs.float() * 0.0).sqrt().sum() + outputs.float().mean()
+
+    usual = small()
+    place = Bench(replace(usual.entry, loss=bad), usual.model, usual.batches * 4)
     with pytest.raises(DivergedError, match=r"the gradients of batch .*scaled down to"):
-        roundelay.train(replace(job, batches=lambda epoch: small().batches(0) * 5), plan=plan, steps=100)
+        trained(place, planned(place, rule, "dynamic:1"), 96)
 
 
 def test_only_rules_that_flush_wait_for_the_news() -> None:
