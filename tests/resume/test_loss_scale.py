@@ -68,7 +68,7 @@ PIECES: dict[str, Any] = {
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_without_a_piece_of_it_the_run_is_another(piece: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = made("pipeoptim improved mixed", (4, 1), "dynamic:16:3")
+    there = made("pipeoptim improved mixed", (4, 1), "dynamic:16:4")
     with every_checkpoint(monkeypatch, tmp_path):
         whole = there.whole(Saving(path=tmp_path, every=1))
     start = next(
