@@ -155,6 +155,15 @@ def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
     return refused({"edges.slots": 0})
 
 
+def scales() -> bool:
+    """A scale at which every gradient overflows trains nothing; beside another precision it is refused."""
+    ends = [run(edited({"precision": "fp16", "loss_scale": scale})).snapshot.parameters for scale in ("1", str(2**40))]
+    first = mlp().state_dict()
+    assert all(torch.equal(ends[1][name], first[name]) for name in ends[1])
+    assert not any(torch.equal(ends[0][name], first[name]) for name in ends[0])
+    return refused({"loss_scale": "1024"}) and refused({"precision": "fp16"})
+
+
 def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
     """Without a compiler it is refused; tests/api/test_compiling.py shows that the compiled stages are what runs."""
     from torch._inductor import config
@@ -172,6 +181,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),
     "compile": compiles,
     "precision": lambda _: trains_otherwise({"precision": "bf16"}) and refused({"precision": "fp8"}),
+    "loss_scale": lambda _: scales(),
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,

@@ -76,6 +76,19 @@ def test_train_tells_where_the_time_and_the_memory_of_each_worker_went(
     assert ("threads of one process" in said.told) == (transport == "memory")
 
 
+def test_in_half_precision_the_loss_scale_and_skipped_updates_are_told(capsys: Capture, workplace: Path) -> None:
+    asked = ("--rule", "1f1b", "--precision", "fp16", "--loss-scale", "dynamic:1073741824:2")
+    said = here(capsys, "train", MLP, *FAST, *asked, "--steps", 5, "--out", "run")
+    assert said.code == 0, said.err
+    told = [line["loss_scale"] for line in read_metrics(Path("run/metrics.jsonl"))]
+    assert told == [2.0 ** (30 - t) for t in range(5)]
+    assert json.loads(Path("run/summary.json").read_text())["skipped_updates"] == [5, 5]
+    assert "updates skipped, by stage" in said.out
+    one_screen(
+        here(capsys, "plan", MLP, "--loss-scale", "1024"), "loss_scale of the plan", "1024 beside precision fp32"
+    )
+
+
 def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "evaluate=lambda model: {'weight': 2.5}")
     said = here(capsys, "train", job, *FAST, "--epochs", 2, "--out", "run")

@@ -113,3 +113,15 @@ def test_two_processes_with_a_device_each_over_nccl_are_the_two_threads_bit_for_
     run(*torchrun, "127.0.0.1:0", "-m", "roundelay", *train, "--plan", str(plan), "--out", "processes")
     a, b = (load(tmp_path / name / "checkpoint").parameters for name in ("threads", "processes"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@ONE
+@pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
+def test_half_precision_on_one_device_is_the_reference_bit_for_bit(rule: str) -> None:
+    """From a scale that overflows at first."""
+    job = make(mlp())
+    captured = roundelay.capture(job)
+    asked = {"precision": "fp16", "loss_scale": "dynamic:1073741824:3", "devices": "cuda:0,cuda:0"}
+    chosen = roundelay.plan(job, workers=2, rule=rule, captured=captured, **asked)
+    result = roundelay.verify(job, plan=chosen, steps=16)
+    assert result.equal, result.difference

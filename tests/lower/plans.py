@@ -47,6 +47,7 @@ def plan_of(
         "backward": rule_named(rule).modes[0],
         "compile": False,
         "precision": "fp32",
+        "loss_scale": "none",
         "clip": "none",
         "micro_batches": micro_batches,
         "transport": "memory",

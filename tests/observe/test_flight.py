@@ -29,6 +29,7 @@ def stage() -> StageFlight:
         last={"a": LastStep(0.1, scalar, None), "b": LastStep(1e-300, None, torch.randn(0, 2))},
         norms={7: None, 8: 0.1},
         newest=1e-300,
+        scales={7: 2.0**-24, 8: 65536.0},
     )
 
 
@@ -36,7 +37,7 @@ def checkpoint(flight: Flight | None) -> Checkpoint:
     """A small one."""
     position = Position(updates=5, micro_batches=7, epoch=1, batches_into_epoch=0)
     weights = {"a": torch.randn(2, 3)}
-    return Checkpoint(weights, {}, {}, position, 0, "print", "mine", 2, flight, Until(updates=9))
+    return Checkpoint(weights, {}, {}, position, 0, "print", "mine", 2, flight, Until(updates=9), (2.0**-24, 7))
 
 
 def assert_same(a: StageFlight, b: StageFlight) -> None:
@@ -48,6 +49,7 @@ def assert_same(a: StageFlight, b: StageFlight) -> None:
         (a.last.keys(), b.last.keys()),
         (a.norms, b.norms),
         (a.newest, b.newest),
+        (a.scales, b.scales),
     ):
         assert one == other
     pairs = [(a.weights[key][name], b.weights[key][name]) for key in a.weights for name in a.weights[key]]
@@ -73,6 +75,7 @@ def test_it_survives_a_checkpoint_and_goes_with_the_next_that_has_none(tmp_path:
     assert found.flight is not None
     assert (found.flight.order, found.flight.since, found.flight.micro_batches) == ({"rule": "mine"}, 2, 2)
     assert found.until == Until(updates=9)
+    assert found.loss_scale == (2.0**-24, 7)
     for mine, other in zip(flight.stages, found.flight.stages, strict=True):
         assert_same(mine, other)
     assert json.loads((tmp_path / "c" / stored.MANIFEST).read_text())["format"] == stored.FORMAT

@@ -21,6 +21,7 @@ from roundelay.frontend.loss import checked
 from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.job import Job
+from roundelay.lower.refuse import HALF
 from roundelay.runtime.reader import Extent, read_batches
 
 BUDGET_S = 6.0
@@ -70,6 +71,7 @@ def _samples_per_second(job: Job, seed: int, precision: str) -> float:
     model = copy.deepcopy(job.model).train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == HALF)
     how = job.inputs or default_inputs
     times: list[float] = []
     began = time.perf_counter()
@@ -78,8 +80,9 @@ def _samples_per_second(job: Job, seed: int, precision: str) -> float:
         args, kwargs = how(batch)
         with autocast(precision, CPU):
             loss, count = checked(job.loss(model(*args, **kwargs), batch))
-        (loss if count is None else loss / count).backward()
-        optimizer.step()
+        scaler.scale(loss if count is None else loss / count).backward()
+        scaler.step(optimizer)
+        scaler.update()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()

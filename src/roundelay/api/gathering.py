@@ -29,6 +29,7 @@ class Updated:
         learning_rates: of this update, one per parameter group of the optimizer.
         seconds: since this run began.
         metrics: what the job's loss returned beside the loss, weighed over the batch as the loss is.
+        loss_scale: what its last micro-batch's loss was multiplied by; None where losses are not scaled.
     """
 
     update: int
@@ -40,6 +41,7 @@ class Updated:
     learning_rates: tuple[float, ...]
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Snapshot:
         buffers: by name.
         optimizer: state by parameter name.
         flight: what every stage has in flight, if a checkpoint is to be made of it.
+        loss_scale: a dynamic one: what stage 0 would give next, and the finite batches in a row behind it; else None.
     """
 
     header: MicroBatch
@@ -116,6 +119,7 @@ class Snapshot:
     buffers: dict[str, torch.Tensor] = field(hash=False)
     optimizer: dict[str, dict[str, Any]] = field(hash=False)
     flight: tuple[StageFlight, ...] | None = field(default=None, hash=False)
+    loss_scale: tuple[float, int] | None = None
 
 
 class Gatherer:
@@ -135,6 +139,8 @@ class Gatherer:
         self.micro_losses: dict[int, tuple[float, float]] = {}
         #: the same of every metric that the loss returns beside it
         self.micro_metrics: dict[int, dict[str, tuple[float, float]]] = {}
+        #: what every micro-batch's loss was multiplied by; empty where losses are not scaled
+        self.micro_scales: dict[int, float] = {}
         #: (update, epoch, mean loss, rows, seconds since the start)
         self.updates: list[Updated] = []
         self.times: list[float] = []
@@ -156,6 +162,8 @@ class Gatherer:
             header = MicroBatch.of(tuple(data["header"]))
             self.micro_losses[header.g] = (data["loss"], data["count"])
             self.micro_metrics[header.g] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
+            if "scale" in data:
+                self.micro_scales[header.g] = data["scale"]
             self._loss(header)
         elif report.kind == "progress":
             self._busy[report.worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
@@ -193,6 +201,7 @@ class Gatherer:
             learning_rates=self.rates(header.batch),
             seconds=self.times[-1] - self._began,
             metrics=metrics,
+            loss_scale=self.micro_scales.get(header.g),
         )
         self.updates.append(made)
         self.notify(made)
@@ -229,6 +238,7 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
     buffers: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
     flight: list[StageFlight] = []
+    scale: tuple[float, int] | None = None
     for part in parts:
         for name, tensor in part.tensors.items():
             kind, rest = name.split(" ", 1)
@@ -241,9 +251,12 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
                 buffers.setdefault(rest, tensor)
         for parameter, numbers in part.data["numbers"].items():
             optimizer[parameter].update(numbers)
+        if "scale" in part.data:
+            now, streak = part.data["scale"]
+            scale = now, streak
         if "flight" in part.data:
             flight.append(decode(part.data["flight"], part.tensors))
-    return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None)
+    return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None, scale)
 
 
 def _mean(parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]]) -> float:

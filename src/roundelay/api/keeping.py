@@ -123,6 +123,7 @@ class Keeper:
             rule=session.plan.rule,
             num_stages=session.plan.num_stages,
             until=_until(session.extent),
+            loss_scale=snapshot.loss_scale,
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:

@@ -57,7 +57,8 @@ def behind(session: Session, reference: ReferenceResult, notes: list[Note]) -> t
     begin = {"update": extent.start_batch, "forward": extent.start_g, "backward": extent.start_g}
     losses = {g: loss for g, loss in reference.losses.items() if g >= extent.start_g}
     metrics = {g: told for g, told in reference.metrics.items() if g >= extent.start_g}
-    return replace(reference, losses=losses, metrics=metrics), [
+    scales = {g: scale for g, scale in reference.scales.items() if g >= extent.start_g}
+    return replace(reference, losses=losses, metrics=metrics, scales=scales), [
         note for note in notes if note[0][2] >= begin[note[0][0]]
     ]
 

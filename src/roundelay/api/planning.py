@@ -23,13 +23,14 @@ from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.profile import StageProfile, profile
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
+from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
-from roundelay.lower.refuse import CPU, PRECISIONS, check_fit, check_plan
+from roundelay.lower.refuse import CPU, HALF, PRECISIONS, check_fit, check_plan
 from roundelay.planner.price import Terms
 from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
@@ -49,6 +50,7 @@ CHOICES = {
     "backward",
     "compile",
     "precision",
+    "loss_scale",
     "clip",
     "transport",
     "deadline_s",
@@ -110,8 +112,8 @@ def plan(
         cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``precision``, ``clip``, ``transport``,
-            ``deadline_s``, ``devices``.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``precision``, ``loss_scale``, ``clip``,
+            ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -180,6 +182,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         backward=given.get("backward", row.modes[0]),
         compile=given.get("compile", False),
         precision=given.get("precision", PRECISIONS[0]),
+        loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         micro_batches=given.get("micro_batches", 2 * num_stages if flushes else num_stages if _wants_parts(row) else 1),
         transport=transport,
@@ -301,6 +304,10 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(_reading(plan))
     if plan.compile:
         lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
+    if plan.precision == HALF:
+        flushes = schedule_named(rule.schedule).window == "batch"
+        who, where = ("every stage", "anywhere") if flushes else ("a stage", "there")
+        lines.append(f"fp16: {who} skips the update of a batch whose gradients are not finite {where}")
     if rule.predicts and plan.backward == "stash":
         lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
     if far := _far(plan, rule):

@@ -52,6 +52,7 @@ class Trained:
         samples_per_second: the first tenth left out.
         micro_losses: micro-batch to (loss, terms summed).
         micro_metrics: micro-batch to the same of every metric beside the loss.
+        micro_scales: micro-batch to what its loss was multiplied by; empty where losses are not scaled.
         events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, text].
         loads: worker that reads to what its reader loaded meanwhile: [batch, start_s, end_s].
         digests: (kind, stage, number) to a digest, if audited.
@@ -65,6 +66,7 @@ class Trained:
     samples_per_second: float
     micro_losses: dict[int, tuple[float, float]] = field(hash=False)
     micro_metrics: dict[int, dict[str, tuple[float, float]]] = field(hash=False)
+    micro_scales: dict[int, float] = field(hash=False)
     events: dict[int, list[list[Any]]] = field(hash=False)
     loads: dict[int, list[list[Any]]] = field(hash=False)
     digests: dict[tuple[str, int, int], str] = field(hash=False)
@@ -226,6 +228,7 @@ class Session:
             samples_per_second=gatherer.samples_per_second(),
             micro_losses=gatherer.micro_losses,
             micro_metrics=gatherer.micro_metrics,
+            micro_scales=gatherer.micro_scales,
             events=dict(gatherer.events),
             loads=gatherer.loads,
             digests=gatherer.digests,

@@ -19,6 +19,7 @@ from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Draw
 from roundelay.ir.clip import Clip
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -174,11 +175,20 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
     start = None if anew else _optimizer_state(session, named)
     stream = read(job.batches, session.seed, plan.micro_batches, extent, captured.values)
 
+    setting = Setting(
+        rule=rule_named(plan.rule),
+        predictor=plan.predictor,
+        mode=plan.backward,  # type: ignore[arg-type]
+        clip=Clip.parse(plan.clip),
+        loss_scale=LossScale.parse(plan.loss_scale),
+        loss_scale_at=None if anew else session.initial.loss_scale,
+    )
+
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, number), digest(tensors)))
 
     return run_reference(
-        Setting(rule_named(plan.rule), plan.predictor, plan.backward, Clip.parse(plan.clip)),  # type: ignore[arg-type]
+        setting,
         stages,
         named,
         dict(origin.buffers),
@@ -227,6 +237,8 @@ def _compare(
         odd = "losses"
     if not odd and repr(trained.micro_metrics) != repr(reference.metrics):  # told alike, not-a-number included
         odd = "metrics beside the losses"
+    if not odd and trained.micro_scales != reference.scales:
+        odd = "loss scales"
     if odd and not difference:
         difference = f"{odd} at the end of the run"
     elif odd:
@@ -261,7 +273,7 @@ def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
 def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any, Any]]:
     """(what, ours, the reference's) of everything that the run leaves."""
     ours = trained.snapshot
-    pairs: list[tuple[str, Any, Any]] = []
+    pairs: list[tuple[str, Any, Any]] = [("the loss scale that comes next", ours.loss_scale, reference.loss_scale)]
     for name, tensor in ours.parameters.items():
         pairs.append((f"parameter {name}", tensor, reference.parameters.get(name)))
     for name, tensor in ours.buffers.items():

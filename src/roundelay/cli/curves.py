@@ -16,7 +16,15 @@ def draw(event: Event, curves: Curves) -> None:
         rates = {f"learning_rate/group_{i}": rate for i, rate in enumerate(event.learning_rates)}
         busy = {f"busy/worker_{k}": share for k, share in enumerate(event.busy)}
         metrics = {f"training/{name}": value for name, value in event.metrics.items()}
-        values = {"loss": event.loss, **metrics, "samples_per_second": event.samples_per_second, **rates, **busy}
+        scale = {} if event.loss_scale is None else {"loss_scale": event.loss_scale}
+        values = {
+            "loss": event.loss,
+            **metrics,
+            **scale,
+            "samples_per_second": event.samples_per_second,
+            **rates,
+            **busy,
+        }
         curves.write(event.update, values)
     elif isinstance(event, Evaluated):  # beside the loss of the last update that the weights have seen
         curves.write(event.updates - 1, {f"evaluation/{name}": value for name, value in event.metrics.items()})

@@ -59,7 +59,15 @@ Clip = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="fp32, or bf16: compute by torch's autocast, with weights and optimizer in fp32. [default: fp32]"
+        help="fp32, or bf16 or fp16: compute by torch's autocast, with weights and optimizer in fp32. [default: fp32]"
+    ),
+]
+LossScale = Annotated[
+    str | None,
+    typer.Option(
+        help="What losses are multiplied by in fp16: a power of two; dynamic, from 65536; dynamic:N, from N. [default: "
+        "dynamic]",
+        metavar="N|dynamic",
     ),
 ]
 Compile = Annotated[
@@ -106,6 +114,7 @@ class Choices:
     backward: str | None
     compile: bool | None
     precision: str | None
+    loss_scale: str | None
     clip: str | None
     transport: str | None
     devices: str | None

@@ -197,6 +197,7 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             seconds=event.seconds,
             time=round(time.time(), 3),
             **({"metrics": event.metrics} if event.metrics else {}),
+            **({} if event.loss_scale is None else {"loss_scale": event.loss_scale}),
         )
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
@@ -258,6 +259,7 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
         "activation_bytes": activation_bytes(trained),
+        "skipped_updates": [trained.workers[k]["skipped"] for k in sorted(wall)],
         "bytes_received": [sum(trained.workers[k]["bytes_received"].values()) for k in sorted(wall)],
         "wall_s": max(wall.values()),
         "run_folder": str(folder.path),
@@ -278,6 +280,8 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
     for threads, rate in plain.items():
         ratio = f"  (this run: {summary['samples_per_second'] / rate:.2f} x)" if rate == max(plain.values()) else ""
         rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
+    if any(summary["skipped_updates"]):
+        rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k in range(plan.num_stages):
         rows.append([f"worker {k}, activations", amount(summary["activation_bytes"][k])])
     title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, {summary['steps']} updates"

@@ -23,7 +23,7 @@ from roundelay.errors import CaptureError
 FULL = "fp32"
 """Nothing is cast."""
 
-DTYPES = {"bf16": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precision of a plan to what autocast casts to."""
 
 

@@ -79,7 +79,9 @@ class Plan:
             rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         compile: whether stages are compiled before they run.
-        precision: in which stages compute: ``fp32``, or ``bf16`` by torch's autocast, with weights in fp32.
+        precision: in which stages compute: ``fp32``, or ``bf16`` or ``fp16`` by torch's autocast, with weights in fp32.
+        loss_scale: by what losses are multiplied before the backward, as :mod:`roundelay.ir.loss_scale` says: ``none``,
+            ``N``, ``dynamic``, ``dynamic:N`` or ``dynamic:N:COUNT``.
         clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
             ``previous:NORM`` or ``global:NORM``.
         micro_batches: M, micro-batches of a full batch.
@@ -100,6 +102,7 @@ class Plan:
     backward: str
     compile: bool
     precision: str
+    loss_scale: str
     clip: str
     micro_batches: int
     transport: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
+from roundelay.lower.riding import Riding
 from roundelay.schedules import schedule_named
 
 REGISTERS = 2
@@ -19,12 +19,12 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     stage 0 knows the next only when all have made this update.
     """
     channels: list[Channel] = []
-    clip = Clip.parse(plan.clip)
+    riding = Riding.of(plan)
     for edge in plan.edges:
         channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
-        if edge.gradient or (clip.whole and edge.target == edge.source + 1):
+        if edge.gradient or (riding.square and edge.target == edge.source + 1):
             channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
-    for k in range(1, plan.num_stages if clip.by == "global" else 1):
+    for k in range(1, plan.num_stages if riding.awaited else 1):
         channels.append(Channel(len(channels), "norm", 0, k, 1))
     return tuple(channels)
 

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 from roundelay.errors import PlanError
 from roundelay.ir.clip import Clip
+from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.schedules import schedule_named
 
 TRANSPORTS = ("memory", "shm", "gloo", "nccl")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
+HALF = "fp16"
+"""The precision whose gradients need a loss scale: its smallest numbers are large."""
+
 FORKING = ("shm", "gloo")
 """Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
@@ -40,6 +44,7 @@ def check_plan(plan: Plan) -> None:
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
     _check_clip(plan, rule)
     check_precision(plan)
+    _check_loss_scale(plan)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
@@ -117,6 +122,20 @@ def check_precision(plan: Plan) -> None:
             got=f"{plan.precision} beside compile = true",
             expected="fp32: compiled stages have been tried in single precision only",
             remedy="Leave --precision or --compile out.",
+        )
+
+
+def _check_loss_scale(plan: Plan) -> None:
+    """A loss scale beside half precision, and nowhere else."""
+    if LossScale.parse(plan.loss_scale).on != (plan.precision == HALF):
+        half = plan.precision == HALF
+        raise PlanError(
+            "loss_scale of the plan",
+            got=f"{plan.loss_scale} beside precision {plan.precision}",
+            expected=f"{DYNAMIC}, or a power of two: small gradients vanish in fp16 (1 lets them)"
+            if half
+            else f"none: gradients in {plan.precision} have the exponents of fp32",
+            remedy=f"Give --loss-scale {DYNAMIC}." if half else "Leave --loss-scale out, or give --precision fp16.",
         )
 
 

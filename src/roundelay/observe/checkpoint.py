@@ -80,6 +80,7 @@ class Checkpoint:
         num_stages: stages of the plan.
         flight: what was in flight; None if the stages were empty.
         until: where the run was to end.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
     """
 
     parameters: dict[str, Tensor]
@@ -92,6 +93,7 @@ class Checkpoint:
     num_stages: int
     flight: Flight | None = None
     until: Until = Until()
+    loss_scale: tuple[float, int] | None = None
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -213,6 +215,7 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
         **asdict(checkpoint.position),
         **{name: getattr(checkpoint, name) for name in _FACTS},
         "until": asdict(checkpoint.until),
+        "loss_scale": checkpoint.loss_scale,
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
@@ -259,6 +262,7 @@ def _decode(stored: Stored) -> Checkpoint:
         position=Position(*(manifest[name] for name in Position.__slots__)),
         until=Until(**manifest.get("until", {})),
         flight=_decode_flight(manifest.get("flight"), stored.flight),
+        loss_scale=_decode_scale(manifest.get("loss_scale")),
         **{name: manifest[name] for name in _FACTS},
     )
 
@@ -267,6 +271,13 @@ def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] |
     if table is None or tensors is None:
         return None
     return Flight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
+
+
+def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:
+    if pair is None:
+        return None
+    scale, streak = pair
+    return float(scale), int(streak)
 
 
 def _plain(value: Any, parameter: str, key: str) -> Any:

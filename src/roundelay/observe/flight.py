@@ -34,6 +34,7 @@ class StageFlight:
         last: parameter to its last update, as far as a prediction reads it.
         norms: on stage 0, micro-batch in flight to the norm that went with it, where gradients are clipped by that.
         newest: on stage 0, the newest of these norms.
+        scales: micro-batch in flight to the scale of its loss, where losses are scaled.
     """
 
     versions: dict[int, int]
@@ -42,6 +43,7 @@ class StageFlight:
     last: dict[str, LastStep]
     norms: dict[int, float | None] = field(default_factory=dict)
     newest: float | None = None
+    scales: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +84,7 @@ def encode(flight: StageFlight, prefix: str) -> tuple[dict[str, Any], dict[str, 
         },
         "norms": {str(g): norm for g, norm in flight.norms.items()},
         "newest": flight.newest,
+        "scales": {str(g): scale for g, scale in flight.scales.items()},
     }
     return table, pool.tensors
 
@@ -102,6 +105,7 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlig
         last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
         norms={int(g): norm for g, norm in table["norms"].items()},
         newest=table["newest"],
+        scales={int(g): scale for g, scale in table.get("scales", {}).items()},
     )
 
 

@@ -26,7 +26,9 @@ from roundelay.errors import InternalError
 from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.reference.norms import norm_of, whole_norm
 from roundelay.reference.predict import Ahead, distance, predict
+from roundelay.reference.scale import ScaleTable
 from roundelay.reference.setting import (
     Audit,
     Named,
@@ -124,7 +126,8 @@ class _Run:
         self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
         self._gradients: Tensors = {}
         self._total_count: float | None = None
-        self._norms: dict[int, float] = {}  # of the whole model's gradient, by batch
+        self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
+        self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
         self._rows = 0  # of the batch's micro-batches that are summed
         self._begun: dict[int, tuple[Tensors, float]] = {}  # after so many micro-batches: sums, what divides them
         self._result = ReferenceResult(buffers=dict(buffers))
@@ -133,6 +136,7 @@ class _Run:
         """Forward, backward, and the update if it is due."""
         self._check_number(header)
         newest = self._version(0) - 1  # the batch that stage 0 had finished last when it ran this forward
+        scale = self._scales.enter(newest)
         passes = self._up(header, values)
         self._result.losses[header.g] = float(values[LOSS])
         self._result.metrics[header.g] = {
@@ -140,7 +144,9 @@ class _Run:
             for name, value in values.items()
             if name.startswith(METRIC)
         }
-        self._down(header, passes, self._seed(header, values))
+        if self._setting.loss_scale.on:
+            self._result.scales[header.g] = scale
+        self._down(header, passes, self._seed(header, values) * scale, scale)
         self._passed += 1
         self._rows += header.rows
         self._begun[self._passed] = dict(self._gradients), self._total_count or self._rows / header.batch_rows
@@ -155,6 +161,7 @@ class _Run:
         self._result.parameters = self._trainer.parameters()
         self._result.optimizer_state = self._trainer.state()
         self._result.updates = self._trainer.live
+        self._result.loss_scale = self._scales.last()
         return self._result
 
     def _version(self, stage: int) -> int:
@@ -210,7 +217,10 @@ class _Run:
     def _seen(self, stage: int) -> Tensors:
         """Mean gradients of the unfinished batch, over what the stage had summed when it ran the forward."""
         sums, over = self._begun.get(self._passed - (len(self._stages) - 1 - stage), ({}, 1.0))
-        return self._clipped({n: torch.div(sums[n], over) for n in self._stages[stage].parameters if n in sums})
+        means = {n: torch.div(sums[n], over) for n in self._stages[stage].parameters if n in sums}
+        if self._setting.loss_scale.on and not math.isfinite(norm_of(means.values())):
+            return {}
+        return self._clipped(means)
 
     def _predicted(
         self, name: str, weight: torch.Tensor, version: int, s: int, begun: torch.Tensor | None
@@ -252,7 +262,7 @@ class _Run:
         self._total_count = count if self._total_count is None else self._total_count + count
         return torch.ones_like(loss)
 
-    def _down(self, header: MicroBatch, passes: list[Pass], seed: torch.Tensor) -> None:
+    def _down(self, header: MicroBatch, passes: list[Pass], seed: torch.Tensor, scale: float) -> None:
         """All backwards; each value's gradient returns along the chain of its readers, so none is summed here."""
         gradients: Tensors = {LOSS: seed}
         for k in reversed(range(len(self._stages))):
@@ -263,6 +273,8 @@ class _Run:
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
                 read = self._backward_weights(header, k)
             of_inputs, of_parameters = functions.backward(tape, entering, read)
+            if self._setting.loss_scale.on:
+                of_parameters = {name: gradient / scale for name, gradient in of_parameters.items()}
             self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
             gradients.update(of_inputs)
             self._accumulate(of_parameters)
@@ -281,7 +293,11 @@ class _Run:
 
     def _update(self, batch: int, newest: int) -> None:
         total = self._total_count
-        self._norms[batch] = self._norm(total)
+        lengths = self._lengths(total)
+        whole = self._norms[batch] = whole_norm(lengths)
+        if self._setting.loss_scale.on:
+            self._scales.end(batch, math.isfinite(whole))
+            self._skip(batch, lengths)
         # a batch whose losses have summed nothing has zero gradients, which no count divides
         gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
         bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
@@ -306,17 +322,21 @@ class _Run:
                 result |= {name: gradient * factor for name, gradient in own.items()}
         return result
 
-    def _norm(self, total: float | None) -> float:
-        """Of all gradients of the batch together; the stages' squares are added from the last one to the first."""
-        squares = 0.0
-        for stage in reversed(self._stages) if self._setting.clip.whole else ():
-            own = [self._gradients[name] for name in stage.parameters if name in self._gradients]
-            if own:
-                each = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in own])
-                length = float(torch.linalg.vector_norm(each))
-                length = length / total if total else length
-                squares = squares + length * length
-        return math.sqrt(squares)
+    def _lengths(self, total: float | None) -> list[float]:
+        """The norm of every stage's gradients, where anybody asks for one."""
+        if not (self._setting.clip.whole or self._setting.loss_scale.on):
+            return []
+        norms = [norm_of(self._gradients[n] for n in s.parameters if n in self._gradients) for s in self._stages]
+        return [norm / total for norm in norms] if total else norms
+
+    def _skip(self, batch: int, lengths: list[float]) -> None:
+        """Of a batch whose gradients are not all finite: all of them if the rule flushes, else those stages' own."""
+        skipped = [not math.isfinite(length) for length in lengths]
+        if any(skipped):
+            self._norms[batch] = self._norms.get(batch - 1)
+        for stage, its in zip(self._stages, skipped, strict=True):
+            if its or (self._flushes and any(skipped)):
+                self._gradients = {n: g for n, g in self._gradients.items() if n not in stage.parameters}
 
     def _bounded(self, gradients: Tensors, norm: float | None) -> Tensors:
         """Every gradient times min(1, bound / (norm + epsilon)), if a norm is known."""

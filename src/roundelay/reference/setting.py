@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.loss_scale import NO_SCALE, LossScale
 from roundelay.ir.rule import Mode, UpdateRule
 
 Tensors = dict[str, torch.Tensor]
@@ -85,12 +86,17 @@ class Setting:
         predictor: ``improved``, ``paper``, ``released-code`` or ``partial``; not read where the rule does not predict.
         mode: backward mode.
         clip: which gradients are clipped.
+        loss_scale: by what losses are multiplied before the backward.
+        loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
+            at the first.
     """
 
     rule: UpdateRule
     predictor: str
     mode: Mode
     clip: Clip = NO_CLIP
+    loss_scale: LossScale = NO_SCALE
+    loss_scale_at: tuple[float, int] | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +107,8 @@ class ReferenceResult:
         losses: by g, as the loss returned it: the micro-batch's mean, or its sum.
         counts: by g; empty unless the loss returns (sum, count).
         metrics: by g: name to (value, terms summed in it or 0) of what the loss returns beside the loss.
+        scales: by g: what the loss was multiplied by; empty where losses are not scaled.
+        loss_scale: a dynamic one at the end, as ``Setting.loss_scale_at`` is at the start; None if it does not change.
         parameters: every parameter of the model by name, at the end.
         buffers: every buffer by name, at the end.
         optimizer_state: by parameter name; a parameter that was never updated is missing.
@@ -110,6 +118,8 @@ class ReferenceResult:
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+    loss_scale: tuple[float, int] | None = None
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -127,11 +127,13 @@ class Trainer:
         pasts = {
             name: replace(
                 past,
-                updated=past.updated or name in gradients,
-                gradient=gradients.get(name),
+                updated=True,
+                gradient=gradients[name],
                 displacement=before.weights[name] - after[name],
                 last_rate=rates[name],
             )
+            if name in gradients
+            else past  # the optimizer passed over it: its last update is still the one before
             for name, past in before.pasts.items()
         }
         self.live += 1

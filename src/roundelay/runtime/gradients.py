@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -20,10 +21,11 @@ class Gradients:
     Args:
         names: of the stage's parameters, in the order in which norms are taken.
         clip: what the plan says.
+        scaled: whether losses are scaled, so that sums may be no finite numbers.
     """
 
-    def __init__(self, names: Sequence[str], clip: Clip) -> None:
-        self._names, self._clip = names, clip
+    def __init__(self, names: Sequence[str], clip: Clip, *, scaled: bool = False) -> None:
+        self._names, self._clip, self._scaled = names, clip, scaled
         self._sums: Tensors = {}
         self._own: set[str] = set()  # of these the sum is our own tensor, which may be added to in place
         self._count = 0.0
@@ -70,9 +72,19 @@ class Gradients:
         return self._clipped(means, norm)
 
     def begun(self) -> Tensors:
-        """The mean gradients that the batch shows so far, clipped by the stage's own norm if its update will be."""
+        """The mean gradients that the batch shows so far, clipped by the stage's own norm if its update will be.
+
+        None where they are scaled and not finite, since the update will find none.
+        """
         over = self._count or self._share
-        return self._clipped({n: torch.div(self._sums[n], over) for n in self._names if n in self._sums}, None)
+        means = {n: torch.div(self._sums[n], over) for n in self._names if n in self._sums}
+        if self._scaled and means and not math.isfinite(float(_norm_of(list(means.values())))):
+            return {}
+        return self._clipped(means, None)
+
+    def drop(self) -> None:
+        """The batch is skipped: its update finds no gradient."""
+        self._sums, self._own = {}, set()
 
     def clear(self) -> None:
         """The next batch begins."""

@@ -14,12 +14,15 @@ from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
 from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
+from roundelay.ir.loss_scale import SCALE
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
+from roundelay.lower.riding import Riding
 from roundelay.observe.flight import encode
 from roundelay.runtime.norms import Norms
 from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.scales import Scales
 from roundelay.runtime.stage import Stage
 from roundelay.transport.contract import Message, Value
 
@@ -45,6 +48,8 @@ class Context:
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
         unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
         norms: of the whole model's gradient, where the plan clips by them.
+        scales: of losses, where the plan scales them.
+        riding: what rides on messages beside values and gradients.
     """
 
     worker: int
@@ -55,6 +60,8 @@ class Context:
     report: Reporter
     audit: Audit | None
     norms: Norms
+    scales: Scales
+    riding: Riding
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
     entered: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -85,8 +92,10 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
-    if context.stage.clip.by == "previous":
+    if context.riding.norm:
         _pass_norm_on(context, header, values)
+    if context.riding.scale:
+        _pass_scale_on(context, header, values)
     for channel, _ in run.gives:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
@@ -103,10 +112,11 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
+    scale = context.scales.done(run.g)
     if run.g in context.losses:
-        grads |= context.stage.seed(header, context.losses.pop(run.g))
+        grads |= context.stage.seed(header, context.losses.pop(run.g), scale)
     square: Any = grads.pop(SQUARE, None)
-    of_inputs, of_parameters = context.stage.backward(run, grads)
+    of_inputs, of_parameters = context.stage.backward(run, grads, scale)
     count = context.counts.pop(run.g, 0.0)
     context.stage.gradients.count(count)
     if context.audit is not None:
@@ -116,8 +126,8 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         else:
             context.audit("backward", run.g, made)
     back: dict[str, Any] = of_inputs
-    if context.stage.clip.whole and header.ends_batch:
-        back[SQUARE] = _add_square(context, square or 0.0)
+    if context.riding.square and header.ends_batch:
+        back[SQUARE] = _add_square(context, header, square or 0.0)
     for channel, _ in run.gives:
         values = [back.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
@@ -135,7 +145,11 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
     header = _header(run)
-    context.stage.update(run.version, _norm(context, run, header))
+    norm = _norm(context, run, header)
+    if context.riding.scale and not context.scales.finite:
+        context.stage.gradients.drop()
+        context.scales.skipped += 1
+    context.stage.update(run.version, norm)
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
     if header.ends_epoch or header.final or header.saved:
@@ -164,23 +178,38 @@ def _pass_norm_on(context: Context, header: MicroBatch, values: dict[str, Any]) 
     context.norms.keep(header, values[NORM])
 
 
-def _add_square(context: Context, behind: float) -> float:
+def _pass_scale_on(context: Context, header: MicroBatch, values: dict[str, Any]) -> None:
+    """Every micro-batch brings the scale of its loss, which its backward will ask for."""
+    if SCALE not in values:
+        values[SCALE] = context.scales.give(header)
+    context.scales.keep(header, values[SCALE])
+
+
+def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
     """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
-    total = behind + context.stage.gradients.square()
+    own = context.stage.gradients.square()
+    context.scales.finite = math.isfinite(own)
+    total = behind + own
     if context.worker == 0:
         context.norms.finished(total)
+        context.scales.finished(header, total)
     return total
 
 
 def _norm(context: Context, run: Run, header: MicroBatch) -> float | None:
-    """The norm by which this update is clipped; where it is its own batch's, stage 0 tells the others."""
-    if context.stage.clip.by == "previous":
-        return context.norms.of(header)
-    norm: Any = context.norms.newest
+    """The norm by which this update is clipped."""
+    whole = _whole_norm(context, run, header) if context.riding.awaited else None
+    return context.norms.of(header) if context.riding.norm else whole if context.stage.clip.whole else None
+
+
+def _whole_norm(context: Context, run: Run, header: MicroBatch) -> float:
+    """The norm of all gradients of this update's own batch, which stage 0 tells the others."""
+    norm: Any = context.norms.whole
     for channel, _ in run.takes:
         norm = context.inbox.pop((channel, run.g)).values[0]
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, header.numbers(), (norm,))
+    context.scales.finite = math.isfinite(norm)
     return norm  # type: ignore[no-any-return]
 
 
@@ -201,6 +230,8 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count
     told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    if context.riding.scale:
+        told["scale"] = context.scales.of(header.g)
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
         told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
     context.report(Report("loss", context.worker, told))
@@ -217,8 +248,10 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
             else:
                 numbers.setdefault(name, {})[key] = value
     data = {"header": header.numbers(), "numbers": numbers, "tapes": context.stage.tape_bytes()}
+    if context.worker == 0 and context.scales.state is not None:
+        data["scale"] = context.scales.state
     if header.saved:
-        flight = context.norms.in_flight(context.stage.flight(header.batch + 1))
+        flight = context.norms.in_flight(context.scales.in_flight(context.stage.flight(header.batch + 1)))
         data["flight"], flying = encode(flight, "flight ")
         tensors |= flying
     context.report(Report("state", context.worker, data, tensors))

@@ -16,10 +16,14 @@ class Norms:
 
     Args:
         start: what was in flight where the run goes on; None if it starts with an empty stage.
+        scaled: whether losses are scaled, so that a norm which is no finite number is that of a batch that is skipped.
     """
 
-    def __init__(self, start: StageFlight | None) -> None:
-        #: on stage 0, that of the newest batch that it has finished; None before the first
+    def __init__(self, start: StageFlight | None, *, scaled: bool = False) -> None:
+        self._scaled = scaled
+        #: on stage 0, that of the batch that it has finished last; 0 before the first
+        self.whole = 0.0
+        #: on stage 0, that of the newest batch that it has finished, and that was not skipped; None before the first
         self.newest = None if start is None else start.newest
         self._again = {} if start is None else dict(start.norms)  # micro-batches that are forwarded a second time
         self._given: dict[int, float | None] = {}  # micro-batch that may be in flight at a checkpoint: its norm
@@ -43,7 +47,9 @@ class Norms:
 
     def finished(self, square: float) -> None:
         """On stage 0, the squared norm of a batch is whole."""
-        self.newest = math.sqrt(square)
+        self.whole = math.sqrt(square)
+        if math.isfinite(self.whole) or not self._scaled:
+            self.newest = self.whole
 
     def in_flight(self, flight: StageFlight) -> StageFlight:
         """With the norms that a run needs to go on from here."""

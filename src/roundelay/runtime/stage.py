@@ -14,6 +14,7 @@ from roundelay.frontend.placed import CPU
 from roundelay.frontend.stage import Debt, debt_bytes
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -46,6 +47,7 @@ class Initial:
         optimizer: state by parameter name; empty at a cold start.
         updates: updates made before.
         flight: what every stage had in flight, if the run goes on in mid-flight.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -53,6 +55,7 @@ class Initial:
     optimizer: Mapping[str, Mapping[str, Any]]
     updates: int
     flight: tuple[StageFlight, ...] | None = None
+    loss_scale: tuple[float, int] | None = None
 
     def flight_of(self, stage: int) -> StageFlight | None:
         """What one stage had in flight."""
@@ -107,7 +110,7 @@ class Stage:
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
         #: of the batch that is under way
-        self.gradients = Gradients(spec.parameters, self.clip)
+        self.gradients = Gradients(spec.parameters, self.clip, scaled=LossScale.parse(plan.loss_scale).on)
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
@@ -142,15 +145,22 @@ class Stage:
         return outputs
 
     def backward(
-        self, run: Run, grads: Mapping[str, torch.Tensor | None]
+        self, run: Run, grads: Mapping[str, torch.Tensor | None], scale: float = 1.0
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Backward of one micro-batch, or its first half; its gradients are added to the batch's.
 
+        Args:
+            run: the instruction.
+            grads: of the stage's outputs, by name.
+            scale: of the micro-batch's loss, by which its parameters' gradients are divided.
+
         Returns:
-            Gradients of the stage's inputs and of its parameters, by name.
+            Gradients of the stage's inputs, scaled, and of its parameters, by name.
         """
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
+        if scale != 1.0:
+            of_parameters = {name: torch.div(grad, scale) for name, grad in of_parameters.items()}
         self.gradients.add(of_parameters)
         if self.halved:
             self.debts[run.g] = tape.debt
@@ -165,9 +175,9 @@ class Stage:
         self.gradients.add(of_parameters)
         return of_parameters
 
-    def seed(self, header: MicroBatch, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The gradient with which the last stage's backward begins: the micro-batch's share of the batch's mean."""
-        return {LOSS: torch.full_like(loss, 1.0 if COUNT in self.function.outputs else header.weight)}
+    def seed(self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor | None]:
+        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled."""
+        return {LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight))}
 
     def update(self, version: int, norm: float | None = None) -> None:
         """One optimizer step with the batch's gradients, the one after ``version`` others.

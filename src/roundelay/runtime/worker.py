@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,12 +16,13 @@ import torch
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, JobError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
-from roundelay.ir.clip import NORM, SQUARE, Clip
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
+from roundelay.lower.riding import Riding
 from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.ahead import Registers
@@ -31,6 +32,7 @@ from roundelay.runtime.log import Log
 from roundelay.runtime.norms import Norms
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.scales import Scales
 from roundelay.runtime.stage import Initial, Stage
 from roundelay.runtime.tally import failure
 from roundelay.transport.contract import Arrived, Endpoint, Granted
@@ -137,15 +139,18 @@ class _Worker:
         )
         self.data = device.feed(data)
         audit = self._digest if task.audit else None
+        riding, scale = Riding.of(task.plan), LossScale.parse(task.plan.loss_scale)
         self.context = Context(
             worker,
             stage,
             task.seed,
             self.data,
-            _edges(task.partition, program.channels, stage.clip),
+            _edges(task.partition, program.channels, riding),
             report,
             audit,
-            Norms(flight),
+            Norms(flight, scaled=scale.on),
+            Scales(scale, task.initial.loss_scale, flight),
+            riding,
         )
         self.tally = _Tally(time.perf_counter())
         self.log = Log()
@@ -267,6 +272,7 @@ class _Worker:
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": self.context.stage.tape_bytes(),
             "owed_bytes": self.context.stage.owed_bytes(),
+            "skipped": self.context.scales.skipped,
             "private_bytes": private_bytes(),
             **_resident(self.resident),
         }
@@ -286,22 +292,14 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
-def _edges(partition: Partition, channels: Iterable[Channel], clip: Clip) -> dict[int, tuple[Channel, Edge]]:
+def _edges(partition: Partition, channels: Iterable[Channel], riding: Riding) -> dict[int, tuple[Channel, Edge]]:
     """Channel to what travels on it; on channels of norms that is no edge's."""
-    by_ends = {(edge.source, edge.target): _riding(edge, clip) for edge in partition.edges}
+    by_ends = {(edge.source, edge.target): riding.on(edge) for edge in partition.edges}
     return {
         c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
         for c in channels
         if c.kind != "norm"
     }
-
-
-def _riding(edge: Edge, clip: Clip) -> Edge:
-    """An edge, and between neighbours what rides on its messages for the norm of all gradients."""
-    if edge.target != edge.source + 1 or not clip.whole:
-        return edge
-    values = (*edge.values, NORM) if clip.by == "previous" else edge.values
-    return replace(edge, values=values, gradients=(*edge.gradients, SQUARE))
 
 
 def _explained(error: BaseException, where: str) -> BaseException:
