@@ -91,7 +91,12 @@ def test_two_launched_processes_compute_what_one_host_alone_does(
     assert process.returncode == 0, out
     assert out.count("loss, first and last update") == 1, "one of them shows the result"
     assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
-    ours, theirs = load(workplace / "launched" / "checkpoint"), load(workplace / "alone" / "checkpoint")
+    same_end(workplace / "launched", workplace / "alone")
+
+
+def same_end(one: Path, other: Path) -> None:
+    """The checkpoints of two runs hold the same bits."""
+    ours, theirs = load(one / "checkpoint"), load(other / "checkpoint")
     assert ours.position == theirs.position
     for name, weight in theirs.parameters.items():
         assert torch.equal(weight, ours.parameters[name]), name
@@ -118,6 +123,34 @@ def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_chec
     updates = [line["update"] for line in read_metrics(metrics)]
     assert updates == list(range(len(updates)))
     assert load(workplace / "run" / "checkpoint").position.epoch == 8
+
+
+def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    run = ("--rule", "pipeoptim", "--epochs", 3, "--no-baseline", "--checkpoint-every", 2)
+    process = torchrun(workplace, launcher, job, *run, "--out", "launched")
+    launched = workplace / "launched"
+    metrics = launched / "metrics.jsonl"
+    with ending(process):
+        deadline = time.monotonic() + END_S
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 10):  # amid the second epoch of six
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(pids_of("roundelay train", process)[0], signal.SIGKILL)
+        left, before = load(launched / "checkpoint"), read_metrics(metrics)
+        assert (left.position.epoch, left.position.updates % 6 > 0) == (1, True), "a checkpoint within an epoch"
+        assert left.flight is not None
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    assert "dropped" not in out
+    after = read_metrics(metrics)
+    assert after[: left.position.updates] == before[: left.position.updates], "none is made twice"
+    assert here(capsys, "train", job, *run, "--plan", launched / "plan.toml", "--out", workplace / "alone").code == 0
+    alone = read_metrics(workplace / "alone" / "metrics.jsonl")
+    assert [line["loss"] for line in after] == [line["loss"] for line in alone]
+    same_end(launched, workplace / "alone")
 
 
 @contextlib.contextmanager
