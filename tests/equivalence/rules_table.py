@@ -146,7 +146,8 @@ def played(cell: Cell, place: Bench, way: str) -> Outcome:
 
 def _not_refused(plan: Plan) -> tuple[str, ...]:
     """The first forward that asks for what is not there is that of micro-batch 2 M on stage 0."""
-    words = (f"stage 0, forward of micro-batch {2 * plan.micro_batches}: got version 0, its newest", "expected version 1")
+    place = f"stage 0, forward of micro-batch {2 * plan.micro_batches}"
+    words = (f"{place}: got version 0, its newest", "expected version 1")
     try:
         prove(plan)
     except PlanError as error:

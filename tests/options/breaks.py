@@ -44,7 +44,9 @@ def _stepped(file: str, indent: str, scheduler: str) -> Edit:
 _GRADIENTS, _REFERENCE = "runtime/gradients.py", "reference/run.py"
 _RUN_STEPS = _stepped("runtime/stage.py", "        ", "self.scheduler")
 _REFERENCE_STEPS = _stepped("reference/trainer.py", "    ", "scheduler")
-_RUN_GROUPS = Edit("runtime/optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8))
+_RUN_GROUPS = Edit(
+    "runtime/optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)
+)
 _REFERENCE_GROUPS = Edit(
     "reference/trainer.py",
     "optimizer = self.optimizer(named)",
@@ -55,6 +57,8 @@ _RATES_AHEAD = Edit(
     "return tuple(self.at(u)[group] for u in range(update, update + count))",
     "return (self.at(update)[group],) * count",
 )
+
+_V1 = "CDP-v1\", versions=\"table\", fresh="
 
 OPTIONS = (
     Break(
@@ -114,14 +118,14 @@ OPTIONS = (
     Break(
         "BatchNorm's statistics",
         (
-            Edit("runtime/stage.py", "forward(weights, self.buffers, inputs", "forward(weights, dict(self.buffers), inputs"),
+            Edit("runtime/stage.py", "(weights, self.buffers, inputs", "(weights, dict(self.buffers), inputs"),
             Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
         ),
         (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
     ),
     Break(
         "frozen parameters",
-        (Edit("frontend/sample.py", "_num_bytes(r.tensor), r.tensor.requires_grad)", "_num_bytes(r.tensor), True)"),),
+        (Edit("frontend/sample.py", "(r.tensor), r.tensor.requires_grad)", "(r.tensor), True)"),),
         (VERIFY + "test_frozen_parameters_stay_what_they_are",),
     ),
     Break(
@@ -129,8 +133,8 @@ OPTIONS = (
         (
             Edit(
                 "frontend/stage.py",
-                "        values = dict(inputs)\n        before",
-                '        mode = "stash" if mode == "recompute" else mode\n        values = dict(inputs)\n        before',
+                "values = dict(inputs)\n",
+                'values, mode = dict(inputs), "stash" if mode == "recompute" else mode\n',
             ),
         ),
         ("tests/frontend/test_stage.py", "-k", "recompute_differentiates"),
@@ -169,7 +173,7 @@ OPTIONS = (
     ),
     Break(
         "prefetch, copies to a device",
-        (Edit("runtime/device.py", "                self._fill(registers, data)\n                self.stream", "                self.stream"),),
+        (Edit("runtime/device.py", "self._fill(registers, data)\n                self.stream", "self.stream"),),
         ("tests/runtime/test_device.py", "-k", "copied_when_the_one_before_it_begins"),
     ),
 )
@@ -177,7 +181,7 @@ OPTIONS = (
 PROPERTIES = (
     Break(
         "cdp-v1 is pipedream-2bw",
-        (Edit("ir/rule.py", 'CDP-v1", versions="table", fresh=_previous', 'CDP-v1", versions="table", fresh=_as_early_as_possible'),),
+        (Edit("ir/rule.py", f"{_V1}_previous", f"{_V1}_as_early_as_possible"),),
         (RULES + "test_cdp_v1_and_2bw_are_one_rule",),
     ),
     Break(
@@ -202,7 +206,7 @@ PROPERTIES = (
     ),
     Break(
         "no update ahead: the weight itself",
-        (Edit("weights.py", "    if not outlook.rates:\n        return now", "    if not outlook.rates:\n        return now * 2"),),
+        (Edit("weights.py", "rates:\n        return now\n    with", "rates:\n        return now * 2\n    with"),),
         ("tests/test_weights.py::test_no_update_ahead_is_the_weight_itself",),
     ),
 )

@@ -1,4 +1,4 @@
-"""Each option under each rule, predictor and mode, verified: ``python -m tests.options.every_rule``, minutes of one core.
+"""Each option under each rule, predictor and mode, verified: ``python -m tests.options.every_rule``, some minutes.
 
 The run with the option equals its reference, bit for bit, and what it ends with is what the option says: other weights
 than without it, frozen ones untouched, statistics of every micro-batch once, or the very same weights where the option
