@@ -58,7 +58,7 @@ _RATES_AHEAD = Edit(
     "return (self.at(update)[group],) * count",
 )
 
-_V1 = "CDP-v1\", versions=\"table\", fresh="
+_V1 = 'CDP-v1", versions="table", fresh='
 
 OPTIONS = (
     Break(
@@ -106,9 +106,7 @@ OPTIONS = (
         (_RATES_AHEAD, Edit("reference/trainer.py", "if self._rates is None:", "if True:")),
         (VERIFY + "test_a_predictor_that_does_not_see_the_schedule_is_found_out",),
     ),
-    Break(
-        "parameter groups, in the run", (_RUN_GROUPS,), (VERIFY + "test_parameter_groups_keep_their_settings",)
-    ),
+    Break("parameter groups, in the run", (_RUN_GROUPS,), (VERIFY + "test_parameter_groups_keep_their_settings",)),
     Break("parameter groups, in both", (_RUN_GROUPS, _REFERENCE_GROUPS), (PLAIN,)),
     Break(
         "precision bf16",
@@ -155,8 +153,8 @@ OPTIONS = (
             Edit(
                 "runtime/reader.py",
                 "        source = batches(epoch)\n",
-                "        source = batches(epoch)\n        if hasattr(source, \"num_workers\"):\n"
-                "            vars(source)[\"num_workers\"] = 0\n",
+                '        source = batches(epoch)\n        if hasattr(source, "num_workers"):\n'
+                '            vars(source)["num_workers"] = 0\n',
             ),
         ),
         ("tests/runtime/test_ahead.py::test_a_loader_s_own_processes_are_what_loads",),
