@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from roundelay.cli import options
+from roundelay.errors import CheckpointError
 from roundelay.observe.checkpoint import load
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
+from tests.cli.jobs import mlp
 
 Capture = pytest.CaptureFixture[str]
 END_S = 100.0
@@ -125,6 +127,7 @@ def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_chec
     assert load(workplace / "run" / "checkpoint").position.epoch == 8
 
 
+@pytest.mark.timeout(400)  # starts the command twice and once more: minutes on a busy machine
 def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "batches=slow", SLOW)
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -134,15 +137,14 @@ def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(caps
     metrics = launched / "metrics.jsonl"
     with ending(process):
         deadline = time.monotonic() + END_S
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 10):  # amid the second epoch of six
+        while not within_second_epoch(launched):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(pids_of("roundelay train", process)[0], signal.SIGKILL)
         left, before = load(launched / "checkpoint"), read_metrics(metrics)
-        assert (left.position.epoch, left.position.updates % 6 > 0) == (1, True), "a checkpoint within an epoch"
         assert left.flight is not None
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=2 * END_S)
     assert process.returncode == 0, out
     assert "dropped" not in out
     after = read_metrics(metrics)
@@ -151,6 +153,28 @@ def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(caps
     alone = read_metrics(workplace / "alone" / "metrics.jsonl")
     assert [line["loss"] for line in after] == [line["loss"] for line in alone]
     same_end(launched, workplace / "alone")
+
+
+@pytest.mark.parametrize("cuts", [None, "equal"])
+def test_a_run_that_a_launcher_restarts_is_not_planned_anew(
+    cuts: str | None, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again the stages might be cut elsewhere, and what is in flight in the checkpoint be dropped."""
+    choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | {"workers": 2, "cuts": cuts}))
+    job = mlp.make()
+    (workplace / "plan.toml").write_text(options.planned(job, choices, 0, None, True)[1].text())
+    monkeypatch.setattr(options, "plan_with_reasons", None)  # whoever plans, fails
+    again = options.planned(job, choices, 0, None, True, restarted=workplace)[1]
+    assert again.text() == (workplace / "plan.toml").read_text()
+    with pytest.raises(TypeError):
+        options.planned(job, choices, 0, None, True, restarted=workplace / "elsewhere")
+
+
+def within_second_epoch(run: Path) -> bool:
+    """Whether the run has left a checkpoint amid its second epoch of six updates."""
+    with contextlib.suppress(CheckpointError, FileNotFoundError):  # there is none yet
+        return 6 < load(run / "checkpoint").position.updates < 12
+    return False
 
 
 @contextlib.contextmanager
