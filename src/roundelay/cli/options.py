@@ -148,9 +148,9 @@ def planned(
         captured = capture(job, seed=seed)
     if party is not None and not party.leads:
         return captured, Plan.parse(party.take("plan")), ()
-    uncut = replace(choices, cuts=None)
-    if restarted is not None and (kept := _plan_of(restarted, captured, uncut)) is not None:
-        plan_file, choices = kept, uncut  # made of these choices, where its checkpoint was made too
+    kept = None if restarted is None else restarted / "plan.toml"
+    if kept is not None and kept.is_file() and read_plan(kept).model == captured.graph.fingerprint:
+        plan_file, choices = kept, replace(choices, cuts=None)  # the plan was made with these cuts
     elif plan_file is None and resume is not None:
         plan_file = _plan_of(resume, captured, choices)
     if plan_file is not None:
