@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.options.breaks import BREAKS, Break, Edit
@@ -75,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         right, told = (PASSED, "") if asked.ignored else run(one.test, PACKAGE.parent)
         broken, first = ignored(one)
         wrong += (right, broken) != (PASSED, FAILED)
-        seen = first if broken == FAILED else f"[red]pytest ended with {broken}[/]: {first}"
+        seen = escape(first) if broken == FAILED else f"[red]pytest ended with {broken}[/]: {escape(first)}"
         passes = "not run" if asked.ignored else "passes"
-        table.add_row(one.option, seen, passes if right == PASSED else f"[red]ended with {right}[/]: {told}")
+        table.add_row(one.option, seen, passes if right == PASSED else f"[red]ended with {right}[/]: {escape(told)}")
         console.print(f"{number}/{len(chosen)} {one.option}: {seen}", highlight=False)
     table.caption = f"{len(chosen)} options, {wrong} wrong; {time.perf_counter() - began:.0f} s"
     console.print(table)
