@@ -161,12 +161,12 @@ OPTIONS = (
     ),
     Break(
         "prefetch, in a run",
-        (Edit("runtime/worker.py", "deadline_s=task.plan.deadline_s,\n        )", "deadline_s=None,\n        )"),),
+        (Edit("runtime/worker.py", "registers=self.registers", "registers=None"),),
         ("tests/runtime/test_ahead.py::test_a_run_computes_while_its_loader_loads",),
     ),
     Break(
         "prefetch, two registers",
-        (Edit("runtime/ahead.py", "REGISTERS = 2", "REGISTERS = 1"),),
+        (Edit("runtime/ahead.py", "Semaphore(registers.count)", "Semaphore(1)"),),
         ("tests/runtime/test_ahead.py::test_one_is_made_while_another_is_in_use_and_no_more",),
     ),
     Break(
