@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test lint verify-table bench faults resumes clean
+.PHONY: help venv train test lint verify-table verify-rules models options bench faults resumes clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -31,8 +31,18 @@ lint: $(DONE) ## Check style, formatting, types and import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-verify-table: $(DONE) ## Print the table of equivalences, each line computed now
+verify-table: verify-rules ## Print the tables of equivalences, each line computed now: of rules, of models (hours)
 	@$(BIN)/python -m tests.equivalence.table
+
+verify-rules: $(DONE) ## The first of these alone; SHORT=--short takes minutes
+	@$(BIN)/python -m tests.equivalence.rules_table $(SHORT)
+
+models: $(DONE) ## Verify networks and library models under each rule on 2 to 4 stages, print the table
+	@$(BIN)/python -m tests.models.table
+
+options: $(DONE) ## Verify each option under each rule; ignore each one and see its test fail
+	@$(BIN)/python -m tests.options.every_rule
+	@$(BIN)/python -m tests.options.table
 
 bench: $(DONE) ## Run the short form of every benchmark; the machine must be quiet
 	@for name in $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)); do \

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from roundelay.cli import options
+from roundelay.errors import CheckpointError
 from roundelay.observe.checkpoint import load
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
+from tests.cli.jobs import mlp
 
 Capture = pytest.CaptureFixture[str]
 END_S = 100.0
@@ -91,7 +93,12 @@ def test_two_launched_processes_compute_what_one_host_alone_does(
     assert process.returncode == 0, out
     assert out.count("loss, first and last update") == 1, "one of them shows the result"
     assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
-    ours, theirs = load(workplace / "launched" / "checkpoint"), load(workplace / "alone" / "checkpoint")
+    same_end(workplace / "launched", workplace / "alone")
+
+
+def same_end(one: Path, other: Path) -> None:
+    """The checkpoints of two runs hold the same bits."""
+    ours, theirs = load(one / "checkpoint"), load(other / "checkpoint")
     assert ours.position == theirs.position
     for name, weight in theirs.parameters.items():
         assert torch.equal(weight, ours.parameters[name]), name
@@ -118,6 +125,56 @@ def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_chec
     updates = [line["update"] for line in read_metrics(metrics)]
     assert updates == list(range(len(updates)))
     assert load(workplace / "run" / "checkpoint").position.epoch == 8
+
+
+@pytest.mark.timeout(400)  # starts the command twice and once more: minutes on a busy machine
+def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(capsys: Capture, workplace: Path) -> None:
+    job = job_file(workplace, "batches=slow", SLOW)
+    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    run = ("--rule", "pipeoptim", "--epochs", 3, "--no-baseline", "--checkpoint-every", 2)
+    process = torchrun(workplace, launcher, job, *run, "--out", "launched")
+    launched = workplace / "launched"
+    metrics = launched / "metrics.jsonl"
+    with ending(process):
+        deadline = time.monotonic() + END_S
+        while not within_second_epoch(launched):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(pids_of("roundelay train", process)[0], signal.SIGKILL)
+        left, before = load(launched / "checkpoint"), read_metrics(metrics)
+        assert left.flight is not None
+        out, _ = process.communicate(timeout=2 * END_S)
+    assert process.returncode == 0, out
+    assert "dropped" not in out
+    after = read_metrics(metrics)
+    assert after[: left.position.updates] == before[: left.position.updates], "none is made twice"
+    assert here(capsys, "train", job, *run, "--plan", launched / "plan.toml", "--out", workplace / "alone").code == 0
+    alone = read_metrics(workplace / "alone" / "metrics.jsonl")
+    assert [line["loss"] for line in after] == [line["loss"] for line in alone]
+    same_end(launched, workplace / "alone")
+
+
+@pytest.mark.parametrize("cuts", [None, "equal"])
+def test_a_run_that_a_launcher_restarts_is_not_planned_anew(
+    cuts: str | None, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again the stages might be cut elsewhere, and what is in flight in the checkpoint be dropped."""
+    choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | {"workers": 2, "cuts": cuts}))
+    job = mlp.make()
+    (workplace / "plan.toml").write_text(options.planned(job, choices, 0, None, True)[1].text())
+    monkeypatch.setattr(options, "plan_with_reasons", None)  # whoever plans, fails
+    again = options.planned(job, choices, 0, None, True, restarted=workplace)[1]
+    assert again.text() == (workplace / "plan.toml").read_text()
+    with pytest.raises(TypeError):
+        options.planned(job, choices, 0, None, True, restarted=workplace / "elsewhere")
+
+
+def within_second_epoch(run: Path) -> bool:
+    """Whether the run has left a checkpoint amid its second epoch of six updates."""
+    with contextlib.suppress(CheckpointError, FileNotFoundError):  # there is none yet
+        return 6 < load(run / "checkpoint").position.updates < 12
+    return False
 
 
 @contextlib.contextmanager

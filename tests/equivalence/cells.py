@@ -46,7 +46,11 @@ class Variant:
 
 VARIANTS = {
     "gpipe": Variant("gpipe", "none", "stash"),
+    "gpipe recompute": Variant("gpipe", "none", "recompute"),
+    "gpipe mixed": Variant("gpipe", "none", "mixed"),
     "1f1b": Variant("1f1b", "none", "stash"),
+    "1f1b recompute": Variant("1f1b", "none", "recompute"),
+    "1f1b mixed": Variant("1f1b", "none", "mixed"),
     "zb-h1": Variant("zb-h1", "none", "stash"),
     "zb-h1 recompute": Variant("zb-h1", "none", "recompute"),
     "zb-h1 mixed": Variant("zb-h1", "none", "mixed"),
@@ -60,8 +64,10 @@ VARIANTS = {
     "spectrain improved mixed": Variant("spectrain", "improved", "mixed"),
     "spectrain improved recompute": Variant("spectrain", "improved", "recompute"),
     "spectrain paper mixed": Variant("spectrain", "paper", "mixed"),
+    "spectrain paper recompute": Variant("spectrain", "paper", "recompute"),
     "lookahead stash": Variant("lookahead", "improved", "stash"),
     "lookahead mixed": Variant("lookahead", "improved", "mixed"),
+    "lookahead recompute": Variant("lookahead", "improved", "recompute"),
     "rehearse mixed": Variant("rehearse", "partial", "mixed"),
     "rehearse recompute": Variant("rehearse", "partial", "recompute"),
 } | {
@@ -95,6 +101,10 @@ def _sgd(named: Named) -> Optimizer:
     return SGD(named, lr=0.05)
 
 
+def _momentum(named: Named) -> Optimizer:
+    return SGD(named, lr=0.02, momentum=0.9)
+
+
 def _nesterov(named: Named) -> Optimizer:
     return SGD(named, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
 
@@ -109,6 +119,7 @@ def _adamw(named: Named) -> Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     "sgd": _sgd,
+    "momentum": _momentum,
     "nesterov": _nesterov,
     "adam": _adam,
     "adamw": _adamw,

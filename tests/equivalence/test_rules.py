@@ -24,7 +24,7 @@ from roundelay.runtime.handlers import Context, do_forward
 from roundelay.sim import simulate
 from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench
 from tests.lower.plans import plan_of
-from tests.zoo import MODELS
+from tests.zoo import MODELS, rows
 
 Made = Callable[[Named], Optimizer]
 MOMENTUM: Made = partial(SGD, lr=0.05, momentum=0.9)
@@ -39,7 +39,7 @@ def trained(
     """Losses and final weights of a run of the small perceptron."""
     place = bench("mlp")
     place.restore()
-    job = place.job(optimizer, batches=lambda epoch: place.entry.batches(epoch, steps), **fields)
+    job = place.job(optimizer, **({"batches": lambda epoch: place.entry.batches(epoch, steps)} | fields))
     plan = place.plan(VARIANTS[name], stages, micro_batches)
     done = Session(job, place.captured, plan, 0, Length(steps=steps)).run(notify=lambda event: None)
     return [update.loss for update in done.updates], dict(done.snapshot.parameters)
@@ -71,6 +71,15 @@ def test_the_second_rule_of_cdp_reads_what_1f1b_has(size: int) -> None:
 def test_a_run_within_one_batch_is_a_flush(name: str) -> None:
     """Nothing has been updated, so nothing is older, newer or predicted."""
     assert same(trained(name, 3, 4, steps=1), trained("gpipe", 3, 4, steps=1))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_shorter_than_one_batch_is_a_flush(name: str) -> None:
+    """Two micro-batches of the four that a batch may have, fewer than there are stages."""
+    two = [rows(bench("mlp").batches[0], 0, 2)]
+    short, flushed = (trained(rule, 3, 4, steps=1, batches=lambda epoch: two) for rule in (name, "gpipe"))
+    assert same(short, flushed)
+    assert not same(short, trained("gpipe", 3, 4, steps=1))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

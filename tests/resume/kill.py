@@ -125,7 +125,7 @@ def play(case: Case, folder: Path, server: Server) -> Outcome:
         begun = 0 if start is None else start.position.updates
         later_s = 0.0 if case.amid else dice.random() * 0.05
         amid += _kill(pid, server, out, dice.randint(1, UPDATES - 2 - begun), later_s, case.amid)
-        told = {update: loss for update, loss in told.items() if update < begun} | _told(out)
+        told = {update: loss for update, loss in told.items() if update < begun} | losses_told(out)
         if present(out / "checkpoint").exists():
             source, start = out.name, load(out / "checkpoint")
         killed.append((max(told, default=-1) + 1, 0 if start is None else start.position.updates))
@@ -139,7 +139,7 @@ def play(case: Case, folder: Path, server: Server) -> Outcome:
         said = (folder / "err").read_text()[-800:]
         return Outcome(tuple(killed), flying, amid, (f"going on ended with {status}: {said}",))
     begun = 0 if start is None else start.position.updates
-    told = {update: loss for update, loss in told.items() if update < begun} | _told(folder / "last")
+    told = {update: loss for update, loss in told.items() if update < begun} | losses_told(folder / "last")
     faults = differences(expected.end, load(folder / "last" / "checkpoint"))
     if [told.get(update) for update in range(UPDATES)] != expected.losses or len(told) != UPDATES:
         faults.append("losses told")
@@ -167,7 +167,7 @@ def _begin(case: Case, folder: Path, server: Server, source: str | None, out: st
 def _kill(pid: int, server: Server, out: Path, updates: int, later_s: float, wait: bool) -> bool:
     """Kill every process of a run so many seconds after an update; whether a checkpoint was just being written."""
     deadline, new = time.monotonic() + END_S, out / ".checkpoint.new"
-    while (len(_told(out)) < updates or (wait and not new.exists())) and members(pid):
+    while (len(losses_told(out)) < updates or (wait and not new.exists())) and members(pid):
         assert time.monotonic() < deadline, "the moment never came"
         time.sleep(0.002)
     time.sleep(later_s)
@@ -187,7 +187,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def _told(run: Path) -> dict[int, float]:
+def losses_told(run: Path) -> dict[int, float]:
     """Losses by update, none told twice."""
     lines = _lines(run)
     told = {line["update"]: line["loss"] for line in lines}

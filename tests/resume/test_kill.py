@@ -5,14 +5,19 @@ A few moments; ``python -m tests.resume.table`` takes 20 for each of four rules.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from roundelay.observe.checkpoint import load
-from tests.faults.case import Server
-from tests.resume.kill import END_S, JOB, Case, differences, play, whole
+from tests.faults.case import Server, members
+from tests.resume.job import BATCHES
+from tests.resume.kill import END_S, JOB, Case, differences, losses_told, play, whole
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes"),
@@ -37,6 +42,39 @@ def test_every_process_is_killed_and_the_run_goes_on(case: Case, tmp_path: Path,
     outcome = play(case, tmp_path, server)
     assert not outcome.faults, outcome
     assert outcome.amid or not case.amid, "no kill fell into a checkpoint"
+
+
+@pytest.mark.parametrize(("rule", "micro_batches"), [("pipeoptim", 1), ("cdp-v2", 3)])
+def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
+    rule: str, micro_batches: int, tmp_path: Path, server: Server
+) -> None:
+    case = Case(rule, 3, micro_batches, "shm", 2, 0, seed=0)
+    expected = whole(case, tmp_path, server)
+    (tmp_path / "pause").write_text("0.03")
+    run = tmp_path / "run"
+    pid = server.train(tmp_path, *case.options(), "--out", "run", "--restarts", 2, job=JOB)
+    for updates in (5, 15):  # within the first epoch of ten, and within the second
+        kill_one(pid, run, updates)
+    assert server.wait(pid, END_S) == 0, (tmp_path / "err").read_text()
+    said = (tmp_path / "err").read_text()
+    going_on = [int(number) for number in re.findall(r"Restart \d: going on after update (\d+)\.", said)]
+    assert len(going_on) == 2
+    assert all(number > 0 and number % BATCHES for number in going_on), "checkpoints within an epoch"
+    assert "dropped" not in said
+    assert differences(expected.end, load(run / "checkpoint")) == []
+    assert list(losses_told(run).values()) == expected.losses
+
+
+def kill_one(pid: int, run: Path, updates: int) -> None:
+    """Kill a worker behind so many updates, and wait until the others have ended."""
+    while len(losses_told(run)) < updates:
+        assert members(pid)
+        time.sleep(0.005)
+    alive = members(pid)
+    os.kill(alive[2], signal.SIGKILL)
+    while set(alive[1:]) & set(members(pid)):
+        assert members(pid)
+        time.sleep(0.005)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, server: Server) -> None:

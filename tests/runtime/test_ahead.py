@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import roundelay
 from roundelay.actor.machine import Run
@@ -26,7 +27,7 @@ from roundelay.lower import emit
 from roundelay.lower.check import programs_of
 from roundelay.runtime import ahead as module
 from roundelay.runtime.ahead import Registers, ahead
-from roundelay.runtime.handlers import Context, do_forward
+from roundelay.runtime.handlers import Context, do_forward, do_read
 from tests.api.jobs import Noisy, make
 from tests.conftest import nothing_left_behind
 
@@ -248,6 +249,36 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((6,), float(index)), torch.tensor(index % 3)
+
+
+class Whose(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows that hold the number of the process that has made them; -1 where it is the run's own."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        info = get_worker_info()
+        return torch.full((6,), -1.0 if info is None else float(info.id)), torch.tensor(index % 3)
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_a_loader_s_own_processes_are_what_loads(transport: str, tmp_path: Path) -> None:
+    def noting(context: Context, run: Run) -> MicroBatch | None:
+        header = do_read(context, run)
+        assert header is not None
+        numbers = [int(value[0, 0]) for value in context.entered[header.g].values() if value.ndim == 2]
+        with (tmp_path / "seen").open("a") as file:  # the worker may be a process
+            file.write(f"{numbers}\n")
+        return header
+
+    with nothing_left_behind():
+        job = small(lambda epoch: DataLoader(Whose(), batch_size=8, num_workers=2))
+        captured = roundelay.capture(job)
+        choices = {"workers": 2, "rule": "1f1b", "micro_batches": 1, "cuts": "equal", "transport": transport}
+        session = Session(job, captured, roundelay.plan(job, captured=captured, **choices), 0, Length(epochs=1))
+        session.run(notify=lambda event: None, handlers={0: {"read": noting}})
+    assert (tmp_path / "seen").read_text().split("\n")[:-1] == ["[0]", "[1]"] * 2
 
 
 @pytest.mark.parametrize(("rows", "persistent"), [(Noisy(), False), (Rows(), True)])

@@ -109,7 +109,10 @@ def train(
     party, choices = o.joined(choices, restarts)
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
-    captured, plan, reasons = o.planned(job, choices, seed, plan_file, as_json or party is not None, party, resume)
+    restarted = out if party is not None and party.restart else None
+    captured, plan, reasons = o.planned(
+        job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
+    )
     if party is not None and not party.leads:
         attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         raise typer.Exit(attended)

@@ -133,11 +133,13 @@ def planned(
     quiet: bool,
     party: Party | None = None,
     resume: Path | None = None,
+    restarted: Path | None = None,
 ) -> tuple[Captured, Plan, tuple[str, ...]]:
     """Capture the job, and read the plan or make it, with the reasons for its cuts.
 
-    A run that is continued keeps its plan, unless something is given that the plan does not say. In a party the leader
-    does all this, and the others run what it says.
+    A run that is continued keeps its plan, unless something is given that the plan does not say; one that a launcher
+    has restarted, in the folder `restarted`, keeps it in any case. In a party the leader does all this, and the others
+    run what it says.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
@@ -146,7 +148,10 @@ def planned(
         captured = capture(job, seed=seed)
     if party is not None and not party.leads:
         return captured, Plan.parse(party.take("plan")), ()
-    if plan_file is None and resume is not None:
+    kept = None if restarted is None else restarted / "plan.toml"
+    if kept is not None and kept.is_file() and read_plan(kept).model == captured.graph.fingerprint:
+        plan_file, choices = kept, replace(choices, cuts=None)  # the plan was made with these cuts
+    elif plan_file is None and resume is not None:
         plan_file = _plan_of(resume, captured, choices)
     if plan_file is not None:
         chosen = Planned(_obey(read_plan(plan_file), choices))

@@ -1,0 +1,212 @@
+"""Every option that users need, and every property of the rules, with an edit that makes the code ignore it.
+
+Where a run and its reference could ignore it alike, the edit makes both do so: then no comparison of the two can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EQUIVALENCE = "tests/equivalence/"
+CLIPPING = EQUIVALENCE + "test_clipping.py::"
+VERIFY = EQUIVALENCE + "test_verify.py::"
+RULES = EQUIVALENCE + "test_rules.py::"
+PLAIN = "tests/reference/test_plain_pytorch.py::test_a_synchronous_rule_equals_plain_pytorch_bit_for_bit"
+
+ONE_GROUP = """
+{0}for group in optimizer.param_groups[1:]:
+{0}    group.update({{k: v for k, v in optimizer.param_groups[0].items() if not k.startswith("param")}})"""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A text of a file below ``src/roundelay`` that stands there once, and what takes its place."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """An option, how it comes to be ignored, and a test that then fails: pytest's arguments."""
+
+    option: str
+    edits: tuple[Edit, ...]
+    test: tuple[str, ...]
+
+
+def _stepped(file: str, indent: str, scheduler: str) -> Edit:
+    head = f"{indent}if {scheduler} is not None:\n{indent}    "
+    return Edit(file, f"{head}{scheduler}.step()\n", f"{head}pass\n")
+
+
+_GRADIENTS, _REFERENCE = "runtime/gradients.py", "reference/run.py"
+_RUN_STEPS = _stepped("runtime/stage.py", "        ", "self.scheduler")
+_REFERENCE_STEPS = _stepped("reference/trainer.py", "    ", "scheduler")
+_RUN_GROUPS = Edit(
+    "runtime/optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)
+)
+_REFERENCE_GROUPS = Edit(
+    "reference/trainer.py",
+    "optimizer = self.optimizer(named)",
+    "optimizer = self.optimizer(named)" + ONE_GROUP.format(" " * 8),
+)
+_RATES_AHEAD = Edit(
+    "runtime/optimizer.py",
+    "return tuple(self.at(u)[group] for u in range(update, update + count))",
+    "return (self.at(update)[group],) * count",
+)
+
+_V1 = 'CDP-v1", versions="table", fresh='
+
+OPTIONS = (
+    Break(
+        "gradient accumulation: M",
+        (Edit("runtime/reader.py", "split_rows(rows, micro_batches)", "split_rows(rows, micro_batches := 1)"),),
+        (VERIFY + "test_batches_of_any_size_down_to_a_single_row",),
+    ),
+    Break(
+        "clipping: stage",
+        (
+            Edit(_GRADIENTS, 'self._clip.by == "stage" and grads', 'self._clip.by == "stage" and not grads'),
+            Edit(_REFERENCE, 'if clip.by != "stage":', "if clip.norm:"),
+        ),
+        (CLIPPING + "test_clipping_is_torch_s_own[1-stage:0.1]",),
+    ),
+    Break(
+        "clipping: previous",
+        (
+            Edit(_GRADIENTS, "elif norm is not None:", 'elif norm is not None and self._clip.by != "previous":'),
+            Edit(_REFERENCE, '{"previous": newest, ', '{"previous": -1, '),
+        ),
+        (CLIPPING + "test_a_run_that_ignores_the_norm_is_found[previous:0.05]",),
+    ),
+    Break(
+        "clipping: global",
+        (
+            Edit(_GRADIENTS, "elif norm is not None:", 'elif norm is not None and self._clip.by != "global":'),
+            Edit(_REFERENCE, '"global": batch}', '"global": -1}'),
+        ),
+        (CLIPPING + "test_clipping_is_torch_s_own[3-global:0.1]",),
+    ),
+    Break(
+        "schedule stepped per update, by the run",
+        (_RUN_STEPS,),
+        (VERIFY + "test_a_schedule_of_rates_is_followed_and_foreseen",),
+    ),
+    Break("schedule stepped per update, by both", (_RUN_STEPS, _REFERENCE_STEPS), (PLAIN,)),
+    Break(
+        "schedule seen by the predictor, in the run",
+        (_RATES_AHEAD,),
+        (VERIFY + "test_a_schedule_of_rates_is_followed_and_foreseen",),
+    ),
+    Break(
+        "schedule seen by the predictor, in both",
+        (_RATES_AHEAD, Edit("reference/trainer.py", "if self._rates is None:", "if True:")),
+        (VERIFY + "test_a_predictor_that_does_not_see_the_schedule_is_found_out",),
+    ),
+    Break("parameter groups, in the run", (_RUN_GROUPS,), (VERIFY + "test_parameter_groups_keep_their_settings",)),
+    Break("parameter groups, in both", (_RUN_GROUPS, _REFERENCE_GROUPS), (PLAIN,)),
+    Break(
+        "precision bf16",
+        (Edit("frontend/precision.py", "if precision == FULL:", "if precision:"),),
+        (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast",),
+    ),
+    Break(
+        "BatchNorm's statistics",
+        (
+            Edit("runtime/stage.py", "(weights, self.buffers, inputs", "(weights, dict(self.buffers), inputs"),
+            Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
+        ),
+        (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
+    ),
+    Break(
+        "frozen parameters",
+        (Edit("frontend/sample.py", "(r.tensor), r.tensor.requires_grad)", "(r.tensor), True)"),),
+        (VERIFY + "test_frozen_parameters_stay_what_they_are",),
+    ),
+    Break(
+        "recomputation",
+        (
+            Edit(
+                "frontend/stage.py",
+                "values = dict(inputs)\n",
+                'values, mode = dict(inputs), "stash" if mode == "recompute" else mode\n',
+            ),
+        ),
+        ("tests/frontend/test_stage.py", "-k", "recompute_differentiates"),
+    ),
+    Break(
+        "--compile",
+        (Edit("api/compiling.py", "plan.backward if plan.compile else None", "None"),),
+        ("tests/api/test_compiling.py", "-k", "compiled_run_equals"),
+    ),
+    Break(
+        "metrics beside the loss",
+        (Edit("runtime/handlers.py", 'told["metrics"] = ', 'told["unheard"] = '),),
+        (EQUIVALENCE + "test_metrics.py::test_they_are_those_of_the_whole_batch",),
+    ),
+    Break(
+        "DataLoader with workers",
+        (
+            Edit(
+                "runtime/reader.py",
+                "        source = batches(epoch)\n",
+                '        source = batches(epoch)\n        if hasattr(source, "num_workers"):\n'
+                '            vars(source)["num_workers"] = 0\n',
+            ),
+        ),
+        ("tests/runtime/test_ahead.py::test_a_loader_s_own_processes_are_what_loads",),
+    ),
+    Break(
+        "prefetch, in a run",
+        (Edit("runtime/worker.py", "registers=self.registers", "registers=None"),),
+        ("tests/runtime/test_ahead.py::test_a_run_computes_while_its_loader_loads",),
+    ),
+    Break(
+        "prefetch, two registers",
+        (Edit("runtime/ahead.py", "Semaphore(registers.count)", "Semaphore(1)"),),
+        ("tests/runtime/test_ahead.py::test_one_is_made_while_another_is_in_use_and_no_more",),
+    ),
+    Break(
+        "prefetch, copies to a device",
+        (Edit("runtime/device.py", "self._fill(registers, data)\n                self.stream", "self.stream"),),
+        ("tests/runtime/test_device.py", "-k", "copied_when_the_one_before_it_begins"),
+    ),
+)
+
+PROPERTIES = (
+    Break(
+        "cdp-v1 is pipedream-2bw",
+        (Edit("ir/rule.py", f"{_V1}_previous", f"{_V1}_as_early_as_possible"),),
+        (RULES + "test_cdp_v1_and_2bw_are_one_rule",),
+    ),
+    Break(
+        "cdp-v2: i + j >= N + 1",
+        (Edit("ir/rule.py", "micro_batch + stage >= num_stages + 1", "micro_batch + stage >= num_stages + 2"),),
+        (RULES + "test_the_second_rule_of_cdp_reads_what_1f1b_has",),
+    ),
+    Break(
+        "within one batch: a flush",
+        (Edit("ir/rule.py", '"partial": "crossed"', '"partial": "lag"'),),
+        (RULES + "test_a_run_within_one_batch_is_a_flush",),
+    ),
+    Break(
+        "no learning rate: all rules are one",
+        (Edit("runtime/optimizer.py", 'tuple(float(group["lr"]) for', 'tuple(float(group["lr"]) or 1e-3 for'),),
+        (RULES + "test_without_a_learning_rate_all_rules_are_one",),
+    ),
+    Break(
+        "D = 1: the plain optimizer",
+        (Edit("ir/rule.py", '"improved": "crossed"', '"improved": "lag+1"'),),
+        (RULES + "test_one_stage_is_the_plain_optimizer",),
+    ),
+    Break(
+        "no update ahead: the weight itself",
+        (Edit("weights.py", "rates:\n        return now\n    with", "rates:\n        return now * 2\n    with"),),
+        ("tests/test_weights.py::test_no_update_ahead_is_the_weight_itself",),
+    ),
+)
+
+BREAKS = OPTIONS + PROPERTIES
