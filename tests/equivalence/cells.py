@@ -57,6 +57,7 @@ VARIANTS = {
     "zb-h1 mixed": Variant("zb-h1", "none", "mixed"),
     "zb-v": Variant("zb-v", "none", "stash"),
     "zb-v recompute": Variant("zb-v", "none", "recompute"),
+    "zb-v mixed": Variant("zb-v", "none", "mixed"),
     "pipedream": Variant("pipedream", "none", "stash"),
     "pipedream-vertical": Variant("pipedream-vertical", "none", "stash"),
     "pipedream-2bw": Variant("pipedream-2bw", "none", "stash"),
