@@ -22,11 +22,13 @@ from benchmarks.common import alternate, asked, report, slope, spread, table
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.rule import rule_named
 from roundelay.runtime.handlers import Context, do_backward, do_backward_weight, do_forward
+from roundelay.schedules import schedule_named
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
 BOTH = ("1f1b", "pipeoptim mixed")
-SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours zb-h1", "ours pipedream", "ours pipeoptim mixed")
+SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours zb-h1", "ours zb-v", "ours pipedream", "ours pipeoptim mixed")
 
 
 class Sleep(torch.autograd.Function):
@@ -66,6 +68,11 @@ def theirs(schedule: str, steps: int) -> float:
     return 1e3 * slope(list(enumerate(found[0]["ends"])))
 
 
+def stages(rule: str) -> int:
+    """Of all workers."""
+    return D * schedule_named(rule_named(rule).schedule).stages_per_worker
+
+
 def job(layers: int = D) -> roundelay.Job:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
@@ -84,7 +91,7 @@ def job(layers: int = D) -> roundelay.Job:
 
 @functools.cache
 def session(rule: str, backward: str, transport: str, updates: int) -> Session:
-    made = job()
+    made = job(stages(rule))
     captured = roundelay.capture(made)
     ends = [(op.name,) for op in captured.graph.ops if "linear" in op.target]
     plan = roundelay.plan(
@@ -112,16 +119,18 @@ def asleep(seconds: float, handler: Callable[[Context, Run], MicroBatch | None])
 
 def ours(rule: str, backward: str, transport: str, updates: int) -> float:
     """Milliseconds of 8 micro-batches: the slope over the batches' ends at the last stage, from the second batch on."""
+    count = stages(rule)
+    share = D / count
     back = B + (F if backward == "recompute" and rule != "gpipe" else 0.0)
-    handlers = {"forward": asleep(F, do_forward), "backward": asleep(back, do_backward)}
-    if rule == "zb-h1":
-        halves = asleep(B / 2, do_backward), asleep(B / 2, do_backward_weight)
+    handlers = {"forward": asleep(F * share, do_forward), "backward": asleep(back * share, do_backward)}
+    if schedule_named(rule_named(rule).schedule).halved:
+        halves = asleep(B / 2 * share, do_backward), asleep(B / 2 * share, do_backward_weight)
         handlers |= dict(zip(("backward", "backward-weight"), halves, strict=True))
     trained = session(rule, backward, transport, updates).run(
-        notify=lambda event: None, handlers=dict.fromkeys(range(D), handlers)
+        notify=lambda event: None, handlers=dict.fromkeys(range(count), handlers)
     )
-    last = D - 1
-    ends = [event[6] for event in trained.events[last] if event[0] == "backward" and event[1] % M == M - 1]
+    events = [event for events in trained.events.values() for event in events]
+    ends = [e[6] for e in events if e[0] == "backward" and e[1] % M == M - 1 and e[8] == count - 1]
     return 1e3 * slope(list(enumerate(ends[1:])))
 
 
@@ -132,6 +141,7 @@ def main() -> None:
         "gpipe": ("gpipe", "stash", M * (F + B) + (D - 1) * (F + B)),
         "1f1b": ("1f1b", "stash", M * (F + B) + (D - 1) * (F + B)),
         "zb-h1": ("zb-h1", "stash", M * (F + B) + (D - 1) * F),
+        "zb-v": ("zb-v", "stash", M * (F + B)),
         "pipedream": ("pipedream", "stash", M * (F + B)),
         "pipeoptim stash": ("pipeoptim", "stash", M * (F + B)),
         "pipeoptim mixed": ("pipeoptim", "mixed", M * (F + B)),

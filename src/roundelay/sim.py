@@ -17,8 +17,9 @@ from roundelay.actor.reader import Reader
 from roundelay.errors import PlanError
 from roundelay.ir.load import Load
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Channel, Program
+from roundelay.schedules import workers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Interval:
     """One instruction in time: seconds from the start of the run."""
 
     worker: int
+    stage: int
     opcode: str
     g: int
     version: int
@@ -45,11 +47,11 @@ class WorkerReport:
         busy_s: seconds it computes.
         data_s: seconds it waits for data.
         registers_peak: most registers of data in use at one time.
-        tapes_peak: most forwards waiting for their backward at one time.
-        owed_peak: most backwards waiting for their weights' half at one time.
+        tapes_peak: most forwards waiting for their backward at one time, on all of its stages.
+        owed_peak: most backwards waiting for their weights' half at one time, on all of its stages.
         tape_bytes_peak: most bytes that both hold at one time.
         versions_read: smallest and largest distance between the batch of a forward and the version it reads.
-        versions_held_peak: most weight versions alive at one time, predicted copies included.
+        versions_held_peak: most versions of a stage's weights alive at one time, predicted copies included.
         unread_peak: most messages on the way or unread, for each channel into it.
         unread_bytes_peak: bytes of those.
     """
@@ -137,6 +139,7 @@ class _Clock:
             Machine(program, first.g, first.batch, flying) for program, flying in zip(programs, in_flight, strict=True)
         ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
+        self.workers = workers_of(plan)
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0
@@ -183,7 +186,7 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(worker, run)
+        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(run)
         for channel, _ in run.gives:
             self.on_way[channel] += 1
             self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
@@ -193,22 +196,27 @@ class _Clock:
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
         opcode = run.instruction.opcode
-        self.intervals.append(Interval(worker, opcode, run.g, *weights, self.now, self.now + seconds))
+        self.intervals.append(Interval(worker, run.stage, opcode, run.g, *weights, self.now, self.now + seconds))
         self.push(seconds, worker, partial(self.finish, worker, run))
 
     def finish(self, worker: int, run: Run) -> None:
-        """A run has ended: its messages and grants set out."""
+        """A run has ended: its messages and grants set out; what stays on the worker is there at once."""
         self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            channel, target = self.channels[number], self.machines[self.channels[number].target]
-            start = max(self.now, self.link_free[number])
-            self.link_free[number] = start + self.bytes[number] / self.plan.bytes_per_s
-            arrival = self.link_free[number] + self.plan.latency_s
-            self.push(arrival - self.now, channel.target, partial(target.arrive, number, self.headers[run.g]))
+            reader = self.workers[self.channels[number].target]
+            arrives = partial(self.machines[reader].arrive, number, self.headers[run.g])
+            self.push(0.0 if reader == worker else self.travel_s(number), reader, arrives)
         for number, _ in run.takes:
             self.on_way[number] -= 1
-            source = self.channels[number].source
-            self.push(self.plan.latency_s, source, partial(self.machines[source].grant, number))
+            maker = self.workers[self.channels[number].source]
+            back_s = 0.0 if maker == worker else self.plan.latency_s
+            self.push(back_s, maker, partial(self.machines[maker].grant, number))
+
+    def travel_s(self, channel: int) -> float:
+        """Seconds until a message that sets out now is there; it waits for the one before it."""
+        start = max(self.now, self.link_free[channel])
+        self.link_free[channel] = start + self.bytes[channel] / self.plan.bytes_per_s
+        return self.link_free[channel] + self.plan.latency_s - self.now
 
     def missing_s(self, worker: int, g: int) -> float:
         """Seconds until a micro-batch that is to be read now is in a register."""
@@ -222,11 +230,11 @@ class _Clock:
             )
         return reader.ask(header.batch, self.plan.read_s * header.count, self.now) - self.now
 
-    def seconds(self, worker: int, run: Run) -> float:
+    def seconds(self, run: Run) -> float:
         """Predicted seconds of an instruction that computes."""
-        stage = self.plan.stages[worker]
+        stage = self.plan.stages[run.stage]
         again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        whole = 0.0 if self.machines[worker].program.owed else stage.weights_s
+        whole = 0.0 if self.machines[self.workers[run.stage]].program.owed else stage.weights_s
         times = {
             "forward": stage.forward_s,
             "backward": stage.backward_s + again + whole,
@@ -248,29 +256,18 @@ class _Clock:
 
     def _worker(self, program: Program) -> WorkerReport:
         mine = [interval for interval in self.intervals if interval.worker == program.worker]
-        alive: dict[int, tuple[int, int]] = {}
-        stage, owed = self.plan.stages[program.worker], 0
-        peak_tapes = peak_owed = peak_bytes = peak_versions = 0
-        gaps = [0]
-        stash, ahead = (any(i.weights == which for i in program.drain) for which in ("forward", "ahead"))
-        oldest: int | None = None
+        holds = {k: _Holds(self.plan.stages[k], program) for k in program.stages}
+        peak_tapes = peak_owed = peak_bytes = 0
         for interval in mine:
-            if interval.opcode == "forward":
-                alive[interval.g] = (interval.reads, interval.distance)
-                oldest = interval.keep
-                gaps.append(self.headers[interval.g].batch - interval.reads)
-            newest = interval.version
-            held = {(version, 0) for version in range(newest if oldest is None else min(oldest, newest), newest + 1)}
-            held |= set(alive.values()) if stash else {v for g, v in alive.items() if g == interval.g and v[1]}
-            held |= {(newest, interval.distance)} if ahead else set()
-            peak_tapes, peak_versions = max(peak_tapes, len(alive)), max(peak_versions, len(held))
-            if interval.opcode == "backward":
-                del alive[interval.g]
-                owed += program.owed > 0
-            peak_owed = max(peak_owed, owed)
-            peak_bytes = max(peak_bytes, len(alive) * stage.tape_bytes + owed * stage.owed_bytes)
-            owed -= interval.opcode == "backward-weight"
-        into = [c for c in program.channels if c.target == program.worker]
+            held = holds[interval.stage]
+            held.begin(interval)
+            peak_tapes = max(peak_tapes, sum(len(one.alive) for one in holds.values()))
+            held.end_of_backward(interval)
+            peak_owed = max(peak_owed, sum(one.owed for one in holds.values()))
+            peak_bytes = max(peak_bytes, sum(one.tape_bytes for one in holds.values()))
+            held.owed -= interval.opcode == "backward-weight"
+        gaps = [self.headers[i.g].batch - i.reads for i in mine if i.opcode == "forward"]
+        into = [c for c in program.channels if c.target in program.stages]
         return WorkerReport(
             busy_s=sum(i.end_s - i.start_s for i in mine if i.opcode != "read"),
             data_s=sum(i.end_s - i.start_s for i in mine if i.opcode == "read"),
@@ -278,11 +275,58 @@ class _Clock:
             tapes_peak=peak_tapes,
             owed_peak=peak_owed,
             tape_bytes_peak=peak_bytes,
-            versions_read=(min(gaps), max(gaps)),
-            versions_held_peak=peak_versions,
+            versions_read=(min([0, *gaps]), max([0, *gaps])),
+            versions_held_peak=max(one.versions_peak for one in holds.values()),
             unread_peak={c.id: self.on_way_peak[c.id] for c in into},
             unread_bytes_peak=sum(self.on_way_peak[c.id] * self.bytes[c.id] for c in into),
         )
+
+
+class _Holds:
+    """What one stage holds, while its intervals are gone through in order.
+
+    Args:
+        stage: its bytes.
+        program: its worker's.
+    """
+
+    def __init__(self, stage: StagePlan, program: Program) -> None:
+        self.stage, self.halved = stage, program.owed > 0
+        read = {instruction.weights for instruction in program.instructions}
+        self.stash, self.ahead = "forward" in read, "ahead" in read
+        #: micro-batch that waits for its backward, to the version and the distance that its forward has read
+        self.alive: dict[int, tuple[int, int]] = {}
+        #: backwards that wait for their second half
+        self.owed = 0
+        self.versions_peak = 0
+        self._oldest: int | None = None  # version that a later forward may read
+
+    @property
+    def tape_bytes(self) -> int:
+        """Bytes of all that waits."""
+        return len(self.alive) * self.stage.tape_bytes + self.owed * self.stage.owed_bytes
+
+    def begin(self, interval: Interval) -> None:
+        """A forward leaves a tape; any instruction may be the one at which most versions are alive."""
+        if interval.opcode == "forward":
+            self.alive[interval.g] = (interval.reads, interval.distance)
+            self._oldest = interval.keep
+        newest = interval.version
+        oldest = newest if self._oldest is None else min(self._oldest, newest)
+        held = {(version, 0) for version in range(oldest, newest + 1)}
+        held |= set(self.alive.values()) if self.stash else {self.alive[g] for g in self._predicted(interval.g)}
+        held |= {(newest, interval.distance)} if self.ahead else set()
+        self.versions_peak = max(self.versions_peak, len(held))
+
+    def end_of_backward(self, interval: Interval) -> None:
+        """A backward takes its tape away, and leaves a debt if it was a first half."""
+        if interval.opcode == "backward":
+            del self.alive[interval.g]
+            self.owed += self.halved
+
+    def _predicted(self, g: int) -> list[int]:
+        """The micro-batch itself, if its forward has read predicted weights."""
+        return [g] if g in self.alive and self.alive[g][1] else []
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:

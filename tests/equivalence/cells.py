@@ -26,6 +26,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job, Named
+from roundelay.schedules import schedule_named
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
 from tests.zoo import MODELS, ZOO, Batch, Entry
@@ -54,6 +55,9 @@ VARIANTS = {
     "zb-h1": Variant("zb-h1", "none", "stash"),
     "zb-h1 recompute": Variant("zb-h1", "none", "recompute"),
     "zb-h1 mixed": Variant("zb-h1", "none", "mixed"),
+    "zb-v": Variant("zb-v", "none", "stash"),
+    "zb-v recompute": Variant("zb-v", "none", "recompute"),
+    "zb-v mixed": Variant("zb-v", "none", "mixed"),
     "pipedream": Variant("pipedream", "none", "stash"),
     "pipedream-vertical": Variant("pipedream-vertical", "none", "stash"),
     "pipedream-2bw": Variant("pipedream-2bw", "none", "stash"),
@@ -80,6 +84,7 @@ PAIRED = (
     "1f1b",
     "zb-h1",
     "zb-h1 recompute",
+    "zb-v",
     "pipedream",
     "pipedream-vertical",
     "cdp-v1",
@@ -142,7 +147,8 @@ PAIRS = FACTORS | {"variant": PAIRED}
 class Cell:
     """One configuration; between processes, deliveries are delayed at random.
 
-    A rule that reads the previous version by a table needs M >= D - 1: it gets so many micro-batches at least.
+    A rule that reads the previous version by a table needs M >= D - 1: it gets so many micro-batches at least. A rule
+    with two stages for each worker gets an even number of them.
     """
 
     model: str
@@ -180,7 +186,8 @@ class Bench:
         return Job(model=self.model, optimizer=optimizer, **fields)
 
     def plan(self, variant: Variant, num_stages: int, micro_batches: int, transport: str = "memory") -> Plan:
-        """A plan derived from the template of ``num_stages``."""
+        """A plan derived from the template of ``num_stages``, or of one more where a worker has two."""
+        num_stages += num_stages % stages_per_worker(variant)
         if num_stages not in self._templates:
             self._templates[num_stages] = plan(
                 self.job(),
@@ -231,6 +238,11 @@ def run_cell(cell: Cell, place: Bench) -> Verification:
     variant = VARIANTS[cell.variant]
     plan = place.plan(variant, cell.stages, allowed(variant, cell.stages, cell.micro_batches), cell.transport)
     return place.verify(plan, place.job(OPTIMIZERS[cell.optimizer]))
+
+
+def stages_per_worker(variant: Variant) -> int:
+    """One, or two."""
+    return schedule_named(rule_named(variant.rule).schedule).stages_per_worker
 
 
 def allowed(variant: Variant, num_stages: int, micro_batches: int) -> int:

@@ -210,7 +210,7 @@ def test_tapes_hold_the_bytes_that_were_planned(model: str, mode: str) -> None:
     trained = recorded(place, plan, handlers={k: {"forward": forward} for k in range(3)})
     reports = simulated(plan).workers
     planned = [stage.tape_bytes for stage in plan.stages]
-    assert [trained.workers[k]["tape_bytes"] for k in range(3)] == planned
+    assert [trained.workers[k]["tape_bytes"][str(k)] for k in range(3)] == planned
     assert [report.tape_bytes_peak / report.tapes_peak for report in reports] == planned
     assert [peaks[k] for k in range(3)] == [report.tapes_peak for report in reports] == [3, 2, 1]
     assert all(size > 0 for size in planned)

@@ -33,6 +33,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "gpipe": ("gpipe", False, "forward"),  # stash is its default; W[t] either way
         "1f1b": ("1f1b", False, "forward"),
         "zb-h1": ("zb-h1", False, "forward"),
+        "zb-v": ("zb-v", False, "forward"),
         "pipedream": ("async-1f1b", False, "forward"),
         "pipeoptim": ("async-1f1b", True, "forward"),  # stash is its default too
         "pipedream-vertical": ("async-1f1b", False, "forward"),
@@ -106,7 +107,7 @@ def test_a_rule_without_modes_or_with_unknown_ones_is_refused(modes: tuple[str, 
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, zb-h1, pipedream, pipedream-vertical"):
+    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, zb-h1, zb-v, pipedream, pipedream-vertical"):
         rule_named("gpip")
 
 

@@ -23,7 +23,7 @@ CHAIN = (edge_of(0, 1, slots=2),)
 
 def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
     """A span whose numbers do not matter here."""
-    return Span(worker, opcode, g, g, 0, 0, start, end, 0)
+    return Span(worker, opcode, g, g, 0, 0, start, end, 0, worker)
 
 
 def shares(spans: list[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Shares]:
@@ -34,7 +34,7 @@ def shares(spans: list[Span], edges: Sequence[EdgePlan], num_workers: int) -> li
 def simulated(plan: Plan, counts: list[int]) -> list[Span]:
     """A simulated run as spans."""
     intervals = simulate(plan, emit(plan), stream(counts)).intervals
-    return [Span(i.worker, i.opcode, i.g, 0, i.version, i.distance, i.start_s, i.end_s, 0) for i in intervals]
+    return [Span(i.worker, i.opcode, i.g, 0, i.version, i.distance, i.start_s, i.end_s, 0, i.stage) for i in intervals]
 
 
 #: Two stages, one micro-batch: each message takes a second, and worker 0 dawdles half a second before its update.

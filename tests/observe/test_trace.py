@@ -17,7 +17,7 @@ from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
     """A span of version 2, distance 1, 64 bytes."""
-    return Span(worker, opcode, g, batch, 2, 1, start, end, 64)
+    return Span(worker, opcode, g, batch, 2, 1, start, end, 64, worker)
 
 
 def pipeline(stages: int, micro_batches: int) -> list[Span]:

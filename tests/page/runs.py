@@ -37,7 +37,9 @@ def spans_of(plan: Plan, batches: int) -> list[Span]:
     """What it does."""
     ordered = sorted(simulated(plan, batches).intervals, key=lambda i: i.worker)
     return [
-        Span(i.worker, i.opcode, i.g, i.g // plan.micro_batches, i.version, i.distance, i.start_s, i.end_s, 1500)
+        Span(
+            i.worker, i.opcode, i.g, i.g // plan.micro_batches, i.version, i.distance, i.start_s, i.end_s, 1500, i.stage
+        )
         for i in ordered
     ]
 

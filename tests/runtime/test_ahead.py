@@ -210,7 +210,7 @@ def test_the_program_says_how_many_registers_there_are(monkeypatch: pytest.Monke
     plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     assert str(programs_of(plan)[0]).splitlines()[4] == "registers 1"
     done = roundelay.train(job, plan=plan, epochs=1)
-    reads = [(start, end) for opcode, *_, start, end, _, _ in done.events[0] if opcode == "read"]
+    reads = [(event[5], event[6]) for event in done.events[0] if event[0] == "read"]
     assert all(a <= start < end <= b for (_, start, end), (a, b) in zip(done.loads[0], reads, strict=True))
 
 

@@ -49,7 +49,7 @@ def test_devices_are_one_per_stage(
     [
         (0, "cuda", "torch sees no CUDA device here"),
         (1, "cuda:0,cuda:1,cpu", "cuda:1: no such device here"),
-        (2, "cuda:0,cuda:1", "2 devices for 3 stages"),
+        (2, "cuda:0,cuda:1", "2 devices for 3 workers"),
     ],
 )
 def test_devices_that_are_not_here_are_refused_with_a_remedy(

@@ -12,7 +12,8 @@ micro-batches alone, never on timing.
     finish(header) ───────────┘
 
 When a run is finished, its driver sends what it made to every channel in ``Run.gives``, and then grants a slot of every
-channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, *req* and *ack* (Sect. 4.1).
+channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, *req* and *ack* (Sect. 4.1). A channel
+between two stages of this worker is no different: then the driver tells this same machine.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Run(NamedTuple):
         distance: the number of updates to predict ahead.
         takes: (channel, slot) of each message it consumes.
         gives: (channel, slot) of each message it sends.
+        stage: the stage that it acts on.
     """
 
     instruction: Instruction
@@ -53,9 +55,13 @@ class Run(NamedTuple):
     distance: int
     takes: tuple[tuple[int, int], ...]
     gives: tuple[tuple[int, int], ...]
+    stage: int
 
     def __str__(self) -> str:
-        words = [f"{self.instruction.opcode} g={self.g}", f"version={self.version}"]
+        words = [f"{self.instruction.opcode} g={self.g}"]
+        if self.instruction.stage is not None:
+            words.append(f"stage={self.stage}")
+        words.append(f"version={self.version}")
         if self.instruction.reads:
             words.append(f"reads={self.reads}")
         if self.instruction.distance:
@@ -84,11 +90,12 @@ class Machine:
         in_flight: Mapping[int, int] | None = None,
     ) -> None:
         self.program = program
-        self.version = first_version
+        #: updates that the weights of each stage have seen
+        self.versions = dict.fromkeys(program.stages, first_version)
         #: free slots at the consumer, for each channel given to
-        self.credits = {c.id: c.slots for c in program.channels if c.source == program.worker}
+        self.credits = {c.id: c.slots for c in program.channels if c.source in self.versions}
         #: micro-batches whose message is here and unread, for each channel taken from
-        self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.target == program.worker}
+        self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.target in self.versions}
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
@@ -100,6 +107,8 @@ class Machine:
         self._at, self._base = 0, first_g
         self._running: Run | None = None
         self.halted = False
+        #: forwards whose backward is still to come
+        self.in_flight = 0
         #: whether a free slot is what the last :meth:`fire` lacked
         self.wants_credit = False
 
@@ -130,21 +139,23 @@ class Machine:
         opcode = run.instruction.opcode
         if opcode == "forward":
             self._forward = run.g + 1
+            self.in_flight += 1
             known = self._headers[run.g]
             if known.final or (self.program.window == "batch" and known.ends_batch):
                 self._window_end = run.g
         elif opcode == "backward":
             self._backward = run.g + 1
+            self.in_flight -= 1
         elif opcode == "backward-weight":
             self._settled = run.g + 1
         elif opcode == "update":
-            self.version += 1
+            self.versions[run.stage] += 1
 
     def fire(self) -> Run | None:
         """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
 
-        Passed over is what acts on nothing: an update where no batch ends, and whatever would lie before the window
-        (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
+        Passed over is what acts on nothing: an update where no batch ends, and whatever would lie before the window or
+        behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
         """
         self.wants_credit = False
         if self._running is not None:
@@ -155,7 +166,7 @@ class Machine:
                 return None
             instruction = self._block[self._at]
             g = self._base + instruction.offset
-            if g < self._window_start or (instruction.opcode == "update" and not self._headers[g].ends_batch):
+            if self._outside(g) or (instruction.opcode == "update" and not self._headers[g].ends_batch):
                 self._at += 1
                 continue
             for channel in instruction.takes:
@@ -174,23 +185,29 @@ class Machine:
         return self._headers.get(g)
 
     @property
-    def in_flight(self) -> int:
-        """Micro-batches that are forward but not yet backward."""
-        return self._forward - self._backward
+    def version(self) -> int:
+        """Updates that the weights have seen, on every stage of the worker."""
+        return min(self.versions.values())
 
     def waits_for(self) -> str:
         """What the machine waits for, for people."""
         if self._running is not None:
-            return f"{self._running.instruction.opcode} of micro-batch {self._running.g} is running"
+            return f"{_named(self._running.instruction, self._running.g)} is running"
         if self.halted or self._at >= len(self._block):
             return "the program has ended" if self.halted else "it has not started"
         instruction, g = self._block[self._at], self._base + self._block[self._at].offset
         lacks = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
         lacks += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
-        return f"{instruction.opcode} of micro-batch {g} waits for {', '.join(lacks) or 'nothing'}"
+        return f"{_named(instruction, g)} waits for {', '.join(lacks) or 'nothing'}"
+
+    def _outside(self, g: int) -> bool:
+        """Whether a micro-batch lies before the window, or behind its end where that is known."""
+        return g < self._window_start or (self._window_end is not None and g > self._window_end)
 
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""
+        if self.program.order:
+            return self._next_window()
         # a block holds one backward at most, and one second half
         self._headers.pop((self._settled if self.program.tail else self._backward) - 2, None)
         end = self._window_end
@@ -209,6 +226,17 @@ class Machine:
         self._at, self._base = 0, self._forward if warm else self._forward - self.program.lag
         return True
 
+    def _next_window(self) -> bool:
+        """Begin the order anew: once per window; False when the run is over."""
+        end = self._window_end
+        if end is not None:
+            if self._headers[end].final:
+                return False
+            self._headers = {g: header for g, header in self._headers.items() if g > end}
+            self._window_start, self._window_end = end + 1, None
+        self._block, self._at, self._base = self.program.order, 0, self._window_start
+        return True
+
     def _claim(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires."""
         takes, gives = [], []
@@ -220,7 +248,8 @@ class Machine:
             self.credits[channel] -= 1
             gives.append((channel, self._slot(channel)))
         header = self._headers.get(g)
-        version = self.version
+        stage = self.program.worker if instruction.stage is None else instruction.stage
+        version = self.versions[stage]
         if self._again and instruction.opcode in ("read", "forward"):
             version = self._again.get(g, version)
         reads: tuple[int, int | None] = version, None
@@ -229,7 +258,7 @@ class Machine:
         distance = 0
         if instruction.distance and header is not None:
             distance = self._distance(instruction.distance, header, version)
-        return Run(instruction, g, header, version, *reads, distance, tuple(takes), tuple(gives))
+        return Run(instruction, g, header, version, *reads, distance, tuple(takes), tuple(gives), stage)
 
     def _distance(self, distance: str, header: MicroBatch, version: int) -> int:
         crossed, more = _parsed(distance)
@@ -254,6 +283,12 @@ class Machine:
             expected="events that its program allows",
             remedy="Report this as a bug of Roundelay, with the plan.",
         )
+
+
+def _named(instruction: Instruction, g: int) -> str:
+    """An instruction and what it acts on, for people."""
+    where = "" if instruction.stage is None else f" on stage {instruction.stage}"
+    return f"{instruction.opcode} of micro-batch {g}{where}"
 
 
 @cache

@@ -206,6 +206,7 @@ class _Comparison:
             self._job,
             captured=self._captured,
             rule=line.rule,
+            workers=len(self._stages),
             cuts=self._stages,
             predictor=line.predictor,
             backward=line.backward,

@@ -13,6 +13,7 @@ from roundelay.lower.check import programs_of
 from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.flight import Flight, StageFlight
 from roundelay.runtime.stage import Initial
+from roundelay.schedules import num_workers
 
 
 def order_of(plan: Plan) -> dict[str, str]:
@@ -20,12 +21,12 @@ def order_of(plan: Plan) -> dict[str, str]:
 
     Where stages run, how they talk and how many slots they have is no part of it: a run goes on over another transport.
     """
-    blocks = [
-        (program.window, program.lag, *map(str, (*program.warm_up, *program.steady, *program.drain)))
-        for program in programs_of(plan)
-    ]
+    blocks = []
+    for program in programs_of(plan):
+        lines = (*program.warm_up, *program.steady, *program.drain, *program.order)
+        blocks.append((program.window, program.lag, *map(str, lines)))
     return {
-        "workers": str(plan.num_stages),
+        "workers": str(num_workers(plan)),
         "micro-batches": str(plan.micro_batches),
         "rule": plan.rule,
         "predictor": plan.predictor,

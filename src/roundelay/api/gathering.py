@@ -126,13 +126,21 @@ class Gatherer:
     """Takes reports in the order they come.
 
     Args:
-        num_stages: D.
+        num_stages: stages, each of which hands over its own state.
+        num_workers: D.
         notify: told of every update.
         on_snapshot: told when every stage has handed over its state of one version.
         rates: from an update's number to its learning rates.
     """
 
-    def __init__(self, num_stages: int, notify: Notify, on_snapshot: Callable[[Snapshot], None], rates: Rates) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        num_workers: int,
+        notify: Notify,
+        on_snapshot: Callable[[Snapshot], None],
+        rates: Rates,
+    ) -> None:
         self.num_stages, self.notify, self.on_snapshot, self.rates = num_stages, notify, on_snapshot, rates
         self._began = time.perf_counter()
         #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
@@ -152,7 +160,7 @@ class Gatherer:
         self.summaries: dict[int, dict[str, Any]] = {}
         self._parts: list[MicroBatch] = []
         self._states: dict[int, list[Report]] = defaultdict(list)
-        self._busy = [0.0] * num_stages
+        self._busy = [0.0] * num_workers
         self._recent = 0  # the first update of the last few seconds
 
     def take(self, report: Report) -> None:
@@ -172,7 +180,7 @@ class Gatherer:
         elif report.kind == "loads":
             self.loads[report.worker] = data["loads"]
         elif report.kind == "digest":
-            self.digests |= {(kind, report.worker, number): value for kind, number, value in data["digests"]}
+            self.digests |= {(kind, stage, number): value for kind, stage, number, value in data["digests"]}
         elif report.kind == "finished":
             self.summaries[report.worker] = data
         elif report.kind == "state":
@@ -229,7 +237,7 @@ class Gatherer:
         parts.append(report)
         if len(parts) < self.num_stages:
             return
-        self.on_snapshot(_joined(header, sorted(self._states.pop(header.g), key=lambda r: r.worker)))
+        self.on_snapshot(_joined(header, sorted(self._states.pop(header.g), key=lambda r: r.data["stage"])))
 
 
 def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:

@@ -60,7 +60,7 @@ def memory_of(
 
     Args:
         plan: the plan.
-        of_optimizer: as :func:`optimizer_bytes` says; None leaves it out and the total with it.
+        of_optimizer: for each stage, as :func:`optimizer_bytes` says; None leaves it out and the total with it.
         workers: worker to its final account.
     """
     pids = Counter(data["pid"] for data in workers.values())

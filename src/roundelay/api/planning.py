@@ -37,7 +37,7 @@ from roundelay.planner.stages import slots
 from roundelay.runtime.device import named
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler
 from roundelay.runtime.reader import first_batch, reading_s
-from roundelay.schedules import schedule_named
+from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
 DEADLINE_S = 300.0
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
@@ -105,7 +105,7 @@ def plan(
 
     Args:
         job: the job.
-        workers: number of stages, D.
+        workers: D; each gets one stage, or two by a rule such as ``zb-v``.
         rule: update rule.
         seed: for the sample batch.
         captured: the job's model if it has been captured before.
@@ -140,35 +140,39 @@ def plan_with_reasons(
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
     asked = MEASURED if cuts is None else cuts
     stages = given_stages(captured.graph, asked)
-    num_stages = _num_stages(workers, stages)
-    draft = _draft(captured.graph.fingerprint, rule, num_stages, given)
-    devices = named(given.get("devices"), num_stages, draft.transport)
+    schedule = schedule_named(rule_named(rule).schedule)
+    num_stages = _num_stages(workers, stages, schedule.stages_per_worker)
+    home = schedule.workers(num_stages)
+    draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    on = named(given.get("devices"), len(set(home)), draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
         else _cut(job, captured, draft, str(asked), num_stages, seed)
     )
-    cut_up = replace(draft, stages=_uncounted(chosen.stages, devices))
+    cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
     return Planned(_measured(job, captured, cut_up, seed), chosen.reasons)
 
 
-def _num_stages(workers: int | None, stages: Stages | None) -> int:
+def _num_stages(workers: int | None, stages: Stages | None, each: int) -> int:
+    """As many as ``each`` worker's number of them asks for, or as were given."""
     if workers is not None and workers < 1:
         raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
     if stages is None:
-        return default_workers() if workers is None else workers
-    if workers not in (None, len(stages)):
+        return each * (default_workers() if workers is None else workers)
+    if len(stages) % each or workers not in (None, len(stages) // each):
+        wanted = f"{each} for each worker" if workers is None else f"{each * workers}, {each} for each worker"
         raise PlanError(
             "the cuts",
             got=f"{len(stages)} stages",
-            expected=f"{workers}, one for each worker",
-            remedy="Name one operation fewer than there are workers, or leave the number of workers out.",
+            expected=wanted if each > 1 else f"{workers}, one for each worker",
+            remedy="Name one operation fewer than there are stages, or leave the number of workers out.",
         )
     return len(stages)
 
 
-def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> Plan:
+def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Plan:
     """The plan without stages and edges."""
     row = rule_named(rule)
     flushes = schedule_named(row.schedule).window == "batch"
@@ -184,7 +188,7 @@ def _draft(model: str, rule: str, num_stages: int, given: Mapping[str, Any]) -> 
         precision=given.get("precision", PRECISIONS[0]),
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
-        micro_batches=given.get("micro_batches", 2 * num_stages if flushes else num_stages if _wants_parts(row) else 1),
+        micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if _wants_parts(row) else 1),
         transport=transport,
         deadline_s=given.get("deadline_s", DEADLINE_S),
         latency_s=latency_s,
@@ -240,12 +244,13 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
     """The draft with edges, measured seconds and bytes."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages])
     sample = _sample(job, draft, seed)
-    edges = tuple(_edge(captured.graph, edge, draft.micro_batches) for edge in stages.edges)
+    schedule = schedule_of(draft)
+    edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
     checked = replace(draft, edges=edges)
     check_plan(checked)
     compile_stages(job, captured, draft, stages, seed)
     devices = [torch.device(name) for name in draft.devices]
-    halved = schedule_named(rule_named(draft.rule).schedule).halved
+    halved = schedule.halved
     with users_code("measuring the stages on the first micro-batch"), one_thread():
         measured = profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
         read_s = _round(reading_s(job.batches, seed, draft.micro_batches))
@@ -276,13 +281,14 @@ def _round(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def _edge(graph: Graph, edge: Edge, micro_batches: int) -> EdgePlan:
+def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
+    room = slots(edge.source, edge.target) if schedule.stages_per_worker == 1 else draft.num_stages
     return EdgePlan(
         source=edge.source,
         target=edge.target,
-        slots=slots(edge.source, edge.target),
-        forward_bytes=message_bytes(graph, edge.values, micro_batches),
-        backward_bytes=message_bytes(graph, edge.gradients, micro_batches),
+        slots=room,
+        forward_bytes=message_bytes(graph, edge.values, draft.micro_batches),
+        backward_bytes=message_bytes(graph, edge.gradients, draft.micro_batches),
         gradient=bool(edge.gradients),
     )
 
@@ -290,13 +296,15 @@ def _edge(graph: Graph, edge: Edge, micro_batches: int) -> EdgePlan:
 def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
     """Comments for the plan's text: what it says, in words, and the reasons for its cuts if they are known."""
     rule = rule_named(plan.rule)
+    home, size = workers_of(plan), num_workers(plan)
     lines = [
-        f"{type(captured.model).__name__} on {plan.num_stages} workers by rule {plan.rule} ({rule.source}).",
+        f"{type(captured.model).__name__} on {size} workers by rule {plan.rule} ({rule.source}).",
         f"{len(captured.graph.ops)} operations, {len(captured.graph.cuts)} places to cut.",
     ]
     for k, stage in enumerate(plan.stages):
         ends = ", ".join(f"{end} ({_module(captured.graph, end)})" for end in stage.segments)
-        where = "" if stage.device == CPU else f" on {stage.device}"
+        where = "" if size == plan.num_stages else f", worker {home[k]}"
+        where += "" if stage.device == CPU else f" on {stage.device}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")

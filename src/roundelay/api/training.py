@@ -30,6 +30,7 @@ from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
 from roundelay.runtime.report import Report
 from roundelay.runtime.worker import Task, Wrap, unchanged
+from roundelay.schedules import num_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class Trained:
         micro_losses: micro-batch to (loss, terms summed).
         micro_metrics: micro-batch to the same of every metric beside the loss.
         micro_scales: micro-batch to what its loss was multiplied by; empty where losses are not scaled.
-        events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, text].
+    events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, stage,
+        text].
         loads: worker that reads to what its reader loaded meanwhile: [batch, start_s, end_s].
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
@@ -193,7 +195,7 @@ class Session:
             notify: told of updates, evaluations and checkpoints.
             saving: where checkpoints go, if anywhere.
             audit: collect digests of everything that is computed.
-            handlers: worker to handlers of its own, to break a run on purpose.
+            handlers: stage to handlers of its own, to break a run on purpose.
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
@@ -211,7 +213,7 @@ class Session:
             keeper.keep(snapshot, gatherer.epoch_starts)
 
         rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
-        gatherer = Gatherer(self.plan.num_stages, notify, on_snapshot, rates.at)
+        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, on_snapshot, rates.at)
         if self.drained is not None:
             notify(self.drained)
         try:

@@ -12,11 +12,12 @@ from roundelay.ir.load import Load
 from roundelay.ir.plan import Plan
 from roundelay.observe.shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
+from roundelay.schedules import num_workers, stages_of
 
 
 def spans_of(trained: Trained) -> list[Span]:
     """Every instruction of a run as a span of its trace."""
-    return [Span(k, *event[:8]) for k, events in sorted(trained.events.items()) for event in events]
+    return [Span(k, *event[:9]) for k, events in sorted(trained.events.items()) for event in events]
 
 
 def loads_of(trained: Trained) -> list[Load]:
@@ -26,7 +27,7 @@ def loads_of(trained: Trained) -> list[Load]:
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
     """What lies between the instructions of a run."""
-    return gaps_of(spans, plan.edges, plan.num_stages)
+    return gaps_of(spans, plan.edges, num_workers(plan))
 
 
 def stage_names(session: Session) -> dict[int, str]:
@@ -34,15 +35,20 @@ def stage_names(session: Session) -> dict[int, str]:
     graph = session.captured.graph
     modules = {op.name: op.module or "the model" for op in graph.ops}
     return {
-        k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in stage.segments)
-        for k, stage in enumerate(session.plan.stages)
+        k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in ends_of(session.plan, stages))
+        for k, stages in enumerate(stages_of(session.plan))
     }
+
+
+def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
+    """The operations that end the segments of some stages."""
+    return [end for k in stages for end in plan.stages[k].segments]
 
 
 def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
     """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
     plan = trained.plan
-    shares = shares_of(spans, gaps, plan.num_stages)
+    shares = shares_of(spans, gaps, num_workers(plan))
     of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan.predictor)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),

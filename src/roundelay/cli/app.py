@@ -21,6 +21,7 @@ from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import length_of, verify_session
 from roundelay.cli import options as o
+from roundelay.cli.accounts import ends_of, gaps_between
 from roundelay.cli.comparing import compare_command
 from roundelay.cli.doctor import doctor
 from roundelay.cli.job_file import load_job
@@ -31,10 +32,10 @@ from roundelay.errors import InternalError, RoundelayError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
-from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
+from roundelay.schedules import num_workers, stages_of
 from roundelay.viz import LEGEND, staircase
 
 _INTERRUPTED = 130  # as typer says Ctrl-C
@@ -179,7 +180,7 @@ def plan_command(
         write_text(output, text)
     if as_json:
         show_json(
-            {"plan": text, "path": str(output) if output else None, "workers": plan.num_stages, "rule": plan.rule}
+            {"plan": text, "path": str(output) if output else None, "workers": num_workers(plan), "rule": plan.rule}
         )
     elif output is None:
         sys.stdout.write(text)
@@ -200,14 +201,13 @@ def simulate_command(
     plan = read_plan(plan_file)
     simulation = simulate(plan, batches=batches)
     if trace is not None:
-        t = {(i.worker, i.g): i.version for i in simulation.intervals}
+        t = {(i.stage, i.g): i.version for i in simulation.intervals}
         spans = [
-            Span(i.worker, i.opcode, i.g, t[i.worker, i.g], i.reads, i.distance, i.start_s, i.end_s, 0)
+            Span(i.worker, i.opcode, i.g, t[i.stage, i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
             for i in simulation.intervals
         ]
-        names = {k: "up to " + ", ".join(stage.segments) for k, stage in enumerate(plan.stages)}
-        gaps = gaps_of(spans, plan.edges, plan.num_stages)
-        write_trace(trace, spans, gaps=gaps, loads=simulation.loads, names=names)
+        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(stages_of(plan))}
+        write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None
     if as_json:

@@ -24,18 +24,19 @@ def show_run(trained: Trained) -> None:
     """Median seconds of every instruction beside the plan's from level 2 on, every event from level 4 on."""
     if debug.level() >= 2:
         for worker, events in sorted(trained.events.items()):
-            stage = trained.plan.stages[worker]
-            planned = {"forward": stage.forward_s, "backward": stage.backward_s, "backward-weight": stage.weights_s}
-            planned["update"] = stage.update_s
-            for opcode, seconds in planned.items():
-                took = [event[6] - event[5] for event in events if event[0] == opcode]
-                if took:
-                    median = statistics.median(took)
-                    stderr.print(f"worker {worker} {opcode}: {median * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms")
+            for k in sorted({event[8] for event in events}):
+                stage, which = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
+                planned = {"forward": stage.forward_s, "backward": stage.backward_s}
+                planned |= {"backward-weight": stage.weights_s, "update": stage.update_s}
+                for opcode, seconds in planned.items():
+                    took = [event[6] - event[5] for event in events if (event[0], event[8]) == (opcode, k)]
+                    if took:
+                        told = f"{statistics.median(took) * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms"
+                        stderr.print(f"worker {worker}{which} {opcode}: {told}")
         for worker, loads in sorted(trained.loads.items()):
             each = statistics.fmean(end - start for _, start, end in loads) / trained.plan.micro_batches
             stderr.print(f"worker {worker} data: {each * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
     if debug.level() >= 4:
         for worker, events in sorted(trained.events.items()):
             for event in events:
-                stderr.print(f"worker {worker} {event[8]}", markup=False, soft_wrap=True)
+                stderr.print(f"worker {worker} {event[9]}", markup=False, soft_wrap=True)

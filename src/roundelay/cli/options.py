@@ -24,11 +24,14 @@ from roundelay.job import Job
 from roundelay.runtime.device import named, present
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.party import Party
+from roundelay.schedules import num_workers
 
 JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of stages, one worker each. [default: cores, at most 2]")]
+Workers = Annotated[
+    int | None, typer.Option(help="Number of workers, a stage each, or two by zb-v. [default: cores, at most 2]")
+]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
     str | None, typer.Option(help=f"Update rule: {_RULES}, or one that the job registers. [default: pipeoptim]")
@@ -87,7 +90,7 @@ Cuts = Annotated[
 ]
 Devices = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda (stage k on device k), or one for each stage: cuda:0,cpu. [default: cuda if here]"),
+    typer.Option(help="cpu, cuda (worker k on device k), or one for each worker: cuda:0,cpu. [default: cuda if here]"),
 ]
 Steps = Annotated[
     int | None,
@@ -257,9 +260,16 @@ def _obey(plan: Plan, choices: Choices) -> Plan:
 
 def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
     """(name, what was given, what the plan says) where these differ; cuts apart."""
+    size = num_workers(plan)
     for name, value in choices.given().items():
         if name == "cuts":
             continue
-        said: Any = plan.num_stages if name == "workers" else getattr(plan, name)
-        if said != (named(value, plan.num_stages, plan.transport) if name == "devices" else value):
+        said: Any = _said(plan, name, size)
+        if said != (named(value, size, plan.transport) if name == "devices" else value):
             yield name, value, said
+
+
+def _said(plan: Plan, name: str, size: int) -> Any:
+    """What a plan says of a choice."""
+    of_workers = {"workers": size, "devices": plan.devices[:size]}  # a worker's first stage is of its own number
+    return of_workers[name] if name in of_workers else getattr(plan, name)

@@ -7,6 +7,7 @@ from typing import Any
 from roundelay.api.verifying import Verification
 from roundelay.cli.screen import amount, stdout, table
 from roundelay.ir.plan import Plan
+from roundelay.schedules import num_workers, stages_of
 from roundelay.sim import Simulation
 
 _COLUMNS = """
@@ -17,9 +18,10 @@ versions: of the weights, alive at one time"""
 
 def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
     """A simulation as one JSON object."""
+    weights = _weight_bytes(plan)
     return {
         "rule": plan.rule,
-        "workers": plan.num_stages,
+        "workers": num_workers(plan),
         "makespan_s": simulation.makespan_s,
         "bubble": simulation.bubble,
         "per_worker": [
@@ -28,7 +30,7 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
                 "data_share": report.data_s / simulation.makespan_s if simulation.makespan_s else 0.0,
                 "in_flight_peak": report.tapes_peak,
                 "activation_bytes_peak": report.tape_bytes_peak,
-                "parameter_bytes": plan.stages[k].parameter_bytes,
+                "parameter_bytes": weights[k],
                 "updates_crossed": list(report.versions_read),
                 "versions_held_peak": report.versions_held_peak,
                 "messages_in_flight_bytes_peak": report.unread_bytes_peak,
@@ -39,8 +41,14 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
     }
 
 
+def _weight_bytes(plan: Plan) -> list[int]:
+    """Of each worker's stages."""
+    return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in stages_of(plan)]
+
+
 def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
     """A simulation as a table."""
+    weights = _weight_bytes(plan)
     rows = [
         [
             f"worker {k}",
@@ -48,14 +56,14 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
             str(report.tapes_peak),
             amount(report.tape_bytes_peak),
             amount(report.unread_bytes_peak),
-            amount(plan.stages[k].parameter_bytes),
+            amount(weights[k]),
             f"{report.versions_read[0]}..{report.versions_read[1]}",
             str(report.versions_held_peak),
         ]
         for k, report in enumerate(simulation.workers)
     ]
     title = (
-        f"{plan.rule}, {plan.num_stages} workers, {batches} batches of {plan.micro_batches}: "
+        f"{plan.rule}, {num_workers(plan)} workers, {batches} batches of {plan.micro_batches}: "
         f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
     )
     columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
@@ -100,7 +108,7 @@ def show_verification(plan: Plan, result: Verification) -> None:
         for w in verification_json(plan, result)["workers"]
     ]
     sides.append(["reference", str(result.reference_pid), "-", "0"])
-    title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, beside the one-process reference"
+    title = f"{plan.rule} on {num_workers(plan)} workers over {plan.transport}, beside the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
     if result.equal:
         stdout.print(f"\nbit-equal: {result.tensors} tensors, {result.steps} steps ({result.losses} losses)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,7 @@ from roundelay.observe.metrics import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import write_trace
 from roundelay.runtime.party import Party
+from roundelay.schedules import num_workers
 
 
 def train_job(
@@ -232,13 +233,17 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
 
 
 def activation_bytes(trained: Trained) -> list[int]:
-    """Most bytes that each stage's tapes, and what backwards in two halves owe, have held at one time."""
-    peaks = []
-    for k in range(trained.plan.num_stages):
-        tape, debt = int(trained.workers[k]["tape_bytes"]), int(trained.workers[k]["owed_bytes"])
-        change = {"forward": tape, "backward": debt - tape, "backward-weight": -debt}
-        peaks.append(max(accumulate((change.get(event[0], 0) for event in trained.events.get(k, [])), initial=0)))
-    return peaks
+    """Most bytes that each worker's tapes, and what backwards in two halves owe, have held at one time."""
+    return [
+        max(accumulate((_change(data, event[0], event[8]) for event in trained.events.get(k, [])), initial=0))
+        for k, data in sorted(trained.workers.items())
+    ]
+
+
+def _change(account: Mapping[str, Any], opcode: str, stage: int) -> int:
+    """Bytes that an instruction leaves behind or takes away."""
+    tape, debt = int(account["tape_bytes"][str(stage)]), int(account["owed_bytes"][str(stage)])
+    return {"forward": tape, "backward": debt - tape, "backward-weight": -debt}.get(opcode, 0)
 
 
 def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFolder) -> dict[str, Any]:
@@ -247,7 +252,7 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "rule": plan.rule,
         "predictor": plan.predictor,
         "backward": plan.backward,
-        "workers": plan.num_stages,
+        "workers": num_workers(plan),
         "micro_batches": plan.micro_batches,
         "transport": plan.transport,
         "steps": len(trained.updates),
@@ -282,9 +287,9 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
     if any(summary["skipped_updates"]):
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
-    for k in range(plan.num_stages):
-        rows.append([f"worker {k}, activations", amount(summary["activation_bytes"][k])])
-    title = f"{plan.rule} on {plan.num_stages} workers over {plan.transport}, {summary['steps']} updates"
+    for k, held in enumerate(summary["activation_bytes"]):
+        rows.append([f"worker {k}, activations", amount(held)])
+    title = f"{plan.rule} on {num_workers(plan)} workers over {plan.transport}, {summary['steps']} updates"
     stdout.print(table(title, ["", ""], rows))
 
 

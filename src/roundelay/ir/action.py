@@ -53,17 +53,18 @@ class Action:
         return Action(int(stage), kind, int(number))  # type: ignore[arg-type]
 
 
-def grid(columns: Mapping[int, Sequence[str]], num_columns: int) -> str:
-    """A staircase: one row per stage, one column per time slot.
+def grid(columns: Mapping[int, Sequence[str]], num_columns: int, whose: str = "stage") -> str:
+    """A staircase: one row per stage or worker, one column per time slot.
 
     Args:
-        columns: stage to its cells, the empty string where it waits.
+        columns: number to its cells, the empty string where it waits.
         num_columns: number of time slots.
+        whose: what a row is of.
     """
     width = max((len(cell) for cells in columns.values() for cell in cells), default=1)
     digits = len(str(max(columns, default=0)))
     rows = []
-    for stage in sorted(columns):
-        cells = [*columns[stage], *[""] * (num_columns - len(columns[stage]))]
-        rows.append(f"stage {stage:>{digits}} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
+    for k in sorted(columns):
+        cells = [*columns[k], *[""] * (num_columns - len(columns[k]))]
+        rows.append(f"{whose} {k:>{digits}} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
     return "\n".join(rows)

@@ -21,11 +21,12 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage, run by the worker of the same number.
+    """One stage; which worker runs it follows from the rule, :func:`roundelay.schedules.workers_of`.
 
     Args:
         segments: operations that end its segments, in order.
-        device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them.
+        device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them; one and the same
+            for all stages of a worker.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, without a repeated forward; of its first half where it has two.
         weights_s: predicted seconds of its second half, the weights' gradients; 0 where not measured apart.
@@ -115,7 +116,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """D."""
+        """Stages: D, or 2 D where a worker has two."""
         return len(self.stages)
 
     @property

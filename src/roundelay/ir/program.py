@@ -1,6 +1,6 @@
 """Programs: what one worker executes, as finite text.
 
-A program is three blocks, or four, of instructions over a running micro-batch number ``g``::
+A program is three blocks, or four, or one, of instructions over a running micro-batch number ``g``::
 
     worker 0 of 2
     window run
@@ -32,6 +32,22 @@ fourth block, the tail, then runs until nothing is owed.
 A worker that reads has ``registers``, each room for a batch of data: its reader, a thread, loads one batch while
 another is in use, and stops where no register is free. ``read`` takes the next micro-batch from them.
 
+A worker with two stages is at different micro-batches on them, and no block over one ``g`` says how they take turns.
+Its program has one block, the order, written out for a whole window, and on every line the stage that it acts on::
+
+    worker 1 of 2
+    window batch
+    tapes 3
+    owed 3
+    channel 0 forward 0>1 slots 4
+    ...
+    order
+      forward g stage 1 takes 0 gives 2 mode stash
+      forward g stage 2 takes 2 gives 4 mode stash
+      ...
+
+It runs once per window, ``g`` being the window's first micro-batch; what lies behind the last one is passed over.
+
 Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and
 each channel it gives to has a free slot; a slot is its register, and a consumer without a free one stops its producer.
 """
@@ -54,13 +70,13 @@ FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A queue of messages between two workers, one message per micro-batch; of norms, one per batch.
+    """A queue of messages between two stages, one message per micro-batch; of norms, one per batch.
 
     Args:
         id: number, the same on both sides.
         kind: what it carries: activations, gradients, or the norm of all of a batch's gradients.
-        source: the worker that sends.
-        target: the worker that receives.
+        source: the stage that sends.
+        target: the stage that receives.
         slots: messages that may be on the way or unread at one time.
     """
 
@@ -90,6 +106,7 @@ class Instruction:
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches behind it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
+        stage: the stage that it acts on; None where the worker has one alone, which is of its own number.
     """
 
     opcode: Opcode
@@ -100,9 +117,12 @@ class Instruction:
     weights: str = ""
     distance: str = ""
     mode: str = ""
+    stage: int | None = None
 
     def __str__(self) -> str:
         words = [self.opcode, f"g{self.offset:+d}" if self.offset else "g"]
+        if self.stage is not None:
+            words += ["stage", str(self.stage)]
         for word, channels in (("takes", self.takes), ("gives", self.gives)):
             if channels:
                 words += [word, ",".join(map(str, channels))]
@@ -121,7 +141,7 @@ class Program:
         worker: its number.
         num_workers: of how many.
         window: ``batch`` or ``run``.
-        lag: repetitions of the warm-up block.
+        lag: repetitions of the warm-up block; 0 where there is an order.
         tapes: forwards that may wait for their backward at one time.
         channels: those it takes from or gives to.
         warm_up: block.
@@ -130,6 +150,7 @@ class Program:
         owed: backwards that may wait for their weights' half at one time; 0 where a backward is whole.
         tail: block, empty where no such half is left when all backwards are done.
         registers: batches of data in use, waiting, or being loaded; 0 where nothing is read.
+        order: block, in the place of all others where the worker has several stages; else empty.
     """
 
     worker: int
@@ -144,14 +165,26 @@ class Program:
     owed: int = 0
     tail: tuple[Instruction, ...] = ()
     registers: int = 0
+    order: tuple[Instruction, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Numbers of the stages that the worker runs."""
+        return tuple(sorted({i.stage for i in self.order if i.stage is not None})) or (self.worker,)
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Those of all blocks, each as often as it stands there."""
+        return (*self.warm_up, *self.steady, *self.drain, *self.tail, *self.order)
 
     def __str__(self) -> str:
-        lines = [f"worker {self.worker} of {self.num_workers}", f"window {self.window}", f"lag {self.lag}"]
+        lines = [f"worker {self.worker} of {self.num_workers}", f"window {self.window}"]
+        lines += [*([] if self.order else [f"lag {self.lag}"]), f"tapes {self.tapes}"]
         counts = {"owed": self.owed, "registers": self.registers}
-        lines += [f"tapes {self.tapes}", *(f"{name} {count}" for name, count in counts.items() if count)]
-        lines += map(str, self.channels)
+        lines += [*(f"{name} {count}" for name, count in counts.items() if count), *map(str, self.channels)]
         blocks = {"warm-up": self.warm_up, "steady": self.steady, "drain": self.drain}
-        for title, block in (blocks | ({"tail": self.tail} if self.tail else {})).items():
+        shown = {"order": self.order} if self.order else blocks | ({"tail": self.tail} if self.tail else {})
+        for title, block in shown.items():
             lines += [title, *(f"  {instruction}" for instruction in block)]
         return "\n".join(lines) + "\n"
 
@@ -164,7 +197,7 @@ class Program:
         """
         heads: dict[str, tuple[str, ...]] = {}
         channels: list[Channel] = []
-        blocks: dict[str, list[Instruction]] = {"warm-up": [], "steady": [], "drain": [], "tail": []}
+        blocks: dict[str, list[Instruction]] = {name: [] for name in ("warm-up", "steady", "drain", "tail", "order")}
         block: list[Instruction] | None = None
         lines = text.splitlines()
         for number, line in enumerate(lines, 1):
@@ -180,7 +213,8 @@ class Program:
                     heads[words[0]] = _head(words[0], line)
             except (IndexError, KeyError, ValueError) as error:
                 raise _bad_line(number, line) from error
-        lacking = [name for name in _HEADS if name not in heads and name not in _MAY_BE_ABSENT]
+        optional = (*_MAY_BE_ABSENT, "lag") if blocks["order"] else _MAY_BE_ABSENT
+        lacking = [name for name in _HEADS if name not in heads and name not in optional]
         if lacking:
             raise _bad_line(len(lines), f"the end, and no line {lacking[0]!r}")
         worker, num_workers = map(int, heads["worker"])
@@ -188,7 +222,7 @@ class Program:
             worker,
             num_workers,
             heads["window"][0],
-            int(heads["lag"][0]),
+            int(heads["lag"][0]) if "lag" in heads else 0,
             int(heads["tapes"][0]),
             tuple(channels),
             tuple(blocks["warm-up"]),
@@ -197,6 +231,7 @@ class Program:
             int(heads["owed"][0]) if "owed" in heads else 0,
             tuple(blocks["tail"]),
             int(heads["registers"][0]) if "registers" in heads else 0,
+            tuple(blocks["order"]),
         )
         for number, (line, printed) in enumerate(zip_longest(lines, str(program).splitlines(), fillvalue=""), 1):
             if line != printed:
@@ -215,6 +250,7 @@ _HEADS = {
     "registers": re.compile(r"registers (\d+)"),
 }
 _WORDS = {
+    "stage": re.compile(r"\d+"),
     "takes": re.compile(r"\d+(,\d+)*"),
     "gives": re.compile(r"\d+(,\d+)*"),
     "reads": re.compile("entry|[fp]+"),
@@ -256,6 +292,7 @@ def _instruction(words: list[str]) -> Instruction:
         weights=named.get("weights", ""),
         distance=named.get("distance", ""),
         mode=named.get("mode", ""),
+        stage=int(named["stage"]) if "stage" in named else None,
     )
 
 

@@ -5,6 +5,7 @@ rule                   forward             backward             source
 =====================  ==================  ===================  ======================================================
 ``gpipe``, ``1f1b``    W[t]                W[t]                 GPipe, PipeDream-flush: exact mini-batch SGD
 ``zb-h1``              W[t]                W[t]                 Zero bubble, H1: 1F1B with backwards in two halves
+``zb-v``               W[t]                W[t]                 Zero bubble, V: the same, with two stages per worker
 ``pipedream``          W[U]                the forward's        PipeDream: weight stashing
 ``pipedream-vertical`` W[U(0, g)]          the forward's        PipeDream with vertical sync
 ``pipedream-2bw``      W[t-1]              the forward's        PipeDream-2BW: two versions
@@ -17,10 +18,10 @@ rule                   forward             backward             source
 ``rehearse``           P(W[U], s)          W[t]                 the update foreseen with the gradients already summed
 =====================  ==================  ===================  ======================================================
 
-``gpipe``, ``1f1b`` and ``zb-h1`` run on the schedules of their names, all others on ``async-1f1b``. U = U(k, g) is
-the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch, s the distance
-that the prediction bridges (:data:`DISTANCES`). ``stash`` repeats no forward and is the only mode whose backward is the
-derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight versions.
+``gpipe``, ``1f1b``, ``zb-h1`` and ``zb-v`` run on the schedules of their names, all others on ``async-1f1b``.
+U = U(k, g) is the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch, s
+the distance that the prediction bridges (:data:`DISTANCES`). ``stash`` repeats no forward and is the only mode whose
+backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight versions.
 
 A job file may register a rule of its own. Between the newest and the previous version any table will do, such as the
 general rule of Cyclic Data Parallelism (equation 5): ``UpdateRule(name="mine", versions="table", fresh=lambda i, j, d:
@@ -113,6 +114,7 @@ _BUILT_IN = (
     _rule("gpipe", "GPipe (2019)", schedule="gpipe", stashes=False, modes=MODES),
     _rule("1f1b", "PipeDream-flush (2021)", schedule="1f1b", stashes=False, modes=MODES),
     _rule("zb-h1", "Zero Bubble Pipeline Parallelism (2023), ZB-H1", schedule="zb-h1", stashes=False, modes=MODES),
+    _rule("zb-v", "Zero Bubble Pipeline Parallelism (2023), ZB-V", schedule="zb-v", stashes=False, modes=MODES),
     _rule("pipedream", "PipeDream (2019)"),
     _rule("pipedream-vertical", "PipeDream (2019), vertical sync", versions="entry"),
     _rule("pipedream-2bw", "PipeDream-2BW (2021)", versions="table", fresh=_previous),

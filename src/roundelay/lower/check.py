@@ -7,7 +7,7 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - no register overflows: slots, forwards that wait for their backward, backwards that wait for their second half, and
   batches of data;
 - nobody waits for ever;
-- the actions of every stage come in the order that the schedule states;
+- the actions of every worker come in the order that the schedule states;
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
   forward reads the newest. With full batches that is refused;
@@ -28,7 +28,7 @@ from roundelay.ir.program import Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.emit import emit
 from roundelay.lower.refuse import check_plan
-from roundelay.schedules import Schedule, actions, schedule_named
+from roundelay.schedules import Schedule, actions, num_workers, schedule_named
 
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
@@ -38,7 +38,7 @@ _LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """One instruction as a run fired it: what is proved about is a list of these per stage."""
+    """One instruction as a run fired it: what is proved about is a list of these per worker."""
 
     opcode: str
     g: int
@@ -46,11 +46,12 @@ class Fired:
     reads: int
     distance: int
     entry: int
+    stage: int
 
 
 def lengths(plan: Plan) -> list[list[int]]:
     """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
-    m, d = plan.micro_batches, plan.num_stages
+    m, d = plan.micro_batches, num_workers(plan)
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
@@ -65,7 +66,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     Args:
         plan: the plan.
         counts: micro-batches of each batch.
-        fired: for each stage, the instructions that its machine fired.
+        fired: for each worker, the instructions that its machine fired.
 
     Raises:
         PlanError: naming the first stage and micro-batch at which the rule does not hold.
@@ -74,20 +75,21 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     schedule = schedule_named(rule.schedule)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
+    whose = "stage" if schedule.stages_per_worker == 1 else "worker"
     for k, mine in enumerate(fired):
-        wanted = actions(schedule, k, plan.num_stages, counts)
-        done = [_action(k, f, batch_of) for f in mine if f.opcode in _LETTERS]
+        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches)
+        done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
             at = next(
                 (i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted))
             )
             got = str(done[at]) if at < len(done) else "the end"
-            raise _violation(plan, f"stage {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+            raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
         for f in mine:
             if f.opcode in ("forward", "backward"):
-                _check_weights(plan, rule, k, counts, headers[f.g], f)
+                _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
             elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
-                place = f"stage {k}, update after micro-batch {f.g}: the newest norm"
+                place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
 
@@ -198,9 +200,9 @@ def programs_of(plan: Plan) -> tuple[Program, ...]:
     return emit(plan)
 
 
-def _action(stage: int, fired: Fired, batch_of: dict[int, int]) -> Action:
+def _action(fired: Fired, batch_of: dict[int, int]) -> Action:
     number = batch_of[fired.g] if fired.opcode == "update" else fired.g
-    return Action(stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
+    return Action(fired.stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
 
 
 def _violation(plan: Plan, place: str, got: str, expected: str) -> PlanError:

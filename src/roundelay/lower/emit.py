@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from roundelay.ir.action import Action
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.riding import Riding
-from roundelay.schedules import schedule_named
+from roundelay.schedules import num_workers, schedule_named
+
+Lines = Callable[[str, int], tuple[Instruction, ...]]
+"""From a kind of action and an offset to the instructions that stand for it."""
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
@@ -36,8 +43,13 @@ def emit(plan: Plan) -> tuple[Program, ...]:
         PlanError: the rule or its schedule is unknown.
     """
     rule = rule_named(plan.rule)
+    schedule = schedule_named(rule.schedule)
     channels = channels_of(plan)
-    return tuple(_program(plan, rule, k, channels) for k in range(plan.num_stages))
+    if schedule.order is None:
+        return tuple(_program(plan, rule, k, channels) for k in range(plan.num_stages))
+    size = num_workers(plan)
+    orders = [schedule.order(k, size, plan.micro_batches) for k in range(size)]
+    return tuple(_ordered(plan, rule, k, order, channels) for k, order in enumerate(orders))
 
 
 def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
@@ -67,27 +79,37 @@ def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
     return letters if PREVIOUS in letters else ""
 
 
-def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
-    schedule = schedule_named(rule.schedule)
-    lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
+def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...], told: int | None = None) -> Lines:
+    """What a stage's actions are as instructions; ``told`` is the stage's number where they must say it."""
     takes = _ids(channels, "forward", target=stage)
     gives = _ids(channels, "forward", source=stage)
     grads_in = _ids(channels, "gradient", target=stage)
     grads_out = _ids(channels, "gradient", source=stage)
+    norms = _ids(channels, "norm", target=stage), _ids(channels, "norm", source=stage)
     ahead_by, back_by = distances(plan, rule, stage)
-    version = reads(plan, rule, stage)
+    version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
 
-    def ahead(offset: int) -> tuple[Instruction, ...]:
-        forward = Instruction("forward", offset, takes, gives, version, distance=ahead_by, mode=plan.backward)
-        return (Instruction("read", offset), forward) if stage == 0 else (forward,)
+    def lines(kind: str, offset: int) -> tuple[Instruction, ...]:
+        if kind == "B":
+            return (Instruction("backward", offset, grads_in, grads_out, "", weights, back_by, mode, told),)
+        if kind == "W":
+            return (Instruction("backward-weight", offset, stage=told),)
+        if kind == "U":
+            return (Instruction("update", offset, *norms, stage=told),)
+        forward = Instruction("forward", offset, takes, gives, version, "", ahead_by, mode, told)
+        return (Instruction("read", offset, stage=told), forward) if stage == 0 else (forward,)
 
+    return lines
+
+
+def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
+    """Of a worker with one stage: blocks over one g."""
+    schedule = schedule_named(rule.schedule)
+    lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
+    lines = _lines(plan, rule, stage, channels)
     delay = schedule.delay(stage) if schedule.delay is not None else 0
-    late = (Instruction("backward-weight", -delay),) if schedule.halved else ()
-    back = (
-        Instruction("backward", 0, grads_in, grads_out, "", rule.backward_reads(plan.backward), back_by, plan.backward),
-        *late,
-        Instruction("update", -delay, _ids(channels, "norm", target=stage), _ids(channels, "norm", source=stage)),
-    )
+    late = lines("W", -delay) if schedule.halved else ()
+    back = (*lines("B", 0), *late, *lines("U", -delay))
     return Program(
         worker=stage,
         num_workers=plan.num_stages,
@@ -95,13 +117,44 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
         lag=lag,
         tapes=plan.micro_batches if schedule.window == "batch" and lag >= plan.micro_batches else lag + 1,
         channels=tuple(c for c in channels if stage in (c.source, c.target)),
-        warm_up=ahead(0),
-        steady=(*ahead(lag), *back),
+        warm_up=lines("F", 0),
+        steady=(*lines("F", lag), *back),
         drain=back,
         owed=min(delay + 1, plan.micro_batches) if schedule.halved else 0,
-        tail=(Instruction("backward-weight", 0), Instruction("update", 0)) if delay else (),
+        tail=(*lines("W", 0), *lines("U", 0)) if delay else (),
         registers=REGISTERS if stage == 0 else 0,
     )
+
+
+def _ordered(
+    plan: Plan, rule: UpdateRule, worker: int, order: Sequence[Action], channels: tuple[Channel, ...]
+) -> Program:
+    """Of a worker with several stages: the order written out; the batch may end with any of its second halves."""
+    stages = sorted({action.stage for action in order})
+    lines = {stage: _lines(plan, rule, stage, channels, stage) for stage in stages}
+    made: list[Instruction] = []
+    for action in order:
+        made += lines[action.stage](action.kind, action.number)
+        made += lines[action.stage]("U", action.number) if action.kind == "W" else ()
+    return Program(
+        worker=worker,
+        num_workers=num_workers(plan),
+        window=schedule_named(rule.schedule).window,
+        lag=0,
+        tapes=_most(order, {"F": 1, "B": -1}),
+        channels=tuple(c for c in channels if c.source in stages or c.target in stages),
+        warm_up=(),
+        steady=(),
+        drain=(),
+        owed=_most(order, {"B": 1, "W": -1}),
+        registers=REGISTERS if 0 in stages else 0,
+        order=tuple(made),
+    )
+
+
+def _most(order: Sequence[Action], change: dict[str, int]) -> int:
+    """The largest sum of changes at any place of an order."""
+    return max(accumulate(change.get(action.kind, 0) for action in order))
 
 
 def _ids(channels: tuple[Channel, ...], kind: str, *, source: int = -1, target: int = -1) -> tuple[int, ...]:

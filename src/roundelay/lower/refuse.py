@@ -11,7 +11,7 @@ from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
-from roundelay.schedules import schedule_named
+from roundelay.schedules import schedule_named, stages_of
 
 TRANSPORTS = ("memory", "shm", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -59,6 +59,8 @@ def check_plan(plan: Plan) -> None:
     _above_zero("bytes_per_s", plan.bytes_per_s)
     if schedule_named(rule.schedule).halved:
         _check_halves(plan)
+    if schedule_named(rule.schedule).stages_per_worker > 1:
+        _check_pairs(plan)
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
@@ -106,6 +108,26 @@ def _check_halves(plan: Plan) -> None:
                 got=f"{got} beside rule {plan.rule!r}, whose backwards run in two halves",
                 expected=expected,
                 remedy=f"Leave --{name} out, or choose another rule: gpipe and 1f1b compute the same.",
+            )
+
+
+def _check_pairs(plan: Plan) -> None:
+    """Two stages for every worker, which computes on one device."""
+    if plan.num_stages % 2:
+        raise PlanError(
+            "stages of the plan",
+            got=f"{plan.num_stages} beside rule {plan.rule!r}, which gives each worker two",
+            expected="an even number",
+            remedy="Cut the model into twice as many stages as there are workers, or choose zb-h1.",
+        )
+    for worker, stages in enumerate(stages_of(plan)):
+        on = {plan.stages[k].device for k in stages}
+        if len(on) > 1:
+            raise PlanError(
+                f"devices of worker {worker}'s stages, {' and '.join(map(str, stages))}",
+                got=" and ".join(plan.stages[k].device for k in stages),
+                expected="one device for both",
+                remedy="Correct the plan: a worker computes on one device.",
             )
 
 

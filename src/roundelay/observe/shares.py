@@ -126,7 +126,7 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
 
 
 def _needs(edges: Sequence[EdgePlan]) -> _Needs:
-    """(worker, opcode) to the neighbours' instructions that must have ended, as (neighbour, micro-batches before).
+    """(stage, opcode) to the neighbours' instructions that must have ended, as (neighbour, micro-batches before).
 
     They are those that make its messages, and those that free its slots. Both have its own opcode.
     """
@@ -144,7 +144,7 @@ def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
     """When each instruction became possible; minus infinity for one that needs nobody."""
     ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for s in spans:
-        ends[s.worker, s.opcode][s.g] = s.end_s
+        ends[s.stage, s.opcode][s.g] = s.end_s
     needs = {
         (k, opcode): [(ends[neighbour, opcode], before) for neighbour, before in entries]
         for (k, opcode), entries in _needs(edges).items()
@@ -152,7 +152,7 @@ def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
     made = []
     for s in spans:
         turn = -math.inf
-        for found, before in needs.get((s.worker, s.opcode), ()):
+        for found, before in needs.get((s.stage, s.opcode), ()):
             turn = max(turn, found.get(s.g - before, turn))
         made.append(turn)
     return made

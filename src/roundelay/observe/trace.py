@@ -1,6 +1,6 @@
 """Traces: who computed what and when, as a file for https://ui.perfetto.dev or chrome://tracing.
 
-The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, named after its stage; a
+The format is Chrome's Trace Event Format, in its JSON object form: a process per worker, named after its stages; a
 complete event (``X``) per instruction, and below them one per gap between instructions, called ``wait`` or ``bubble``;
 where a worker reads, a thread beside it, ``reader``, with an event per batch that was loaded meanwhile; and arrows
 (``s`` to ``f``) along which activations and gradients went. Times are microseconds. Every event is a line.
@@ -38,7 +38,7 @@ class Span:
     """One instruction, as it was executed.
 
     Args:
-        worker: k, the worker and its stage.
+        worker: k.
         opcode: ``forward``, ``backward``, ``backward-weight``, ``update`` or ``read``.
         g: global number of the micro-batch.
         batch: t, the number of its batch.
@@ -47,6 +47,7 @@ class Span:
         start_s: when it began, in seconds of a clock that all workers share.
         end_s: when it ended.
         num_bytes: bytes that it gave to other workers.
+        stage: the stage that it acted on.
     """
 
     worker: int
@@ -58,6 +59,7 @@ class Span:
     start_s: float
     end_s: float
     num_bytes: int
+    stage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,10 @@ class Flow:
 
 def flows_of(spans: Sequence[Span]) -> list[Flow]:
     """The messages between neighbouring stages: forwards to the next, backwards to the one before, per micro-batch."""
-    found = {(span.worker, span.opcode, span.g): span for span in spans if span.opcode in _NEXT}
+    found = {(span.stage, span.opcode, span.g): span for span in spans if span.opcode in _NEXT}
     made = []
-    for (worker, opcode, g), source in found.items():
-        target = found.get((worker + _NEXT[opcode], opcode, g))
+    for (stage, opcode, g), source in found.items():
+        target = found.get((stage + _NEXT[opcode], opcode, g))
         if target is not None:
             made.append(Flow(source, target))
     return made
@@ -138,7 +140,7 @@ def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Itera
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'
-            f'"args":{{"stage":{s.worker},"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},'
+            f'"args":{{"stage":{s.stage},"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},'
             f'"distance":{s.distance},"bytes":{s.num_bytes}{_made(s)}}}}}'
         )
     for i, flow in enumerate(flows):
@@ -175,13 +177,17 @@ def _readers(loads: Sequence[Load]) -> Iterator[str]:
 
 
 def _processes(spans: Sequence[Span], names: Mapping[int, str]) -> Iterator[str]:
-    for worker in sorted({span.worker for span in spans}):
-        yield from _names(worker, names.get(worker, ""))
+    runs: dict[int, set[int]] = {}
+    for span in spans:
+        runs.setdefault(span.worker, set()).add(span.stage)
+    for worker, stages in sorted(runs.items()):
+        label = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, sorted(stages)))}"
+        yield from _names(worker, ": ".join(filter(None, (label, names.get(worker, "")))))
 
 
-def _names(worker: int, stage: str) -> Iterator[str]:
+def _names(worker: int, stages: str) -> Iterator[str]:
     labels = {
-        "process_name": {"name": f"worker {worker} (stage {worker}{': ' * bool(stage)}{stage})"},
+        "process_name": {"name": f"worker {worker} ({stages})"},
         "process_sort_index": {"sort_index": worker},
         "thread_name": {"name": "instructions"},
     }

@@ -17,6 +17,7 @@ from roundelay.page.read import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
 from roundelay.page.steady import shown
 from roundelay.page.timeline import Window
+from roundelay.schedules import num_workers
 from roundelay.sim import simulate
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -31,7 +32,7 @@ def page(path: Path) -> str:
         PlanError: its plan cannot be read or obeyed.
     """
     run = read_run(path)
-    title = f"{run.name}: {run.plan.rule} on {run.plan.num_stages} workers"
+    title = f"{run.name}: {run.plan.rule} on {num_workers(run.plan)} workers"
     body = [
         _heading(run),
         s.loss(run),
@@ -60,15 +61,16 @@ def predicted(plan: Plan) -> Window:
     made = simulate(plan, programs_of(plan), stream(counts))
     batch = {header.g: header.batch for header in stream(counts)}
     spans = [
-        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0) for i in made.intervals
+        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
+        for i in made.intervals
     ]
-    starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.worker == 0)
+    starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
-    gaps = [g for g in gaps_of(spans, plan.edges, plan.num_stages) if g.start_s < end and g.end_s > begin]
+    gaps = [g for g in gaps_of(spans, plan.edges, num_workers(plan)) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     loads = [load for load in made.loads if load.start_s < end and load.end_s > begin]
-    return Window(begin, end, inside, gaps, plan.num_stages, loads)
+    return Window(begin, end, inside, gaps, num_workers(plan), loads)
 
 
 def _heading(run: Run) -> str:
@@ -89,7 +91,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("rule", plan.rule),
         ("backward", plan.backward),
         ("predictor", plan.predictor),
-        ("workers", str(plan.num_stages)),
+        ("workers", str(num_workers(plan))),
         ("micro-batches", str(plan.micro_batches)),
         ("transport", plan.transport),
         ("updates", f"{last.number + 1}"),

@@ -15,6 +15,7 @@ from roundelay.observe.metrics import read_metrics
 from roundelay.observe.run_folder import RunFolder
 from roundelay.page.steady import read_window
 from roundelay.page.timeline import Window
+from roundelay.schedules import num_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def read_run(path: Path) -> Run:
     begin = _number(lines[0].get("time"))
     evaluations = read_metrics(folder.evaluations) if folder.evaluations.exists() else []
     plan = Plan.parse(text)
-    window = read_window(folder.trace, plan.num_stages, plan.micro_batches) if folder.trace.exists() else None
+    window = read_window(folder.trace, num_workers(plan), plan.micro_batches) if folder.trace.exists() else None
     return Run(
         name=path.resolve().name,
         plan=plan,

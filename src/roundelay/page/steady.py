@@ -16,7 +16,7 @@ LEAST, MOST = 12, 36
 """Fewest and most micro-batches in a window."""
 
 _WHEN = re.compile(r'"ts":(-?[\d.]+),"dur":([\d.]+)')
-_FIRST = '"cat":"forward","pid":0,'
+_FIRST = re.compile(r'"cat":"forward","pid":0,.*"stage":0,')
 _MICRO = 1e6
 
 
@@ -57,13 +57,13 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
 
 
 def _forwards(path: Path) -> list[float]:
-    """When worker 0's forwards began, in microseconds."""
+    """When stage 0's forwards began, in microseconds."""
     found = []
     with path.open(encoding="utf-8") as file:
         if not file.readline().startswith('{"displayTimeUnit"'):
             raise ValueError("another first line")
         for line in file:
-            if _FIRST in line and (when := _WHEN.search(line)):
+            if _FIRST.search(line) and (when := _WHEN.search(line)):
                 found.append(float(when[1]))
     return sorted(found)
 
@@ -93,7 +93,8 @@ def _span(event: dict[str, Any]) -> Span:
     numbers = (int(args[name]) for name in ("micro-batch", "batch", "version", "distance"))
     g, batch, version, distance = numbers
     end, sent = start + float(event["dur"]) / _MICRO, int(args["bytes"])
-    return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent)
+    stage = int(args["stage"])
+    return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent, stage)
 
 
 def _load(event: dict[str, Any]) -> Load:

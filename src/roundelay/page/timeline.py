@@ -130,7 +130,8 @@ _LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data"
 def told(span: Span) -> str:
     """A span in words."""
     what = f"update {span.batch}" if span.opcode == "update" else f"{span.opcode} of micro-batch {span.g}"
-    words = [f"worker {span.worker}: {what}", f"batch {span.batch}"]
+    where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")
+    words = [f"{where}: {what}", f"batch {span.batch}"]
     if span.opcode == "update":
         words.append(f"version {span.version} becomes {span.version + 1}")
     elif span.opcode != "read":

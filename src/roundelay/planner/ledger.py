@@ -14,6 +14,7 @@ from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.check import programs_of
+from roundelay.schedules import stages_of
 from roundelay.sim import simulate
 
 WARM = 4
@@ -70,14 +71,17 @@ def ledger(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[Ledger, ...]:
         )
     batches = [plan.micro_batches] * (plan.num_stages + WARM)
     simulated = simulate(plan, programs_of(plan), stream(batches))
-    return tuple(
-        Ledger(
-            weights=stage.parameter_bytes,
-            gradients=stage.parameter_bytes,
-            optimizer=of_optimizer,
-            versions=(worker.versions_held_peak - 1) * stage.parameter_bytes,
-            tapes=worker.tape_bytes_peak,
-            messages=worker.unread_bytes_peak,
+    ledgers = []
+    for stages, worker in zip(stages_of(plan), simulated.workers, strict=True):
+        weights = sum(plan.stages[k].parameter_bytes for k in stages)
+        ledgers.append(
+            Ledger(
+                weights=weights,
+                gradients=weights,
+                optimizer=sum(optimizer_bytes[k] for k in stages),
+                versions=(worker.versions_held_peak - 1) * weights,
+                tapes=worker.tape_bytes_peak,
+                messages=worker.unread_bytes_peak,
+            )
         )
-        for stage, worker, of_optimizer in zip(plan.stages, simulated.workers, optimizer_bytes, strict=True)
-    )
+    return tuple(ledgers)

@@ -60,6 +60,6 @@ def _prove(plan: Plan) -> None:
 def fired(simulation: Simulation) -> list[list[Fired]]:
     """What each worker's machine fired, in order."""
     return [
-        [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry) for i in simulation.intervals_of(k)]
+        [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage) for i in simulation.intervals_of(k)]
         for k in range(len(simulation.workers))
     ]

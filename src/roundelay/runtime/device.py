@@ -33,8 +33,8 @@ from roundelay.transport.lanes import Place
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one under way."""
 
-KNOWN_SPANS = 8 * KEPT_MICRO_BATCHES
-"""Spans that are kept; the worker's log keeps at most four instructions of a micro-batch."""
+KNOWN_SPANS = 16 * KEPT_MICRO_BATCHES
+"""Spans that are kept; the worker's log keeps at most nine instructions of a micro-batch, two stages and a read."""
 
 HELD_SPANS = 256
 """Pairs of events that wait to be read before the oldest are looked at."""
@@ -49,28 +49,28 @@ def present() -> int:
     return torch.cuda.device_count()
 
 
-def named(devices: str | None, num_stages: int, transport: str) -> tuple[str, ...]:
-    """The device of every stage.
+def named(devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
+    """The device of every worker.
 
     Args:
-        devices: ``cpu``, ``cuda`` (stage k on device k, counted around), or one name for each stage, with commas. By
+        devices: ``cpu``, ``cuda`` (worker k on device k, counted around), or one name for each worker, with commas. By
             default ``cuda`` where there is such a device and the transport can carry its tensors.
-        num_stages: D.
+        num_workers: D.
         transport: of the plan.
 
     Raises:
-        PlanError: the list is not one per stage, or a device is not here.
+        PlanError: the list is not one per worker, or a device is not here.
     """
     text = devices or ("cuda" if present() and transport not in FORKING else CPU)
-    names = (text,) * num_stages if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
+    names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and present():
-        names = tuple(f"cuda:{k % present()}" for k in range(num_stages))
-    if len(names) != num_stages:
+        names = tuple(f"cuda:{k % present()}" for k in range(num_workers))
+    if len(names) != num_workers:
         raise PlanError(
             "--devices",
-            got=f"{len(names)} devices for {num_stages} stages: {text}",
-            expected="cpu, cuda, or one device for each stage, such as cuda:0,cuda:1",
-            remedy="Name one for each stage, or give --workers.",
+            got=f"{len(names)} devices for {num_workers} workers: {text}",
+            expected="cpu, cuda, or one device for each worker, such as cuda:0,cuda:1",
+            remedy="Name one for each worker, or give --workers.",
         )
     check_here(names)
     return names

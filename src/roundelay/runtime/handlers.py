@@ -35,7 +35,7 @@ class Context:
     """What handlers work on.
 
     Args:
-        worker: its number, which is its stage's.
+        worker: number of the worker.
         stage: the stage's state.
         seed: of the run.
         data: micro-batches, on the worker that reads them.
@@ -68,6 +68,11 @@ class Context:
     unaudited: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The stage's number."""
+        return self.stage.spec.stage
 
 
 Handler = Callable[[Context, Run], MicroBatch | None]
@@ -190,7 +195,7 @@ def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
     own = context.stage.gradients.square()
     context.scales.finite = math.isfinite(own)
     total = behind + own
-    if context.worker == 0:
+    if context.number == 0:
         context.norms.finished(total)
         context.scales.finished(header, total)
     return total
@@ -222,7 +227,7 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
     if not math.isfinite(loss):
         raise DivergedError(
-            f"the loss of stage {context.worker}, micro-batch {header.g} (update {header.batch})",
+            f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
             got=str(loss),
             expected="a finite number",
             remedy="Lower the learning rate, or look at this batch.",
@@ -247,8 +252,9 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
                 tensors[f"state {name}\n{key}"] = value
             else:
                 numbers.setdefault(name, {})[key] = value
-    data = {"header": header.numbers(), "numbers": numbers, "tapes": context.stage.tape_bytes()}
-    if context.worker == 0 and context.scales.state is not None:
+    told = {"header": header.numbers(), "stage": context.number}
+    data = {**told, "numbers": numbers, "tapes": context.stage.tape_bytes()}
+    if context.number == 0 and context.scales.state is not None:
         data["scale"] = context.scales.state
     if header.saved:
         flight = context.norms.in_flight(context.scales.in_flight(context.stage.flight(header.batch + 1)))

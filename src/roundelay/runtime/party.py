@@ -30,6 +30,7 @@ from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import follow
 from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.schedules import num_workers, workers_of
 from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.lanes import NcclLane, open_lanes
@@ -155,7 +156,8 @@ class Party:
 
 def _partners(plan: Plan, worker: int) -> list[int]:
     """With whom a worker exchanges tensors."""
-    pairs = [{edge.source, edge.target} for edge in plan.edges]
+    home = workers_of(plan)
+    pairs = [{home[edge.source], home[edge.target]} for edge in plan.edges]
     return sorted({other for pair in pairs if worker in pair for other in pair - {worker}})
 
 
@@ -182,7 +184,7 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
 
 
 def _leave(task: Task, tally: Tally, line: _Line, data: Endpoint, worker: threading.Thread) -> None:
-    if tally.failures or len(tally.ended) < task.plan.num_stages:
+    if tally.failures or len(tally.ended) < num_workers(task.plan):
         data.abort("the run was ended")
         line.end("the run has failed; worker 0 tells why")
     else:

@@ -30,6 +30,7 @@ from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.schedules import num_workers
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.shm import ShmEndpoint
@@ -53,7 +54,7 @@ def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
     with _meeting_place() as store:
 
         def connect(worker: int) -> Endpoint:
-            return wrap(GlooEndpoint(worker, task.plan.num_stages, store, task.plan.deadline_s))
+            return wrap(GlooEndpoint(worker, num_workers(task.plan), store, task.plan.deadline_s))
 
         _run(task, listen, connect)
 
@@ -74,7 +75,7 @@ def _meeting_place() -> Generator[str, None, None]:
 
 def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by processes that share memory; see :func:`roundelay.runtime.launch.run`."""
-    wiring = open_pairs(task.plan.num_stages)
+    wiring = open_pairs(num_workers(task.plan))
 
     def connect(worker: int) -> Endpoint:
         return wrap(ShmEndpoint(worker, wiring, task.plan.deadline_s))
@@ -87,11 +88,11 @@ def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
 
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tally = Tally(task.plan.num_stages, listen)
+    tally = Tally(num_workers(task.plan), listen)
     children: list[Child] = []
     pump = Pump(children, reports)
     try:
-        for k in range(task.plan.num_stages):
+        for k in range(num_workers(task.plan)):
             _fork(task, k, connect, children)
         forked()
         pump.start()

@@ -13,6 +13,7 @@ from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.streams import streamed
 from roundelay.runtime.tally import Listener, Tally
 from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.schedules import num_workers
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.driver import Cuda
 from roundelay.transport.memory import memory_endpoints
@@ -29,20 +30,21 @@ _TICK_S = 0.5
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    devices = [device_of(name) for name in task.plan.devices]
-    handing = streamed(memory_endpoints(task.plan.num_stages), devices, Cuda())
+    size = num_workers(task.plan)
+    devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
+    handing = streamed(memory_endpoints(size), devices, Cuda())
     endpoints = [wrap(endpoint) for endpoint in handing]
     threads = [
         threading.Thread(target=_main, args=(task, k, end, reports.put, device), name=f"worker {k}", daemon=True)
         for k, (end, device) in enumerate(zip(endpoints, devices, strict=True))
     ]
-    tally = Tally(task.plan.num_stages, listen)
+    tally = Tally(size, listen)
     try:
         for thread in threads:
             thread.start()
         follow(reports, tally)
     finally:
-        if tally.failures or len(tally.ended) < task.plan.num_stages:
+        if tally.failures or len(tally.ended) < size:
             for endpoint in endpoints:
                 endpoint.abort("the run was ended")
         deadline = time.monotonic() + END_S

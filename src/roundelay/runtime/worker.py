@@ -9,12 +9,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from functools import partial
 
 from roundelay.actor.machine import Machine, Run
-from roundelay.errors import DeadlineError, JobError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
@@ -27,6 +25,7 @@ from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import HOST, Device
+from roundelay.runtime.explain import explained, out_of_memory, unexpected
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.log import Log
 from roundelay.runtime.norms import Norms
@@ -35,7 +34,8 @@ from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.scales import Scales
 from roundelay.runtime.stage import Initial, Stage
 from roundelay.runtime.tally import failure
-from roundelay.transport.contract import Arrived, Endpoint, Granted
+from roundelay.schedules import workers_of
+from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 
 Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
@@ -60,7 +60,7 @@ class Task:
         extent: from where to where.
         initial: weights and states to start from.
         audit: report a digest of everything that is computed.
-        handlers: worker to its own handlers; those of :data:`HANDLERS` where it has none.
+        handlers: stage to its own handlers; those of :data:`HANDLERS` where it has none.
     """
 
     plan: Plan
@@ -102,9 +102,9 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
     except MemoryError as error:
-        _fail(_out_of_memory(worker, error), worker, endpoint, report)
+        _fail(out_of_memory(worker, error), worker, endpoint, report)
     except (Exception, SystemExit) as error:  # nothing may end a worker in silence
-        _fail(_unexpected(f"worker {worker}", error), worker, endpoint, report)
+        _fail(unexpected(f"worker {worker}", error), worker, endpoint, report)
 
 
 def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
@@ -119,15 +119,15 @@ class _Worker:
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
-        flight = task.initial.flight_of(worker)
-        in_flight = None if flight is None else flight.versions
-        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, in_flight)
-        self.targets = {c.id: c.target for c in program.channels}
-        self.sources = {c.id: c.source for c in program.channels}
-        self.handlers = device.watched({**HANDLERS, **task.handlers.get(worker, {})})
-        spec = task.partition.stages[worker]
+        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, _in_flight(task.initial, program))
+        home = workers_of(task.plan)
+        self.targets = {c.id: home[c.target] for c in program.channels}
+        self.sources = {c.id: home[c.source] for c in program.channels}
+        self.readers = {c.id: c.target for c in program.channels}
+        self.handlers = {
+            stage: device.watched({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
+        }
         self.resident = resident_bytes()
-        stage = Stage(task.captured, spec, task.job, task.plan, task.initial, device.place)
         self.registers = Registers(program.registers, task.plan.deadline_s)
         data = read(
             task.job.batches,
@@ -138,23 +138,29 @@ class _Worker:
             registers=self.registers,
         )
         self.data = device.feed(data)
-        audit = self._digest if task.audit else None
+        #: by number of the stage
+        self.contexts = {stage: self._context(stage, program) for stage in program.stages}
+        self.tally = _Tally(time.perf_counter())
+        self.log = Log()
+        self.digests: list[list[object]] = []
+
+    def _context(self, number: int, program: Program) -> Context:
+        """What the handlers of one stage work on."""
+        task = self.task
+        spec, flight = task.partition.stages[number], task.initial.flight_of(number)
         riding, scale = Riding.of(task.plan), LossScale.parse(task.plan.loss_scale)
-        self.context = Context(
-            worker,
-            stage,
+        return Context(
+            self.worker,
+            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place),
             task.seed,
             self.data,
             _edges(task.partition, program.channels, riding),
-            report,
-            audit,
+            self.report,
+            partial(self._digest, number) if task.audit else None,
             Norms(flight, scaled=scale.on),
             Scales(scale, task.initial.loss_scale, flight),
             riding,
         )
-        self.tally = _Tally(time.perf_counter())
-        self.log = Log()
-        self.digests: list[list[object]] = []
 
     def run(self) -> None:
         """To the end of the program; the loader's own processes, if it has any, end with it."""
@@ -175,28 +181,48 @@ class _Worker:
 
     def carry_out(self, run: Run) -> None:
         """Execute an instruction, send what it makes and give back the slots of what it took."""
-        opcode = run.instruction.opcode
+        opcode, context = run.instruction.opcode, self.contexts[run.stage]
         start = time.perf_counter()
         try:
-            header = self.handlers[opcode](self.context, run)
+            header = self.handlers[run.stage][opcode](context, run)
         except (Exception, SystemExit) as error:
-            explained = _explained(error, f"stage {self.worker}, {opcode} of micro-batch {run.g}")
-            if explained is error:
+            told = explained(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
+            if told is error:
                 raise
-            raise explained from error
+            raise told from error
         end = time.perf_counter()
         self.machine.finish(header)
-        sent = 0
-        for channel, _ in run.gives:
-            sent += self.endpoint.send(self.targets[channel], self.context.outbox.pop(channel))
+        sent = sum([self.hand_on(context.outbox.pop(channel)) for channel, _ in run.gives])
         for channel, _ in run.takes:
-            self.endpoint.grant(self.sources[channel], channel)
+            self.give_back(channel)
         batch = (header or run.header or _UNKNOWN).batch
         self.log.add((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
         if opcode != "read":
             self.tally.busy_s += end - start
         if opcode == "update":
             self._progress(run, end)
+
+    def hand_on(self, message: Message) -> int:
+        """Send a message to the worker that reads it, or lay it down for this one's own; the bytes sent."""
+        target = self.targets[message.channel]
+        if target != self.worker:
+            return self.endpoint.send(target, message)
+        self.lay_down(message)
+        return 0
+
+    def lay_down(self, message: Message) -> None:
+        """Keep a message for the stage that reads it, and tell the machine."""
+        g = message.header[0]
+        self.contexts[self.readers[message.channel]].inbox[message.channel, g] = message
+        self.machine.arrive(message.channel, self.machine.header(g) or MicroBatch.of(message.header))
+
+    def give_back(self, channel: int) -> None:
+        """A slot to the worker that fills it."""
+        source = self.sources[channel]
+        if source != self.worker:
+            self.endpoint.grant(source, channel)
+        else:
+            self.machine.grant(channel)
 
     def wait(self) -> None:
         """Until the endpoint delivers something, which the machine is told.
@@ -211,10 +237,7 @@ class _Worker:
         except DeadlineError as error:
             raise self._silence() from error
         if isinstance(delivery, Arrived):
-            message = delivery.message
-            g = message.header[0]
-            self.context.inbox[message.channel, g] = message
-            machine.arrive(message.channel, machine.header(g) or MicroBatch.of(message.header))
+            self.lay_down(delivery.message)
         elif isinstance(delivery, Granted):
             machine.grant(delivery.channel)
         else:
@@ -233,8 +256,8 @@ class _Worker:
             remedy="See what the other workers do; raise deadline_s if one instruction takes longer.",
         )
 
-    def _digest(self, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        self.digests.append([kind, number, digest(tensors)])
+    def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
+        self.digests.append([kind, stage, number, digest(tensors)])
 
     def _progress(self, run: Run, now: float) -> None:
         """Tell the busy share, at most ten times a second."""
@@ -270,12 +293,19 @@ class _Worker:
             "first_event_g": self.log.first,
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
-            "tape_bytes": self.context.stage.tape_bytes(),
-            "owed_bytes": self.context.stage.owed_bytes(),
-            "skipped": self.context.scales.skipped,
+            "tape_bytes": {str(k): context.stage.tape_bytes() for k, context in self.contexts.items()},
+            "owed_bytes": {str(k): context.stage.owed_bytes() for k, context in self.contexts.items()},
+            "skipped": sum(context.scales.skipped for context in self.contexts.values()),
             "private_bytes": private_bytes(),
             **_resident(self.resident),
         }
+
+
+def _in_flight(initial: Initial, program: Program) -> dict[int, int] | None:
+    """What a machine is told of the forwards that are done again; None if the stages start empty."""
+    flights = [initial.flight_of(stage) for stage in program.stages]
+    known = [flight for flight in flights if flight is not None]
+    return {g: version for flight in known for g, version in flight.versions.items()} if known else None
 
 
 def _resident(before: tuple[int, int] | None) -> dict[str, object]:
@@ -286,7 +316,7 @@ def _resident(before: tuple[int, int] | None) -> dict[str, object]:
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
     """An event as it is told."""
-    return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, str(run)]
+    return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, run.stage, str(run)]
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
@@ -300,32 +330,3 @@ def _edges(partition: Partition, channels: Iterable[Channel], riding: Riding) ->
         for c in channels
         if c.kind != "norm"
     }
-
-
-def _explained(error: BaseException, where: str) -> BaseException:
-    """What an instruction has raised; with its place, if it comes from the person's data, model or optimizer."""
-    if isinstance(error, JobError):
-        what = f"{where}: {error.subject}"
-        return JobError(what, got=error.got, expected=error.expected, remedy=error.remedy)
-    return error if isinstance(error, (RoundelayError, MemoryError)) else _unexpected(where, error)
-
-
-def _unexpected(subject: str, error: BaseException) -> UserCodeError:
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return UserCodeError(
-        subject,
-        got=f"{type(error).__name__}: {str(error).strip()[:500]}{where}",
-        expected="an instruction that ends well",
-        remedy="Correct the model, loss or optimizer; ROUNDELAY_DEBUG=1 shows the traceback.",
-    )
-
-
-def _out_of_memory(worker: int, error: MemoryError) -> UserCodeError:
-    return UserCodeError(
-        f"worker {worker}",
-        got=f"out of memory {error}",
-        expected="memory for weights, tapes and messages",
-        remedy='Use smaller micro-batches, `backward = "recompute"` in the plan, or more workers.',
-    )
