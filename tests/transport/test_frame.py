@@ -47,7 +47,7 @@ def test_any_bytes_are_a_frame_or_refused(noise: bytes) -> None:
         head = wire.read_head(frame)
     except InternalError:
         return
-    assert head.kind in range(1, 6)
+    assert head.kind in range(1, 8)
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))

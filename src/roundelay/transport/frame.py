@@ -1,7 +1,7 @@
 """Messages as bytes: what a transport between processes puts on the wire, and how it reads it back.
 
-A frame is a fixed head and a body. A message's body is its header, its layout (the kind of each value, dtype and shape
-of each tensor), its numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the
+A frame is a fixed head and a body. A message's body is its layout (the kind of each value, dtype and shape of each
+tensor), its header and numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the
 frame, straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's,
 and every number that sizes memory is checked.
 
@@ -11,6 +11,7 @@ The messages of a channel look alike, so layouts are written and read once and r
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import struct
 from functools import lru_cache
@@ -27,7 +28,6 @@ from roundelay.transport.contract import (
     MAX_MESSAGE_BYTES,
     MAX_VALUES,
     Message,
-    Value,
 )
 
 FRAME_BYTES = 65_536
@@ -37,12 +37,14 @@ MAX_BODY_BYTES = 2**24
 MAX_REASON_BYTES = 2**15
 """A longer reason of an abort, a traceback perhaps, is cut."""
 
-MESSAGE, MESSAGE_APART, GRANT, END, ACK = range(1, 6)
-"""Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it."""
+MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE, STIR = range(1, 8)
+"""Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it. MORE tells of bytes that lie
+beside, STIR does no more than wake its receiver."""
 
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
-_HEADERS = tuple(struct.Struct(f"<{count}q") for count in range(MAX_HEADER + 1))
+_MORE = struct.Struct("<BBHiIIQ")
+_COUNT = struct.Struct("<Q")
 _NONE, _INT, _FLOAT, _INSIDE, _APART = range(5)
 _NUMBER = {_INT: "q", _FLOAT: "d"}
 _TENSOR = struct.Struct("<BBB")
@@ -73,12 +75,35 @@ class _Tensor(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What a message is made of: the kind of each value, the numbers, and the tensors, in order."""
+    """What a body is made of, behind its layout.
 
-    kinds: tuple[int, ...]
+    Args:
+        numbers: the header, then the values that are numbers.
+        tensors: in order.
+        places: of each value, where it stands among the tensors, the numbers, and None behind them.
+        inside_bytes: of the tensors inside.
+        apart: whether there are others.
+    """
+
     numbers: struct.Struct
     tensors: tuple[_Tensor, ...]
+    places: tuple[int, ...]
     inside_bytes: int
+    apart: bool
+
+
+class _Form(NamedTuple):
+    """How alike messages are written.
+
+    Args:
+        start: head and layout, the same for all of them.
+        layout: what follows.
+        whole: whether all but the tensors apart fits into a frame.
+    """
+
+    start: bytes
+    layout: _Layout
+    whole: bool
 
 
 def grant_frame(channel: int) -> bytearray:
@@ -97,50 +122,74 @@ def ack_frame() -> bytearray:
     return bytearray(_HEAD.pack(*Head(ACK)))
 
 
-def encode(message: Message, *, inline: bool = True) -> tuple[bytearray, list[torch.Tensor]]:
+def more_frame(count: int) -> bytearray:
+    """`count` bytes more lie where sender and receiver have agreed."""
+    return bytearray(_MORE.pack(MORE, 0, 0, 0, 0, _COUNT.size, count))
+
+
+def more_of(head: Head, data: bytes, at: int) -> int:
+    """How many bytes a MORE tells of, whose body begins at `at`.
+
+    Raises:
+        InternalError: the body is no such number.
+    """
+    if head.length != _COUNT.size:
+        raise unexpected(head)
+    return int(_COUNT.unpack_from(data, at)[0])
+
+
+def stir_frame() -> bytearray:
+    """Nothing but a reason to wake up."""
+    return bytearray(_HEAD.pack(STIR, 0, 0, 0, 0, 0))
+
+
+def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[torch.Tensor]]:
     """The frame of `message` and, in order, what follows it: a body too long for it, then tensors likewise.
 
-    With `inline` tensors travel inside the frame while they fit, without it none does. Bytes are copied by address:
-    the same through tensor operations costs more than all the rest.
+    Tensors travel inside the frame while that stays within `room` bytes. Bytes are copied by address: the same through
+    tensor operations costs more than all the rest.
     """
-    header, values = message.header, message.values
+    channel, header, values = message
     kinds = tuple([(v.dtype, v.shape) if isinstance(v, torch.Tensor) else type(v) for v in values])
-    write, read = (_write, _read) if len(values) <= _REMEMBERED_VALUES else (_write_anew, _read_anew)
-    text = write(kinds, FRAME_BYTES - HEAD_BYTES - 8 * len(header) if inline else -1)
-    layout = read(text)
-    parts = [_HEADERS[len(header)].pack(*header), text]
-    if layout.numbers.size:
-        parts.append(layout.numbers.pack(*[v for v in values if isinstance(v, int | float)]))
+    form_of = _form if len(values) <= _REMEMBERED_VALUES else _form_anew
+    start, layout, whole = form_of(channel, len(header), kinds, room)
+    if len(layout.tensors) == len(values):
+        parts = [start, layout.numbers.pack(*header)]
+    else:
+        parts = [start, layout.numbers.pack(*header, *[v for v in values if type(v) in (int, float)])]
     apart = []
-    if layout.tensors:
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        for tensor, described in zip(tensors, layout.tensors, strict=True):
-            if described.inside:
-                parts.append(ctypes.string_at(tensor.data_ptr(), described.nbytes))
-            elif described.nbytes:
-                apart.append(tensor)
-    length = sum(map(len, parts))
-    if HEAD_BYTES + length > FRAME_BYTES:  # then no tensor with any bytes is inside
-        follows = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
-        head = _HEAD.pack(MESSAGE_APART, len(header), 0, message.channel, len(text), length)
-        return bytearray(head), [follows, *apart]
-    head = _HEAD.pack(MESSAGE, len(header), 0, message.channel, len(text), length)
-    return bytearray().join((head, *parts)), apart
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    for tensor, described in zip(tensors, layout.tensors, strict=True):
+        if described.inside:
+            parts.append(ctypes.string_at(tensor.data_ptr(), described.nbytes))
+        elif described.nbytes:
+            apart.append(tensor)
+    frame = bytearray().join(parts)
+    if whole:
+        return frame, apart
+    return frame[:HEAD_BYTES], [torch.frombuffer(frame, dtype=torch.uint8, offset=HEAD_BYTES), *apart]
 
 
-def read_head(frame: bytearray | memoryview) -> Head:
-    """The head of a frame.
+def read_head(frame: bytes | bytearray, at: int = 0) -> Head:
+    """The head of a frame that begins at `at`.
 
     Raises:
         InternalError: it announces what no head may announce.
     """
-    head = Head._make(_HEAD.unpack_from(frame))
-    most = MAX_BODY_BYTES if head.kind == MESSAGE_APART else FRAME_BYTES - HEAD_BYTES
-    if not (MESSAGE <= head.kind <= ACK and head.channel >= 0 and head.layout <= head.length <= most):
-        raise _unreadable(str(head))
-    if head.header > MAX_HEADER:
+    head = Head._make(_HEAD.unpack_from(frame, at))
+    kind, header, _, channel, layout, length = head
+    least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
+    if (
+        not (MESSAGE <= kind <= STIR and channel >= 0 and layout <= length and least <= length <= most)
+        or header > MAX_HEADER
+    ):
         raise _unreadable(str(head))
     return head
+
+
+def unexpected(head: Head) -> InternalError:
+    """What to raise for a frame that has no place where it came."""
+    return _unreadable(f"{head}, out of place")
 
 
 def body_of(head: Head, frame: bytearray) -> memoryview:
@@ -148,56 +197,52 @@ def body_of(head: Head, frame: bytearray) -> memoryview:
     return memoryview(frame)[HEAD_BYTES : HEAD_BYTES + head.length]
 
 
-def decode(head: Head, body: memoryview) -> tuple[Message, list[torch.Tensor]]:
-    """The message, and in order those of its tensors that follow the frame, still unfilled.
+def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tuple[Message, list[torch.Tensor]]:
+    """The message whose body begins at `at`, and in order those of its tensors that follow it, still unfilled.
 
     Raises:
         InternalError: the body is not one that `encode` writes.
     """
-    numbers_at = 8 * head.header + head.layout
-    if numbers_at > len(body):
-        raise _unreadable(f"a body of {len(body)} bytes, too short")
-    text = bytes(body[8 * head.header : numbers_at])
-    layout = (_read if len(text) <= _REMEMBERED_BYTES else _read_anew)(text)
-    inside_at = numbers_at + layout.numbers.size
-    if inside_at + layout.inside_bytes != len(body):
-        raise _unreadable(f"a body of {len(body)} bytes, where {inside_at + layout.inside_bytes} are described")
-    header = _HEADERS[head.header].unpack_from(body)
-    tensors = [torch.empty_strided(t.shape, t.strides, dtype=t.dtype) for t in layout.tensors]
-    if layout.inside_bytes:
-        _fill(tensors, layout, body[inside_at:])
-    apart = [
-        t for t, described in zip(tensors, layout.tensors, strict=True) if described.nbytes and not described.inside
-    ]
-    if len(tensors) == len(layout.kinds):
-        return Message(head.channel, header, tuple(tensors)), apart
-    return Message(head.channel, header, _values(layout, tensors, layout.numbers.unpack_from(body, numbers_at))), apart
+    count, end = head.header, at + head.length
+    numbers_at = at + head.layout
+    text = bytes(data[at:numbers_at])
+    layout = (_read if len(text) <= _REMEMBERED_BYTES else _read_anew)(text, count)
+    at = numbers_at + layout.numbers.size
+    if at + layout.inside_bytes != end or end > len(data):
+        raise _unreadable(f"a body of {head.length} bytes, where other lengths are described")
+    numbers = layout.numbers.unpack_from(data, numbers_at)
+    tensors = []
+    for shape, strides, dtype, nbytes, inside in layout.tensors:
+        # in torch's own memory: its alignment decides which kernel runs, and so the last bit of a result
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        tensors.append(tensor)
+        if inside:
+            ctypes.memmove(tensor.data_ptr(), bytes(data[at : at + nbytes]), nbytes)
+            at += nbytes
+    pool = (*tensors, *numbers[count:], None)
+    message = Message(head.channel, numbers[:count], tuple([pool[place] for place in layout.places]))
+    return message, _apart(layout, tensors) if layout.apart else []
 
 
-def _values(layout: _Layout, tensors: list[torch.Tensor], numbers: tuple[int | float, ...]) -> tuple[Value, ...]:
-    """Tensors and numbers, each in its place."""
-    each_tensor, each_number = iter(tensors), iter(numbers)
-    return tuple(
-        [
-            None if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor)
-            for kind in layout.kinds
-        ]
-    )
+def _apart(layout: _Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that travel outside of their frame."""
+    return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.nbytes and not described.inside]
 
 
-def _fill(tensors: list[torch.Tensor], layout: _Layout, body: memoryview) -> None:
-    """Copy into torch's own memory: its alignment decides which kernel runs, and so the last bit of a result."""
-    at = 0
-    for tensor, described in zip(tensors, layout.tensors, strict=True):
-        if described.inside:
-            ctypes.memmove(tensor.data_ptr(), bytes(body[at : at + described.nbytes]), described.nbytes)
-            at += described.nbytes
+def _form_anew(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Form:
+    """The form of messages on `channel` with so many numbers in the header and values of these kinds."""
+    text = _write(kinds, room - HEAD_BYTES - 8 * header)
+    layout = _read_anew(text, header)
+    length = len(text) + layout.numbers.size + layout.inside_bytes
+    whole = HEAD_BYTES + length <= FRAME_BYTES  # if not, no tensor with any bytes is inside
+    head = _HEAD.pack(MESSAGE if whole else MESSAGE_APART, header, 0, channel, len(text), length)
+    return _Form(head + text, layout, whole)
 
 
-def _write_anew(kinds: tuple[Any, ...], room: int) -> bytes:
+def _write(kinds: tuple[Any, ...], room: int) -> bytes:
     """The layout of values of these kinds: (dtype, shape) of a tensor, the type of another.
 
-    `room` bytes of a frame are there for the body without its header; negative: no tensor travels inside.
+    `room` bytes of a frame are there for the body without its header.
     """
     room -= sum([3 + 8 * len(kind[1]) if isinstance(kind, tuple) else 9 for kind in kinds])
     text = bytearray()
@@ -214,8 +259,8 @@ def _write_anew(kinds: tuple[Any, ...], room: int) -> bytes:
     return bytes(text)
 
 
-def _read_anew(text: bytes) -> _Layout:
-    """The layout that `_write_anew` wrote, refused before it takes memory that no message would fill."""
+def _read_anew(text: bytes, header: int) -> _Layout:
+    """What `_write` described, refused before it takes memory that no message would fill."""
     kinds: list[int] = []
     tensors: list[_Tensor] = []
     at = 0
@@ -235,8 +280,22 @@ def _read_anew(text: bytes) -> _Layout:
         raise _unreadable(f"{len(kinds)} values of kinds up to {max(kinds)}")
     if sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES:
         raise _unreadable(f"shapes {[tensor.shape for tensor in tensors]}, too big together")
-    numbers = struct.Struct("<" + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
-    return _Layout(tuple(kinds), numbers, tuple(tensors), sum(t.nbytes for t in tensors if t.inside))
+    numbers = struct.Struct("<" + "q" * header + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
+    inside_bytes = sum(t.nbytes for t in tensors if t.inside)
+    apart = any(t.nbytes and not t.inside for t in tensors)
+    return _Layout(numbers, tuple(tensors), _places(kinds, len(tensors)), inside_bytes, apart)
+
+
+def _places(kinds: list[int], tensors: int) -> tuple[int, ...]:
+    """Where each value stands in a row of all tensors, then all numbers, then None."""
+    each_tensor, each_number = itertools.count(), itertools.count(tensors)
+    behind = tensors + sum([kind in _NUMBER for kind in kinds])
+    return tuple(
+        [
+            behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor)
+            for kind in kinds
+        ]
+    )
 
 
 def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
@@ -250,7 +309,7 @@ def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
     return _Tensor(shape, strides, DTYPES[dtype], nbytes, kind == _INSIDE)
 
 
-_write, _read = lru_cache(maxsize=1024)(_write_anew), lru_cache(maxsize=1024)(_read_anew)
+_form, _read = lru_cache(maxsize=1024)(_form_anew), lru_cache(maxsize=1024)(_read_anew)
 
 
 def _unreadable(got: str) -> InternalError:
