@@ -59,6 +59,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 """Every dtype a message may carry; a dtype's place in this tuple is its number on the wire."""
 
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_STRIDED, _INT = torch.strided, {int}
 
 
 @final
@@ -181,7 +182,7 @@ class CheckedEndpoint(Endpoint):
     a ``_take`` of its own.
     """
 
-    #: kinds of devices whose tensors it takes
+    #: kinds of devices whose tensors it takes; the CPU's every one does
     carries: tuple[str, ...] = ("cpu",)
 
     def __init__(self, worker: int, num_workers: int) -> None:
@@ -354,9 +355,17 @@ def check_message(message: Message, carries: tuple[str, ...]) -> int:
     payload_bytes = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            fault = _tensor_fault(value, carries)
-            if fault is not None:
-                raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
+            if (
+                value.layout is not _STRIDED
+                or value.requires_grad
+                or not value.is_contiguous()
+                or value.is_conj()
+                or value.is_neg()
+                or not (value.is_cpu or value.device.type in carries)
+                or value.dtype not in DTYPE_NUMBERS
+                or value.dim() > MAX_DIMENSIONS
+            ):
+                raise _bad("tensor", _tensor_fault(value), f"dense, contiguous, detached, on {' or '.join(carries)}")
             payload_bytes += value.nbytes
         elif type(value) is int:
             _check_ints((value,))
@@ -368,20 +377,18 @@ def check_message(message: Message, carries: tuple[str, ...]) -> int:
 
 
 def _check_ints(numbers: tuple[int, ...]) -> None:
-    if {*map(type, numbers)} != {int} or min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
+    if {*map(type, numbers)} != _INT or min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
         raise _bad("integer", f"one of {numbers!r}", "a plain int of 64 bits")
 
 
-def _tensor_fault(tensor: torch.Tensor, carries: tuple[str, ...]) -> str | None:
-    if tensor.device.type not in carries or tensor.layout is not torch.strided:
-        return f"one on {tensor.device}, layout {tensor.layout}"
-    if tensor.requires_grad:
-        return "one that requires a gradient"
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return f"strides {tensor.stride()} for shape {tuple(tensor.shape)}, or a lazy conjugate or negative"
-    if tensor.dtype not in DTYPE_NUMBERS or tensor.dim() > MAX_DIMENSIONS:
-        return f"dtype {tensor.dtype} with {tensor.dim()} dimensions"
-    return None
+def _tensor_fault(tensor: torch.Tensor) -> str:
+    """What a tensor that was refused is like."""
+    return (
+        f"one on {tensor.device}, layout {tensor.layout}, dtype {tensor.dtype}, shape {tuple(tensor.shape)}"
+        + (f", strides {tensor.stride()}" if tensor.layout is _STRIDED else "")
+        + (", which requires a gradient" if tensor.requires_grad else "")
+        + (", a lazy conjugate or negative" if tensor.is_conj() or tensor.is_neg() else "")
+    )
 
 
 def _bad(subject: str, got: str, expected: str) -> InternalError:

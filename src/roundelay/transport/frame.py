@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
@@ -71,7 +72,8 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    inside: bool
+    bytes_at: Callable[[int], ctypes.Array[ctypes.c_char]] | None
+    """Its bytes, by address, if it has any and they are inside the frame."""
 
 
 class _Layout(NamedTuple):
@@ -153,16 +155,14 @@ def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[t
     kinds = tuple([(v.dtype, v.shape) if isinstance(v, torch.Tensor) else type(v) for v in values])
     form_of = _form if len(values) <= _REMEMBERED_VALUES else _form_anew
     start, layout, whole = form_of(channel, len(header), kinds, room)
-    if len(layout.tensors) == len(values):
-        parts = [start, layout.numbers.pack(*header)]
-    else:
-        parts = [start, layout.numbers.pack(*header, *[v for v in values if type(v) in (int, float)])]
-    apart = []
+    numbers = [v for v in values if type(v) is float or type(v) is int]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    for tensor, described in zip(tensors, layout.tensors, strict=True):
-        if described.inside:
-            parts.append(ctypes.string_at(tensor.data_ptr(), described.nbytes))
-        elif described.nbytes:
+    parts: list[bytes | ctypes.Array[ctypes.c_char]] = [start, layout.numbers.pack(*header, *numbers)]
+    apart = []
+    for tensor, (_, _, _, nbytes, bytes_at) in zip(tensors, layout.tensors, strict=True):
+        if bytes_at is not None:
+            parts.append(bytes_at(tensor.data_ptr()))
+        elif nbytes:
             apart.append(tensor)
     frame = bytearray().join(parts)
     if whole:
@@ -176,7 +176,11 @@ def read_head(frame: bytes | bytearray, at: int = 0) -> Head:
     Raises:
         InternalError: it announces what no head may announce.
     """
-    head = Head._make(_HEAD.unpack_from(frame, at))
+    return _head(bytes(frame[at : at + HEAD_BYTES]))
+
+
+def _head_anew(frame: bytes) -> Head:
+    head = Head._make(_HEAD.unpack(frame))
     kind, header, _, channel, layout, length = head
     least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
     if (
@@ -212,12 +216,12 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
         raise _unreadable(f"a body of {head.length} bytes, where other lengths are described")
     numbers = layout.numbers.unpack_from(data, numbers_at)
     tensors = []
-    for shape, strides, dtype, nbytes, inside in layout.tensors:
+    for shape, strides, dtype, nbytes, bytes_at in layout.tensors:
         # in torch's own memory: its alignment decides which kernel runs, and so the last bit of a result
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
         tensors.append(tensor)
-        if inside:
-            ctypes.memmove(tensor.data_ptr(), bytes(data[at : at + nbytes]), nbytes)
+        if bytes_at is not None:
+            bytes_at(tensor.data_ptr()).raw = bytes(data[at : at + nbytes])
             at += nbytes
     pool = (*tensors, *numbers[count:], None)
     message = Message(head.channel, numbers[:count], tuple([pool[place] for place in layout.places]))
@@ -226,7 +230,11 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
 
 def _apart(layout: _Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those that travel outside of their frame."""
-    return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.nbytes and not described.inside]
+    return [t for t, described in zip(tensors, layout.tensors, strict=True) if _is_apart(described)]
+
+
+def _is_apart(tensor: _Tensor) -> bool:
+    return tensor.nbytes > 0 and tensor.bytes_at is None
 
 
 def _form_anew(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Form:
@@ -281,8 +289,8 @@ def _read_anew(text: bytes, header: int) -> _Layout:
     if sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES:
         raise _unreadable(f"shapes {[tensor.shape for tensor in tensors]}, too big together")
     numbers = struct.Struct("<" + "q" * header + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
-    inside_bytes = sum(t.nbytes for t in tensors if t.inside)
-    apart = any(t.nbytes and not t.inside for t in tensors)
+    inside_bytes = sum(t.nbytes for t in tensors if t.bytes_at is not None)
+    apart = any(map(_is_apart, tensors))
     return _Layout(numbers, tuple(tensors), _places(kinds, len(tensors)), inside_bytes, apart)
 
 
@@ -291,10 +299,7 @@ def _places(kinds: list[int], tensors: int) -> tuple[int, ...]:
     each_tensor, each_number = itertools.count(), itertools.count(tensors)
     behind = tensors + sum([kind in _NUMBER for kind in kinds])
     return tuple(
-        [
-            behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor)
-            for kind in kinds
-        ]
+        [behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor) for kind in kinds]
     )
 
 
@@ -306,10 +311,12 @@ def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
     sizes = all(0 <= size <= MAX_MESSAGE_BYTES for size in shape)
     if not (sizes and nbytes <= MAX_MESSAGE_BYTES and max(strides, default=0) < 2**62):
         raise _unreadable(f"shape {shape}, where no message has more than {MAX_MESSAGE_BYTES} bytes")
-    return _Tensor(shape, strides, DTYPES[dtype], nbytes, kind == _INSIDE)
+    bytes_at = (ctypes.c_char * nbytes).from_address if nbytes and kind == _INSIDE else None
+    return _Tensor(shape, strides, DTYPES[dtype], nbytes, bytes_at)
 
 
 _form, _read = lru_cache(maxsize=1024)(_form_anew), lru_cache(maxsize=1024)(_read_anew)
+_head = lru_cache(maxsize=1024)(_head_anew)
 
 
 def _unreadable(got: str) -> InternalError:

@@ -1,9 +1,9 @@
-"""Messages from one process to another: frames in a pipe, and tensors that are too long for a frame in a ring beside it.
+"""Messages from one process to another: frames in a pipe, and in a ring beside it tensors too long for a frame.
 
 The pipe says everything, in order: a frame is a message, or tells that so many bytes more lie in the ring. So the
 kernel orders memory, and wakes whoever waits. What finds no room waits at the sender, which goes on; whoever is told
-that there is room again copies on from there. The sizes of pipe and ring decide how much is under way, never what may be
-sent.
+that there is room again copies on from there. The sizes of pipe and ring decide how much is under way, never what may
+be sent.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Outlet:
             try:
                 if self._sealed:
                     return False
-                if not self._waiting and self._put_at_once(frame, tensors):
-                    return bool(self._waiting)
+                if not self._waiting and (not tensors or self._copy_at_once(frame, tensors)):
+                    return not self._post(frame)
             finally:
                 self._copying.release()
         self._waiting.append(frame)
@@ -113,19 +113,17 @@ class Outlet:
             self._copying.release()
         return done
 
-    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
-        """The short way, when nothing waits: all that goes into the ring is written before the frame tells of it."""
-        if tensors:
-            ring, tail = self._ring, self._tail
-            size = sum([tensor.nbytes for tensor in tensors])
-            if size > CHUNK_BYTES or tail + size - ring.counters[HEAD] > ring.size:
-                return False
-            for tensor in tensors:
-                ring.write(tail, tensor.data_ptr(), tensor.nbytes)
-                tail += tensor.nbytes
-            frame += wire.more_frame(tail - self._told)
-            self._given = self._tail = self._told = tail
-        self._post(frame)
+    def _copy_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy short tensors in before their frame is written, which then tells of them; whether there is room."""
+        ring, tail = self._ring, self._tail
+        size = sum([tensor.nbytes for tensor in tensors])
+        if size > CHUNK_BYTES or tail + size - ring.counters[HEAD] > ring.size:
+            return False
+        for tensor in tensors:
+            ring.write(tail, tensor.data_ptr(), tensor.nbytes)
+            tail += tensor.nbytes
+        frame += wire.more_frame(tail - self._told)
+        self._given = self._tail = self._told = tail
         return True
 
     def _post(self, frame: bytearray) -> bool:
@@ -226,25 +224,25 @@ class Inlet:
             stop = body + head.length if head.kind != wire.MESSAGE_APART else body
             if stop > end:
                 break
-            if not self._take(head, data, body, come):
+            if head.kind == wire.MESSAGE and self._announced is None:
+                message, apart = wire.decode(head, data, body)
+                if apart:
+                    self._announced = head
+                    self._await(message, apart)
+                else:
+                    come.append(Arrived(self._source, message))
+            elif not self._take(head, data, body, come):
                 return False
             at = stop
         self._rest = data[at:]
         return True
 
     def _take(self, head: wire.Head, data: bytes, at: int, come: deque[Delivery]) -> bool:
-        """Take one frame, whose body begins at `at`; whether more may follow."""
+        """Take a frame that is not a message of its own, its body beginning at `at`; whether more may follow."""
         if head.kind == wire.MORE:
             self._fill(wire.more_of(head, data, at), come)
         elif self._announced is not None:
             raise wire.unexpected(head)
-        elif head.kind == wire.MESSAGE:
-            message, apart = wire.decode(head, data, at)
-            if apart:
-                self._announced = head
-                self._await(message, apart)
-            else:
-                come.append(Arrived(self._source, message))
         elif head.kind == wire.MESSAGE_APART:
             self._announced, self._body = head, bytearray(head.length)
             self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))
