@@ -1,4 +1,4 @@
-"""Messages through pipe and ring: any sizes, any interleaving of the ends, and interruptions in the middle of a copy."""
+"""Messages through pipe and ring: any sizes, any interleaving of the ends, interruptions in the middle of a copy."""
 
 from __future__ import annotations
 

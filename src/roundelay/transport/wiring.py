@@ -13,6 +13,7 @@ back when the last process that holds them ends, however it ends: there is nothi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import struct
 import weakref
@@ -21,6 +22,9 @@ from typing import final
 from roundelay.errors import PlanError
 from roundelay.transport.frame import MAX_REASON_BYTES
 from roundelay.transport.ring import RING_BYTES, Ring, shared_memory
+
+PIPE_BYTES = 2**18
+"""Room of a pipe, where the system allows it; four times what is usual."""
 
 _WANTS, _WORDS = 0, 128  # places on a worker's part of the board
 _PART_BYTES = 4096 + MAX_REASON_BYTES
@@ -60,6 +64,10 @@ class Pipe:
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(
+            PermissionError
+        ):  # the person's share of such memory is used up: an ordinary pipe does
+            fcntl.fcntl(self.writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def close_reading(self) -> None:
         """Close this process's hold on the reading end; a second call does nothing."""
