@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
+from roundelay.transport.contract import Granted
 from roundelay.transport.credits import CreditsGiven, CreditsTaken
 from roundelay.transport.ring import HEAD, LEAST_BYTES, WANTED, Ring
 
@@ -18,15 +19,30 @@ FULL = 232  # channels that a page has room for
 def test_whatever_is_given_is_taken_once(steps: list[int | None]) -> None:
     """None stands for a look at what is there."""
     ring = Ring(LEAST_BYTES)
-    given, taken = CreditsGiven(ring), CreditsTaken(ring)
+    given, taken = CreditsGiven(ring), CreditsTaken({3: ring})
     got: list[int] = []
     for channel in [*steps, *[None] * len(steps)]:
         if channel is not None:
             given.give(channel)
         elif (credit := taken.take()) is not None:
-            got.append(credit)
+            assert credit.source == 3
+            got.append(credit.channel)
     assert sorted(got) == sorted(channel for channel in steps if channel is not None)
     assert taken.take() is None
+
+
+def test_nothing_is_taken_of_a_giver_that_is_forgotten() -> None:
+    rings = {1: Ring(LEAST_BYTES), 2: Ring(LEAST_BYTES)}
+    givers = {source: CreditsGiven(ring) for source, ring in rings.items()}
+    taken = CreditsTaken(rings)
+    for giver in givers.values():
+        giver.give(7)
+        giver.give(7)
+    assert taken.take() is not None
+    taken.forget(1)
+    for channel in (7, 8):
+        givers[1].give(channel)
+    assert [taken.take() for _ in range(3)] == [Granted(2, 7), Granted(2, 7), None]
 
 
 def test_the_ring_s_own_numbers_are_left_alone() -> None:

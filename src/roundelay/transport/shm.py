@@ -36,7 +36,10 @@ from roundelay.transport.stream import Inlet, Outlet
 from roundelay.transport.wiring import Wiring
 
 INLINE_BYTES = 20 * 1024
-"""Longest frame with tensors inside. Up to about 32 KiB a pipe is faster than the ring; a frame leaves room for others."""
+"""Longest frame with tensors inside: up to 32 KiB the pipe is faster than the ring, but others need its room, too."""
+
+MANY_CREDITS = 64
+"""A worker that finds so many credits in a row listens to the others once."""
 
 ABORT_GRACE_S = 1.0
 """Seconds that an abort may take to pass on what was sent before it."""
@@ -62,7 +65,8 @@ class ShmEndpoint(CheckedEndpoint):
         self._wiring, self._deadline_s = wiring, deadline_s
         self._links = {other: _Link(worker, other, wiring) for other in self._others}
         self._heard = {link.inlet.pipe: link for link in self._links.values()}  # those that may still say something
-        self._giving = tuple(self._links.values())  # those whose credits count: all but the lost
+        self._credited = CreditsTaken({other: wiring.rings[other, worker] for other in self._others})
+        self._unheard = 0  # how often in a row a credit was there, and nobody was heard
         self._come: deque[Delivery] = deque()
         self._ending = wiring.ended[worker]
         self._poller = select.poll()
@@ -109,38 +113,32 @@ class ShmEndpoint(CheckedEndpoint):
         while not self._left:
             if come:
                 return come.popleft()
-            if credits:
-                credit = self._hear_with_credits(deadline)
-                if credit is not None:
-                    return credit
-            else:
+            if not credits:
                 self._hear(deadline - time.monotonic())
+            elif (credit := self._hear_or_credit(deadline)) is not None:
+                return credit
             if not come and time.monotonic() >= deadline:
                 break
         return None
 
-    def _hear_with_credits(self, deadline: float) -> Granted | None:
-        """Wait for a credit, too; one that is there already."""
+    def _hear_or_credit(self, deadline: float) -> Granted | None:
+        """A credit that is there; without one, wait until there is, or somebody says something."""
+        if self._unheard < MANY_CREDITS and (credit := self._credited.take()) is not None:
+            self._unheard += 1
+            return credit
         board = self._wiring.board
         board.want_credit(self.worker, True)
         self._fence()  # a giver counts, then asks whether we want one; we the other way round
         try:
-            credit = self._credit()
+            credit = self._credited.take()
             self._hear(0.0 if credit is not None else deadline - time.monotonic())
         finally:
             board.want_credit(self.worker, False)
         return credit
 
-    def _credit(self) -> Granted | None:
-        """A credit that one of the others has given."""
-        for link in self._giving:
-            channel = link.credited.take()
-            if channel is not None:
-                return Granted(link.worker, channel)
-        return None
-
     def _hear(self, patience_s: float) -> None:
         """Wait until somebody says something, or patience is over; and take it."""
+        self._unheard = 0
         milliseconds = math.ceil(min(max(0.0, patience_s), _LONGEST_S) * 1000)
         for fd, _ in self._poller.poll(milliseconds):
             link = self._heard.get(fd)
@@ -159,7 +157,7 @@ class ShmEndpoint(CheckedEndpoint):
 
     def _lose(self, link: _Link, reason: str) -> None:
         self._drop(link)
-        self._giving = tuple(other for other in self._giving if other is not link)
+        self._credited.forget(link.worker)
         self._come.append(Lost(link.worker, reason))
 
     def _drop(self, link: _Link) -> None:
@@ -282,4 +280,3 @@ class _Link:
         self.outlet = Outlet(wiring.pipes[to].writing, wiring.rings[to])
         self.inlet = Inlet(other, wiring.pipes[back].reading, wiring.rings[back], wiring.freed[other].ring)
         self.credits = CreditsGiven(wiring.rings[to])
-        self.credited = CreditsTaken(wiring.rings[back])
