@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,6 +30,7 @@ from roundelay.transport.contract import (
     MAX_MESSAGE_BYTES,
     MAX_VALUES,
     Message,
+    Value,
 )
 
 FRAME_BYTES = 65_536
@@ -82,14 +84,14 @@ class _Layout(NamedTuple):
     Args:
         numbers: the header, then the values that are numbers.
         tensors: in order.
-        places: of each value, where it stands among the tensors, the numbers, and None behind them.
+        pick: the values in order, out of the tensors, then the numbers, then None.
         inside_bytes: of the tensors inside.
         apart: whether there are others.
     """
 
     numbers: struct.Struct
     tensors: tuple[_Tensor, ...]
-    places: tuple[int, ...]
+    pick: Callable[[tuple[Value, ...]], tuple[Value, ...]]
     inside_bytes: int
     apart: bool
 
@@ -152,11 +154,19 @@ def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[t
     tensor operations costs more than all the rest.
     """
     channel, header, values = message
-    kinds = tuple([(v.dtype, v.shape) if isinstance(v, torch.Tensor) else type(v) for v in values])
+    kinds: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    numbers: list[int | float] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            kinds.append((value.dtype, value.shape))
+            tensors.append(value)
+        else:
+            kinds.append(type(value))
+            if value is not None:
+                numbers.append(value)
     form_of = _form if len(values) <= _REMEMBERED_VALUES else _form_anew
-    start, layout, whole = form_of(channel, len(header), kinds, room)
-    numbers = [v for v in values if type(v) is float or type(v) is int]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    start, layout, whole = form_of(channel, len(header), tuple(kinds), room)
     parts: list[bytes | ctypes.Array[ctypes.c_char]] = [start, layout.numbers.pack(*header, *numbers)]
     apart = []
     for tensor, (_, _, _, nbytes, bytes_at) in zip(tensors, layout.tensors, strict=True):
@@ -170,16 +180,18 @@ def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[t
     return frame[:HEAD_BYTES], [torch.frombuffer(frame, dtype=torch.uint8, offset=HEAD_BYTES), *apart]
 
 
-def read_head(frame: bytes | bytearray, at: int = 0) -> Head:
-    """The head of a frame that begins at `at`.
+def read_head(frame: bytearray) -> Head:
+    """The head of a frame.
 
     Raises:
         InternalError: it announces what no head may announce.
     """
-    return _head(bytes(frame[at : at + HEAD_BYTES]))
+    return head_of(bytes(frame[:HEAD_BYTES]))
 
 
-def _head_anew(frame: bytes) -> Head:
+@lru_cache(maxsize=1024)
+def head_of(frame: bytes) -> Head:
+    """What the bytes of a head say. Raises as `read_head` does."""
     head = Head._make(_HEAD.unpack(frame))
     kind, header, _, channel, layout, length = head
     least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
@@ -223,8 +235,7 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
         if bytes_at is not None:
             bytes_at(tensor.data_ptr()).raw = bytes(data[at : at + nbytes])
             at += nbytes
-    pool = (*tensors, *numbers[count:], None)
-    message = Message(head.channel, numbers[:count], tuple([pool[place] for place in layout.places]))
+    message = Message(head.channel, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
     return message, _apart(layout, tensors) if layout.apart else []
 
 
@@ -291,16 +302,20 @@ def _read_anew(text: bytes, header: int) -> _Layout:
     numbers = struct.Struct("<" + "q" * header + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
     inside_bytes = sum(t.nbytes for t in tensors if t.bytes_at is not None)
     apart = any(map(_is_apart, tensors))
-    return _Layout(numbers, tuple(tensors), _places(kinds, len(tensors)), inside_bytes, apart)
+    return _Layout(numbers, tuple(tensors), _picker(kinds, len(tensors)), inside_bytes, apart)
 
 
-def _places(kinds: list[int], tensors: int) -> tuple[int, ...]:
-    """Where each value stands in a row of all tensors, then all numbers, then None."""
+def _picker(kinds: list[int], tensors: int) -> Callable[[tuple[Value, ...]], tuple[Value, ...]]:
+    """Picks each value out of a row of all tensors, then all numbers, then None."""
     each_tensor, each_number = itertools.count(), itertools.count(tensors)
     behind = tensors + sum([kind in _NUMBER for kind in kinds])
-    return tuple(
-        [behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor) for kind in kinds]
-    )
+    places = [
+        behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor) for kind in kinds
+    ]
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    start = places[0] if places else 0
+    return operator.itemgetter(slice(start, start + len(places)))  # a tuple, too
 
 
 def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
@@ -316,7 +331,6 @@ def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
 
 
 _form, _read = lru_cache(maxsize=1024)(_form_anew), lru_cache(maxsize=1024)(_read_anew)
-_head = lru_cache(maxsize=1024)(_head_anew)
 
 
 def _unreadable(got: str) -> InternalError:

@@ -20,7 +20,6 @@ Choices, and what speaks for them:
 
 from __future__ import annotations
 
-import math
 import select
 import threading
 import time
@@ -139,7 +138,7 @@ class ShmEndpoint(CheckedEndpoint):
     def _hear(self, patience_s: float) -> None:
         """Wait until somebody says something, or patience is over; and take it."""
         self._unheard = 0
-        milliseconds = math.ceil(min(max(0.0, patience_s), _LONGEST_S) * 1000)
+        milliseconds = int(1000 * min(patience_s, _LONGEST_S)) + 1 if patience_s > 0 else 0
         for fd, _ in self._poller.poll(milliseconds):
             link = self._heard.get(fd)
             if link is None:

@@ -219,8 +219,8 @@ class Inlet:
             data = self._rest + data
         at, end = 0, len(data)
         while at + wire.HEAD_BYTES <= end:
-            head = wire.read_head(data, at)
             body = at + wire.HEAD_BYTES
+            head = wire.head_of(data[at:body])
             stop = body + head.length if head.kind != wire.MESSAGE_APART else body
             if stop > end:
                 break
