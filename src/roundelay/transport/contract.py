@@ -59,7 +59,6 @@ DTYPES: tuple[torch.dtype, ...] = (
 """Every dtype a message may carry; a dtype's place in this tuple is its number on the wire."""
 
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-_STRIDED, _INT = torch.strided, {int}
 
 
 @final
@@ -356,7 +355,7 @@ def check_message(message: Message, carries: tuple[str, ...]) -> int:
     for value in values:
         if isinstance(value, torch.Tensor):
             if (
-                value.layout is not _STRIDED
+                value.layout is not torch.strided
                 or value.requires_grad
                 or not value.is_contiguous()
                 or value.is_conj()
@@ -377,7 +376,7 @@ def check_message(message: Message, carries: tuple[str, ...]) -> int:
 
 
 def _check_ints(numbers: tuple[int, ...]) -> None:
-    if {*map(type, numbers)} != _INT or min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
+    if {*map(type, numbers)} != {int} or min(numbers) < INT64_MIN or max(numbers) > INT64_MAX:
         raise _bad("integer", f"one of {numbers!r}", "a plain int of 64 bits")
 
 
@@ -385,7 +384,7 @@ def _tensor_fault(tensor: torch.Tensor) -> str:
     """What a tensor that was refused is like."""
     return (
         f"one on {tensor.device}, layout {tensor.layout}, dtype {tensor.dtype}, shape {tuple(tensor.shape)}"
-        + (f", strides {tensor.stride()}" if tensor.layout is _STRIDED else "")
+        + (f", strides {tensor.stride()}" if tensor.layout is torch.strided else "")
         + (", which requires a gradient" if tensor.requires_grad else "")
         + (", a lazy conjugate or negative" if tensor.is_conj() or tensor.is_neg() else "")
     )
