@@ -5,33 +5,23 @@ tensor), its header and numbers, then the bytes of the tensors that travel insid
 frame, straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's,
 and every number that sizes memory is checked.
 
-The messages of a channel look alike, so layouts are written and read once and remembered: a pure function's results.
+The messages of a channel look alike, so what they have in common is written and read once and remembered: a pure
+function's results.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import math
-import operator
 import struct
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.transport.contract import (
-    DTYPE_NUMBERS,
-    DTYPES,
-    MAX_DIMENSIONS,
-    MAX_HEADER,
-    MAX_MESSAGE_BYTES,
-    MAX_VALUES,
-    Message,
-    Value,
-)
+from roundelay.transport import layout as layouts
+from roundelay.transport.contract import MAX_HEADER, Message
+from roundelay.transport.layout import Layout, unreadable
 
 FRAME_BYTES = 65_536
 """Longest frame; a message's tensors travel inside it while they fit."""
@@ -48,11 +38,8 @@ _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
 _MORE = struct.Struct("<BBHiIIQ")
 _COUNT = struct.Struct("<Q")
-_NONE, _INT, _FLOAT, _INSIDE, _APART = range(5)
-_NUMBER = {_INT: "q", _FLOAT: "d"}
-_TENSOR = struct.Struct("<BBB")
-_REMEMBERED_VALUES, _REMEMBERED_BYTES = 32, 1024
-"""The layouts of longer messages are not kept."""
+_REMEMBERED_VALUES = 32
+"""The forms of longer messages are not kept."""
 
 
 @final
@@ -67,35 +54,6 @@ class Head(NamedTuple):
     length: int = 0
 
 
-class _Tensor(NamedTuple):
-    """A tensor as it is laid out."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    bytes_at: Callable[[int], ctypes.Array[ctypes.c_char]] | None
-    """Its bytes, by address, if it has any and they are inside the frame."""
-
-
-class _Layout(NamedTuple):
-    """What a body is made of, behind its layout.
-
-    Args:
-        numbers: the header, then the values that are numbers.
-        tensors: in order.
-        pick: the values in order, out of the tensors, then the numbers, then None.
-        inside_bytes: of the tensors inside.
-        apart: whether there are others.
-    """
-
-    numbers: struct.Struct
-    tensors: tuple[_Tensor, ...]
-    pick: Callable[[tuple[Value, ...]], tuple[Value, ...]]
-    inside_bytes: int
-    apart: bool
-
-
 class _Form(NamedTuple):
     """How alike messages are written.
 
@@ -106,7 +64,7 @@ class _Form(NamedTuple):
     """
 
     start: bytes
-    layout: _Layout
+    layout: Layout
     whole: bool
 
 
@@ -199,13 +157,13 @@ def head_of(frame: bytes) -> Head:
         not (MESSAGE <= kind <= STIR and channel >= 0 and layout <= length and least <= length <= most)
         or header > MAX_HEADER
     ):
-        raise _unreadable(str(head))
+        raise unreadable(str(head))
     return head
 
 
 def unexpected(head: Head) -> InternalError:
     """What to raise for a frame that has no place where it came."""
-    return _unreadable(f"{head}, out of place")
+    return unreadable(f"{head}, out of place")
 
 
 def body_of(head: Head, frame: bytearray) -> memoryview:
@@ -222,10 +180,10 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
     count, end = head.header, at + head.length
     numbers_at = at + head.layout
     text = bytes(data[at:numbers_at])
-    layout = (_read if len(text) <= _REMEMBERED_BYTES else _read_anew)(text, count)
+    layout = layouts.read(text, count)
     at = numbers_at + layout.numbers.size
     if at + layout.inside_bytes != end or end > len(data):
-        raise _unreadable(f"a body of {head.length} bytes, where other lengths are described")
+        raise unreadable(f"a body of {head.length} bytes, where other lengths are described")
     numbers = layout.numbers.unpack_from(data, numbers_at)
     tensors = []
     for shape, strides, dtype, nbytes, bytes_at in layout.tensors:
@@ -239,104 +197,19 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
     return message, _apart(layout, tensors) if layout.apart else []
 
 
-def _apart(layout: _Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(layout: Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those that travel outside of their frame."""
-    return [t for t, described in zip(tensors, layout.tensors, strict=True) if _is_apart(described)]
-
-
-def _is_apart(tensor: _Tensor) -> bool:
-    return tensor.nbytes > 0 and tensor.bytes_at is None
+    return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.apart]
 
 
 def _form_anew(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Form:
     """The form of messages on `channel` with so many numbers in the header and values of these kinds."""
-    text = _write(kinds, room - HEAD_BYTES - 8 * header)
-    layout = _read_anew(text, header)
+    text = layouts.write(kinds, room - HEAD_BYTES - 8 * header)
+    layout = layouts.read(text, header)
     length = len(text) + layout.numbers.size + layout.inside_bytes
     whole = HEAD_BYTES + length <= FRAME_BYTES  # if not, no tensor with any bytes is inside
     head = _HEAD.pack(MESSAGE if whole else MESSAGE_APART, header, 0, channel, len(text), length)
     return _Form(head + text, layout, whole)
 
 
-def _write(kinds: tuple[Any, ...], room: int) -> bytes:
-    """The layout of values of these kinds: (dtype, shape) of a tensor, the type of another.
-
-    `room` bytes of a frame are there for the body without its header.
-    """
-    room -= sum([3 + 8 * len(kind[1]) if isinstance(kind, tuple) else 9 for kind in kinds])
-    text = bytearray()
-    for kind in kinds:
-        if isinstance(kind, tuple):
-            dtype, shape = kind
-            nbytes = math.prod(shape) * dtype.itemsize
-            fits = nbytes <= room
-            room -= nbytes if fits else 0
-            text += _TENSOR.pack(_INSIDE if fits else _APART, DTYPE_NUMBERS[dtype], len(shape))
-            text += struct.pack(f"<{len(shape)}q", *shape)
-        else:
-            text.append(_INT if kind is int else _FLOAT if kind is float else _NONE)
-    return bytes(text)
-
-
-def _read_anew(text: bytes, header: int) -> _Layout:
-    """What `_write` described, refused before it takes memory that no message would fill."""
-    kinds: list[int] = []
-    tensors: list[_Tensor] = []
-    at = 0
-    try:
-        while at < len(text):
-            kinds.append(text[at])
-            if text[at] in (_INSIDE, _APART):
-                kind, dtype, dimensions = _TENSOR.unpack_from(text, at)
-                shape = struct.unpack_from(f"<{dimensions}q", text, at + _TENSOR.size)
-                tensors.append(_tensor(kind, dtype, shape))
-                at += _TENSOR.size + 8 * dimensions
-            else:
-                at += 1
-    except struct.error:
-        raise _unreadable(f"a layout of {len(text)} bytes, too short") from None
-    if len(kinds) > MAX_VALUES or max(kinds, default=0) > _APART:
-        raise _unreadable(f"{len(kinds)} values of kinds up to {max(kinds)}")
-    if sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES:
-        raise _unreadable(f"shapes {[tensor.shape for tensor in tensors]}, too big together")
-    numbers = struct.Struct("<" + "q" * header + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
-    inside_bytes = sum(t.nbytes for t in tensors if t.bytes_at is not None)
-    apart = any(map(_is_apart, tensors))
-    return _Layout(numbers, tuple(tensors), _picker(kinds, len(tensors)), inside_bytes, apart)
-
-
-def _picker(kinds: list[int], tensors: int) -> Callable[[tuple[Value, ...]], tuple[Value, ...]]:
-    """Picks each value out of a row of all tensors, then all numbers, then None."""
-    each_tensor, each_number = itertools.count(), itertools.count(tensors)
-    behind = tensors + sum([kind in _NUMBER for kind in kinds])
-    places = [
-        behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor) for kind in kinds
-    ]
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    start = places[0] if places else 0
-    return operator.itemgetter(slice(start, start + len(places)))  # a tuple, too
-
-
-def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> _Tensor:
-    if dtype >= len(DTYPES) or len(shape) > MAX_DIMENSIONS:
-        raise _unreadable(f"dtype {dtype} with {len(shape)} dimensions")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    strides = tuple([math.prod([max(1, size) for size in shape[d + 1 :]]) for d in range(len(shape))])
-    sizes = all(0 <= size <= MAX_MESSAGE_BYTES for size in shape)
-    if not (sizes and nbytes <= MAX_MESSAGE_BYTES and max(strides, default=0) < 2**62):
-        raise _unreadable(f"shape {shape}, where no message has more than {MAX_MESSAGE_BYTES} bytes")
-    bytes_at = (ctypes.c_char * nbytes).from_address if nbytes and kind == _INSIDE else None
-    return _Tensor(shape, strides, DTYPES[dtype], nbytes, bytes_at)
-
-
-_form, _read = lru_cache(maxsize=1024)(_form_anew), lru_cache(maxsize=1024)(_read_anew)
-
-
-def _unreadable(got: str) -> InternalError:
-    return InternalError(
-        "bytes from another worker",
-        got=got,
-        expected="a frame of this version of Roundelay",
-        remedy="Run the same version of Roundelay on every worker.",
-    )
+_form = lru_cache(maxsize=1024)(_form_anew)
