@@ -149,6 +149,17 @@ def test_a_receiver_is_told_of_a_long_message_while_it_is_copied() -> None:
         assert told.count(bytes(wire.more_frame(CHUNK_BYTES))) == 3
 
 
+def test_a_frame_that_comes_in_pieces_is_put_together(link: Link) -> None:
+    messages = [made([9000]), made([3])]
+    assert link.send(messages[0], 20_000)
+    link.send(messages[1])
+    link.read()
+    assert not link.come
+    exchange(link)
+    assert all(map(same, link.come, messages))
+    assert len(link.come) == 2
+
+
 def test_a_short_message_is_written_at_once_and_whole() -> None:
     with linked(pipe_bytes=2**16) as link:
         assert not link.send(made([9000]), 10_000)
