@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,19 @@ def test_a_grant_names_its_worker_and_channel(run: Run) -> None:
 
     expected = [[1, 5], [1, 5], [1, 2**31 - 1], [2, 5], [2, 5], [2, 2**31 - 1]]
     assert run([take, give, give])[0] == expected
+
+
+def test_a_credit_wakes_the_one_that_waits_for_it(run: Run) -> None:
+    def give(endpoint: Endpoint) -> None:
+        time.sleep(0.2)
+        endpoint.grant(0, 3)
+        message(endpoint)
+
+    def take(endpoint: Endpoint) -> None:
+        assert endpoint.receive(WAIT_S) == Granted(1, 3)
+        endpoint.send(1, Message(0, (), ()))
+
+    run([take, give])
 
 
 def test_a_credit_that_nobody_was_woken_for_is_not_lost(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -26,7 +27,7 @@ from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.ring import LEAST_BYTES, RING_BYTES
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.wiring import open_pairs
+from roundelay.transport.wiring import Wiring, open_pairs
 
 KINDS = (
     "memory",
@@ -38,7 +39,7 @@ KINDS = (
     "narrow shm",
     "nccl over gloo",
 )
-"""Narrow: through rings that hold next to nothing, so that senders keep most of what they send."""
+"""Narrow: through pipes and rings that hold next to nothing, so that senders keep most of what they send."""
 
 PATIENCE_S = 30.0
 MAX_DELAY_S = 0.004
@@ -142,7 +143,7 @@ def _run_threads(kind: str, bodies: Sequence[Body]) -> list[dict[str, Any]]:
 
 
 def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[dict[str, Any]]:
-    wiring = open_pairs(len(bodies), LEAST_BYTES if "narrow" in kind else RING_BYTES) if "shm" in kind else None
+    wiring = _wiring(kind, len(bodies)) if "shm" in kind else None
 
     def connect(worker: int) -> Endpoint:
         if wiring is not None:
@@ -154,6 +155,13 @@ def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[di
 
     tasks = [lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)]
     return fork_all(tasks, wiring.close if wiring is not None else lambda: None)
+
+
+def _wiring(kind: str, num_workers: int) -> Wiring:
+    wiring = open_pairs(num_workers, LEAST_BYTES if "narrow" in kind else RING_BYTES)
+    for pipe in wiring.pipes.values() if "narrow" in kind else ():
+        fcntl.fcntl(pipe.writing, fcntl.F_SETPIPE_SZ, 4096)
+    return wiring
 
 
 def fork_all(

@@ -47,7 +47,7 @@ def test_any_bytes_are_a_frame_or_refused(noise: bytes) -> None:
         head = wire.read_head(frame)
     except InternalError:
         return
-    assert head.kind in range(1, 6)
+    assert head.kind in range(1, 8)
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))
@@ -60,6 +60,17 @@ def test_a_message_with_one_wrong_byte_is_read_or_refused(place: int, byte: int)
         wire.decode(head, wire.body_of(head, padded))
     except InternalError:
         return
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("more", [-100, -1, 1])
+def test_a_body_of_another_length_than_it_describes_is_refused(more: int, inside: bool) -> None:
+    frame, _ = wire.encode(Message(0, (1, 2), (torch.ones(20), 3.0)), wire.FRAME_BYTES if inside else 0)
+    head = wire.read_head(frame)
+    with pytest.raises(InternalError):
+        wire.decode(head._replace(length=max(head.layout, head.length + more)), frame + bytes(1), wire.HEAD_BYTES)
+    with pytest.raises(InternalError):
+        wire.decode(head, frame[:-1], wire.HEAD_BYTES)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (MAX_MESSAGE_BYTES,), (2**40, 2**40), (0, 2**62)])

@@ -128,7 +128,7 @@ def test_a_killed_worker_is_seen_even_if_a_child_of_its_own_lives_on(with_child:
     def perish(endpoint: ShmEndpoint) -> None:
         child = os.fork() if with_child else 0
         if with_child and child == 0:
-            time.sleep(5.0)
+            time.sleep(WAIT_S + 10.0)
             os._exit(0)
         endpoint.send(1, Message(0, (child,), ()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -163,16 +163,21 @@ def test_a_message_cut_off_by_death_never_arrives() -> None:
 
 
 def test_a_worker_that_never_pauses_still_hears_of_a_death() -> None:
-    """The ring of worker 2 is never empty for worker 1."""
+    """Worker 2 always has something for worker 1."""
 
     def perish(endpoint: ShmEndpoint) -> None:
+        endpoint.receive(WAIT_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def listen(endpoint: ShmEndpoint) -> int:
+    def listen(endpoint: ShmEndpoint) -> list[int]:
+        before = 0
         while not isinstance(delivery := endpoint.receive(WAIT_S), Lost):
+            before += 1
+            if before == 100:
+                endpoint.send(0, Message(0, (), ()))
             time.sleep(0.001)
         endpoint.abort("heard")
-        return delivery.source
+        return [delivery.source, before]
 
     def chatter(endpoint: ShmEndpoint) -> None:
         for _ in range(5000):
@@ -181,7 +186,9 @@ def test_a_worker_that_never_pauses_still_hears_of_a_death() -> None:
             pass
         endpoint.close()
 
-    assert start([perish, listen, chatter])[1] == 0
+    source, before = start([perish, listen, chatter])[1]
+    assert source == 0
+    assert 100 <= before < 5000
 
 
 def test_a_worker_that_stopped_answering_holds_up_neither_close_nor_abort() -> None:
@@ -268,7 +275,7 @@ def test_an_abort_from_another_thread_ends_a_wait_and_lets_everything_go() -> No
 
 def test_bytes_that_are_no_message_lose_their_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def babble(endpoint: ShmEndpoint) -> None:
-        monkeypatch.setattr(shm.wire, "encode", lambda message, inline: (bytearray(b"\xff" * 64), []))
+        monkeypatch.setattr(shm.wire, "encode", lambda message, room: (bytearray(b"\xff" * 64), []))
         endpoint.send(1, Message(0, (), ()))
         endpoint.close()
 
@@ -283,14 +290,14 @@ def test_bytes_that_are_no_message_lose_their_sender_only(monkeypatch: pytest.Mo
 
 
 def test_a_system_without_room_is_told_in_words_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, make, made = held(), os.eventfd, iter(range(100))
+    before, make, made = held(), os.pipe2, iter(range(100))
 
-    def scarce(*args: int) -> int:
-        if next(made) == 3:
+    def scarce(flags: int) -> tuple[int, int]:
+        if next(made) == 5:
             raise OSError(24, "Too many open files")
-        return make(*args)
+        return make(flags)
 
-    monkeypatch.setattr(os, "eventfd", scarce)
+    monkeypatch.setattr(os, "pipe2", scarce)
     with pytest.raises(PlanError, match="Too many open files"):
         open_pairs(4)
     assert held() == before

@@ -160,12 +160,14 @@ class Pump:
 
     def _main(self) -> None:
         open_pipes = {child.pipe: (child, bytearray()) for child in self._children}
+        poller = select.poll()  # select knows the first 1024 files only
+        for pipe in open_pipes:
+            poller.register(pipe, select.POLLIN)
         ended: set[int] = set()
         stopped_s = dict.fromkeys(open_pipes, 0.0)
         last = time.monotonic()
         while open_pipes and not self._stopping.is_set():
-            ready, _, _ = select.select(list(open_pipes), [], [], _TICK_S)
-            for pipe in ready:
+            for pipe, _ in poller.poll(1000 * _TICK_S):
                 child, buffer = open_pipes[pipe]
                 data = os.read(pipe, 1 << 20)
                 buffer += data
@@ -174,6 +176,7 @@ class Pump:
                         ended.add(child.worker)
                     self._reports.put(report)
                 if not data:
+                    poller.unregister(pipe)
                     del open_pipes[pipe]
                     if child.worker not in ended:
                         self._reports.put(_died(child))

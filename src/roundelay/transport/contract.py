@@ -181,7 +181,7 @@ class CheckedEndpoint(Endpoint):
     a ``_take`` of its own.
     """
 
-    #: kinds of devices whose tensors it takes
+    #: kinds of devices whose tensors it takes; the CPU's every one does
     carries: tuple[str, ...] = ("cpu",)
 
     def __init__(self, worker: int, num_workers: int) -> None:
@@ -354,9 +354,17 @@ def check_message(message: Message, carries: tuple[str, ...]) -> int:
     payload_bytes = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            fault = _tensor_fault(value, carries)
-            if fault is not None:
-                raise _bad("tensor", fault, f"dense, contiguous, detached, on {' or '.join(carries)}")
+            if (
+                value.layout is not torch.strided
+                or value.requires_grad
+                or not value.is_contiguous()
+                or value.is_conj()
+                or value.is_neg()
+                or not (value.is_cpu or value.device.type in carries)
+                or value.dtype not in DTYPE_NUMBERS
+                or value.dim() > MAX_DIMENSIONS
+            ):
+                raise _bad("tensor", _tensor_fault(value), f"dense, contiguous, detached, on {' or '.join(carries)}")
             payload_bytes += value.nbytes
         elif type(value) is int:
             _check_ints((value,))
@@ -372,16 +380,14 @@ def _check_ints(numbers: tuple[int, ...]) -> None:
         raise _bad("integer", f"one of {numbers!r}", "a plain int of 64 bits")
 
 
-def _tensor_fault(tensor: torch.Tensor, carries: tuple[str, ...]) -> str | None:
-    if tensor.device.type not in carries or tensor.layout is not torch.strided:
-        return f"one on {tensor.device}, layout {tensor.layout}"
-    if tensor.requires_grad:
-        return "one that requires a gradient"
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return f"strides {tensor.stride()} for shape {tuple(tensor.shape)}, or a lazy conjugate or negative"
-    if tensor.dtype not in DTYPE_NUMBERS or tensor.dim() > MAX_DIMENSIONS:
-        return f"dtype {tensor.dtype} with {tensor.dim()} dimensions"
-    return None
+def _tensor_fault(tensor: torch.Tensor) -> str:
+    """What a tensor that was refused is like."""
+    return (
+        f"one on {tensor.device}, layout {tensor.layout}, dtype {tensor.dtype}, shape {tuple(tensor.shape)}"
+        + (f", strides {tensor.stride()}" if tensor.layout is torch.strided else "")
+        + (", which requires a gradient" if tensor.requires_grad else "")
+        + (", a lazy conjugate or negative" if tensor.is_conj() or tensor.is_neg() else "")
+    )
 
 
 def _bad(subject: str, got: str, expected: str) -> InternalError:

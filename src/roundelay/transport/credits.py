@@ -7,9 +7,12 @@ look for one is one load; only a taker that sleeps for want of a credit has to b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import final
 
 from roundelay.errors import InternalError
+from roundelay.transport.contract import Granted
 from roundelay.transport.ring import FIRST_FREE, Fence, Ring
 
 _USED, _ENTRIES = FIRST_FREE, FIRST_FREE + 16
@@ -60,23 +63,47 @@ class CreditsGiven:
 
 @final
 class CreditsTaken:
-    """The taker's end: for one thread.
+    """The taker's end, of all givers: for one thread.
 
     Args:
-        ring: the same as the giver's.
+        rings: by giver, the same as the giver's.
     """
 
-    def __init__(self, ring: Ring) -> None:
-        self._counters = ring.counters
-        self._taken: list[int] = []
+    def __init__(self, rings: Mapping[int, Ring]) -> None:
+        self._counters = {giver: ring.counters for giver, ring in rings.items()}
+        self._known = dict.fromkeys(rings, 0)
+        self._counts: list[_Count] = []
 
-    def take(self) -> int | None:
-        """The channel of a credit that is there, which is then taken; or None."""
-        counters, taken = self._counters, self._taken
-        if counters[_USED] != len(taken):
-            taken += [0] * (counters[_USED] - len(taken))
-        for i, count in enumerate(taken):
-            if counters[_ENTRIES + 2 * i + 1] != count:
-                taken[i] += 1
-                return counters[_ENTRIES + 2 * i]
-        return None
+    def take(self) -> Granted | None:
+        """A credit that is there, which is then taken; or None."""
+        for count in self._counts:
+            if count.counters[count.place] != count.taken:
+                count.taken += 1
+                return count.credit
+        return self.take() if self._find_new() else None
+
+    def forget(self, giver: int) -> None:
+        """Take no more of `giver`'s credits."""
+        del self._counters[giver]
+        self._counts = [count for count in self._counts if count.credit.source != giver]
+
+    def _find_new(self) -> bool:
+        """Whether credits have been given of channels that had none before."""
+        before = len(self._counts)
+        for giver, counters in self._counters.items():
+            while self._known[giver] < counters[_USED]:
+                place = _ENTRIES + 2 * self._known[giver]
+                self._counts.append(_Count(counters, place + 1, Granted(giver, counters[place])))
+                self._known[giver] += 1
+        return len(self._counts) > before
+
+
+@final
+@dataclass(slots=True)
+class _Count:
+    """The credits of one channel: where they are counted, and how many have been taken."""
+
+    counters: memoryview[int]
+    place: int
+    credit: Granted
+    taken: int = 0

@@ -171,6 +171,8 @@ class GlooEndpoint(CheckedEndpoint):
                 self.deliver(Granted(link.worker, head.channel))
         elif head.kind == wire.ACK:
             link.acknowledged = True
+        elif head.kind != wire.END:
+            raise wire.unexpected(head)
         else:
             link.ended = True
             if head.length:

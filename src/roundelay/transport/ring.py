@@ -1,9 +1,8 @@
-"""A one-way pipe of bytes in memory that two processes share: one writes, one reads, and neither ever waits here.
+"""Bytes on their way from one process to another, in memory that both share: one writes, one reads, neither waits here.
 
-The two ends agree by two counters that only grow: the *tail*, bytes ever written, is the writer's; the *head*, bytes
-ever taken, is the reader's. Each is eight aligned bytes, stored and loaded by a single machine instruction, so a
-process that is killed leaves either the old number or the new one. Bytes are copied before the counter that tells of
-them moves, with a fence between: processors reorder, the Python interpreter does not.
+How much has been written the reader is told by other means (`stream.py`), which also order memory between the two. How
+much has been taken is the *head*, a counter that only grows, the reader's to set: eight aligned bytes, stored and
+loaded by a single machine instruction, so a process that is killed leaves either the old number or the new one.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ RING_BYTES = 2**22
 
 LEAST_BYTES = 2**16
 
-TAIL, HEAD, WANTED = 0, 16, 32
-"""Places of the counters, and of the writer's flag that it waits for room. Two cache lines lie between any two of them,
-as processors fetch lines in pairs."""
+HEAD, WANTED = 0, 16
+"""Places of the head, and of the writer's flag that it waits for room. Two cache lines lie between any two numbers of
+different owners, as processors fetch lines in pairs."""
 
-FIRST_FREE = 48
+FIRST_FREE = 32
 """What lies behind is for whoever has the ring (`credits.py`)."""
 
 _COUNTERS_BYTES = mmap.PAGESIZE
@@ -34,7 +33,7 @@ _COUNTERS_BYTES = mmap.PAGESIZE
 
 @final
 class Ring:
-    """The shared memory of one pipe, made before the processes fork: it has no name, so nothing of it can be left over.
+    """The shared memory of one pair, made before the processes fork: it has no name, so nothing of it can be left over.
 
     Args:
         size: room in bytes, a power of two of at least 64 KiB.
@@ -50,20 +49,10 @@ class Ring:
         self.size = size
         self._map: mmap.mmap | None = shared_memory(_COUNTERS_BYTES + size)
         self.counters = memoryview(self._map)[:_COUNTERS_BYTES].cast("Q")
-        """The shared numbers, at `TAIL` and `WANTED` the writer's to set, at `HEAD` the reader's."""
+        """The shared numbers, at `WANTED` the writer's to set, at `HEAD` the reader's."""
         self._data = memoryview(self._map)[_COUNTERS_BYTES:]
         self._pin: ctypes.c_char | None = ctypes.c_char.from_buffer(self._data)
         self._base = ctypes.addressof(self._pin)
-
-    def put(self, position: int, data: bytearray) -> None:
-        """Copy `data` into the ring, as the bytes number `position` and following; for few bytes."""
-        at = position & (self.size - 1)
-        first = self.size - at
-        if len(data) <= first:
-            self._data[at : at + len(data)] = data
-        else:
-            self._data[at:] = data[:first]
-            self._data[: len(data) - first] = data[first:]
 
     def write(self, position: int, address: int, count: int) -> None:
         """Copy `count` bytes at `address` into the ring, as the bytes number `position` and following."""
@@ -80,13 +69,6 @@ class Ring:
         ctypes.memmove(address, self._base + at, first)
         if first < count:
             ctypes.memmove(address + first, self._base, count - first)
-
-    def view(self, position: int, count: int) -> memoryview:
-        """The bytes number `position` and following, in place where they lie together."""
-        at = position & (self.size - 1)
-        if at + count <= self.size:
-            return self._data[at : at + count]
-        return memoryview(bytes(self._data[at:]) + bytes(self._data[: at + count - self.size]))
 
     def close(self) -> None:
         """Give this process's hold on the memory back; a second call does nothing."""

@@ -1,31 +1,29 @@
-"""Workers as processes of one host that talk through shared memory.
+"""Workers as processes of one host that talk through pipes and shared memory.
 
-Everything they share is made before they fork (`wiring.py`); each message is copied into a ring by its sender and out
-of it, into tensors of torch's own, by its receiver (`stream.py`, `ring.py`). Bytes and order go through the ring alone,
-so a message that the receiver finds waiting costs no system call on either side; files serve to sleep, to wake, and to
-see a death.
+Everything they share is made before they fork (`wiring.py`). A short message is one frame, written into a pipe by its
+sender and read out of it by its receiver, a system call each, and the kernel wakes who waits; longer tensors are copied
+into a ring by the sender and out of it, into memory of torch's own, by the receiver (`stream.py`, `ring.py`).
 
 Choices, and what speaks for them:
 
-- No thread receives: `receive` looks into the rings itself. A thread of its own would take each message first, then
-  wait for the interpreter's lock, then wake the one that wants it. A worker that waits looks again and again for
-  `SPIN_S`, if its last wait was a short one, and only then sleeps: to be woken takes 50 microseconds and more.
+- No thread receives: `receive` waits for the pipes itself. A thread of its own would take each message first, then
+  wait for the interpreter's lock, then wake the one that wants it.
+- Nobody looks again and again: on a machine with fewer processors than workers that takes the time of those who work.
 - A message that finds no room does not make its sender wait: it stays in the sender's memory, and a thread that is
   started then and only then copies it in as the receiver makes room.
-- A credit is no message (`credits.py`): whoever lacks none does not look for any.
-- No handshake ends a link. What is in a ring stays there when its writer ends; so `close` is done when everything is
-  in the rings, END last. An `abort` leaves its reason on the board and lets go of the lifeline; a death lets go of it
-  without a word.
+- A credit is no message (`credits.py`): whoever lacks none does not look for any, nor is woken for one.
+- No handshake ends a link. What is in pipe and ring stays there when its writer ends; so `close` is done when
+  everything is in them, END last. A pipe that ends without END is a loss: `abort` has left its reason on the board, a
+  death says nothing. Who leaves stops reading first, and the kernel tells those who still send.
 - Tensors are copied out, not handed over in place: they live as long as a tape does, and a ring is freed in order.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import select
 import threading
 import time
+from collections import deque
 from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
@@ -33,22 +31,21 @@ from roundelay.transport import frame as wire
 from roundelay.transport.contract import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
 from roundelay.transport.credits import CreditsGiven, CreditsTaken
 from roundelay.transport.ring import Fence
-from roundelay.transport.stream import Ended, Inlet, Outlet
-from roundelay.transport.wiring import AWAKE, MESSAGES, MESSAGES_AND_CREDITS, Wiring
+from roundelay.transport.stream import Inlet, Outlet
+from roundelay.transport.wiring import Wiring
 
-SPIN_S = 100e-6
-"""Seconds that a worker looks again and again before it sleeps; about what waking it costs."""
+INLINE_BYTES = 20 * 1024
+"""Longest frame with tensors inside: up to 32 KiB the pipe is faster than the ring, but others need its room, too."""
 
-SHORT_WAIT_S = 200e-6
-"""After a wait that was longer the next one is not worth looking again and again."""
-
-LOOK_EVERY_S = 0.05
-"""A worker that always finds a message waiting looks after the others' lives so often."""
+MANY_CREDITS = 64
+"""A worker that finds so many credits in a row listens to the others once."""
 
 ABORT_GRACE_S = 1.0
 """Seconds that an abort may take to pass on what was sent before it."""
 
 _NAP_S = 1.0
+_LONGEST_S = 1e6
+"""As long as the kernel can be asked to wait, and longer than any run is silent."""
 
 
 @final
@@ -66,24 +63,23 @@ class ShmEndpoint(CheckedEndpoint):
         wiring.keep(worker)
         self._wiring, self._deadline_s = wiring, deadline_s
         self._links = {other: _Link(worker, other, wiring) for other in self._others}
-        self._open = tuple(self._links.values())  # those that may still say something; who is heard first comes first
-        self._giving = self._open  # those whose credits count: all but the lost
-        self._bell = wiring.arrived[worker]
+        self._heard = {link.inlet.pipe: link for link in self._links.values()}  # those that may still say something
+        self._credited = CreditsTaken({other: wiring.rings[other, worker] for other in self._others})
+        self._unheard = 0  # how often in a row a credit was there, and nobody was heard
+        self._come: deque[Delivery] = deque()
+        self._ending = wiring.ended[worker]
         self._poller = select.poll()
-        self._lives: dict[int, _Link] = {wiring.lifelines[other].reading: link for other, link in self._links.items()}
-        for fd in (self._bell.fd, *self._lives):
+        for fd in (self._ending.fd, *self._heard):
             self._poller.register(fd, select.POLLIN)
         self._fence = Fence()
-        self._reading = threading.Lock()  # held by whoever reads the rings
+        self._reading = threading.Lock()  # held by whoever reads the pipes
         self._holding = threading.Lock()  # held by whoever starts or wakes the helper, or ends everything
         self._helper: threading.Thread | None = None
         self._left = False
         self._idle = False  # whether everything may be closed: it has ended, and no thread writes any more
-        self._hopeful = True  # whether the next wait may be a short one
-        self._looked = 0.0
 
     def _send(self, to: int, message: Message) -> None:
-        frame, tensors = wire.encode(message, inline=False)
+        frame, tensors = wire.encode(message, INLINE_BYTES)
         if self._links[to].outlet.put(frame, tensors):
             self._wake_helper()
 
@@ -91,7 +87,8 @@ class ShmEndpoint(CheckedEndpoint):
         link = self._links[to]
         try:
             link.credits.give(channel)
-            link.tell(MESSAGES_AND_CREDITS)
+            if self._wiring.board.wants_credit(to) and link.outlet.put(wire.stir_frame()):
+                self._wake_helper()
         except ValueError:  # another thread has ended this endpoint, and closed what it shared
             if not self._left:
                 raise
@@ -111,111 +108,70 @@ class ShmEndpoint(CheckedEndpoint):
 
     def _await(self, deadline: float, credits: bool) -> Delivery | None:
         """The next delivery; None when the deadline has passed or this endpoint has ended."""
-        if self._left:
-            return None
-        if time.monotonic() - self._looked > LOOK_EVERY_S:
-            self._look(0.0)
-        delivery = self._scan(credits)
-        if delivery is None and self._hopeful:
-            delivery = self._spin(deadline, credits)
-        while delivery is None and not self._left:
-            delivery = self._sleep(deadline, credits)
-            if delivery is None and time.monotonic() >= deadline:
+        come = self._come
+        while not self._left:
+            if come:
+                return come.popleft()
+            if not credits:
+                self._hear(deadline - time.monotonic())
+            elif (credit := self._hear_or_credit(deadline)) is not None:
+                return credit
+            if not come and time.monotonic() >= deadline:
                 break
-        return None if self._has_left() else delivery
-
-    def _has_left(self) -> bool:
-        """Whether another thread has ended this endpoint meanwhile."""
-        return self._left
-
-    def _credit(self) -> Granted | None:
-        """A credit that one of the others has given."""
-        for link in self._giving:
-            channel = link.credited.take()
-            if channel is not None:
-                return Granted(link.worker, channel)
         return None
 
-    def _scan(self, credits: bool) -> Delivery | None:
-        """What one of the others has said, each in turn; else a credit, if wanted."""
-        for place, link in enumerate(self._open, 1):
-            delivery = self._hear(link)
-            if delivery is not None:
-                self._open = self._open[place:] + self._open[:place]
-                return delivery
-        return self._credit() if credits else None
-
-    def _hear(self, link: _Link) -> Delivery | None:
-        gone = link.gone  # asked first: all that it ever wrote is in the ring by then
+    def _hear_or_credit(self, deadline: float) -> Granted | None:
+        """A credit that is there; without one, wait until there is, or somebody says something."""
+        if self._unheard < MANY_CREDITS and (credit := self._credited.take()) is not None:
+            self._unheard += 1
+            return credit
+        board = self._wiring.board
+        board.want_credit(self.worker, True)
+        self._fence()  # a giver counts, then asks whether we want one; we the other way round
         try:
-            got = link.inlet.read()
-        except InternalError as fault:
-            return self._lose(link, f"it sent bytes that are no message ({fault.got})")
-        if isinstance(got, Ended):
-            self._drop(link)
-            return None
-        if got is None and gone:
-            return self._lose(link, self._wiring.board.last_words(link.worker) or "its process ended")
-        return got
+            credit = self._credited.take()
+            self._hear(0.0 if credit is not None else deadline - time.monotonic())
+        finally:
+            board.want_credit(self.worker, False)
+        return credit
 
-    def _lose(self, link: _Link, reason: str) -> Lost:
+    def _hear(self, patience_s: float) -> None:
+        """Wait until somebody says something, or patience is over; and take it."""
+        self._unheard = 0
+        milliseconds = int(1000 * min(patience_s, _LONGEST_S)) + 1 if patience_s > 0 else 0
+        for fd, _ in self._poller.poll(milliseconds):
+            link = self._heard.get(fd)
+            if link is None:
+                self._ending.still()
+                continue
+            try:
+                more = link.inlet.read(self._come)
+            except InternalError as fault:
+                self._lose(link, f"it sent bytes that are no message ({fault.got})")
+            else:
+                if not more and link.inlet.ended:
+                    self._drop(link)
+                elif not more:
+                    self._lose(link, self._wiring.board.last_words(link.worker) or "its process ended")
+
+    def _lose(self, link: _Link, reason: str) -> None:
         self._drop(link)
-        self._giving = tuple(other for other in self._giving if other is not link)
-        return Lost(link.worker, reason)
+        self._credited.forget(link.worker)
+        self._come.append(Lost(link.worker, reason))
 
     def _drop(self, link: _Link) -> None:
         """Hear `link` no more, and drop what is sent to it."""
-        self._open = tuple(other for other in self._open if other is not link)
+        del self._heard[link.inlet.pipe]
+        self._poller.unregister(link.inlet.pipe)
         link.outlet.seal(ABORT_GRACE_S)
 
-    def _spin(self, deadline: float, credits: bool) -> Delivery | None:
-        """Look again and again for a short while; it begins anew while a long message comes in."""
-        until, taken = 0.0, -1
-        while True:
-            delivery = self._scan(credits)
-            if delivery is not None:
-                return delivery
-            now = time.monotonic()
-            if taken != (taken := sum(link.inlet.taken for link in self._open)):
-                until = min(deadline, now + SPIN_S)
-            if now >= until:
-                return None
-            os.sched_yield()
-
-    def _sleep(self, deadline: float, credits: bool) -> Delivery | None:
-        """Wait for the bell, a death or the deadline, and hear what there is then."""
-        board = self._wiring.board
-        board.sleep(self.worker, MESSAGES_AND_CREDITS if credits else MESSAGES)
-        self._fence()  # a sender writes, then asks whether we sleep; we the other way round
-        try:
-            delivery = self._scan(credits)
-            if delivery is None:
-                start = time.monotonic()
-                self._look(min(deadline - start, _NAP_S))
-                self._hopeful = time.monotonic() - start < SHORT_WAIT_S
-                delivery = self._scan(credits)
-        finally:
-            board.sleep(self.worker, AWAKE)
-        return delivery
-
-    def _look(self, patience_s: float) -> None:
-        """Wait until something has come, somebody has ended, or patience is over."""
-        for fd, _ in self._poller.poll(math.ceil(max(0.0, patience_s) * 1000)):
-            if fd == self._bell.fd:
-                self._bell.still()
-            else:
-                self._lives[fd].gone = True
-                self._poller.unregister(fd)
-        self._looked = time.monotonic()
-
     def _close(self) -> None:
-        deadline = time.monotonic() + self._deadline_s
         with self._reading:
-            for link in self._links.values():
-                if link.outlet.put(wire.end_frame("")):
-                    self._wake_helper()
-            while (late := self._late()) and time.monotonic() < deadline:
-                self._drain(deadline)
+            self._stop_reading()
+        for link in self._links.values():
+            if link.outlet.put(wire.end_frame("")):
+                self._wake_helper()
+        late = self._wait_for_room(self._deadline_s)
         self._leave()
         if late:
             raise DeadlineError(
@@ -227,31 +183,27 @@ class ShmEndpoint(CheckedEndpoint):
 
     def _abort(self, reason: str) -> None:
         self._wiring.board.leave_words(self.worker, reason or "no reason given")
-        deadline = time.monotonic() + ABORT_GRACE_S
-        while self._late() and time.monotonic() < deadline:
-            if self._reading.acquire(blocking=False):
-                try:
-                    self._drain(deadline)
-                finally:
-                    self._reading.release()
-            else:  # another thread receives meanwhile
-                time.sleep(0.001)
+        if self._reading.acquire(blocking=False):  # else another thread receives meanwhile
+            try:
+                self._stop_reading()
+            finally:
+                self._reading.release()
+        self._wait_for_room(ABORT_GRACE_S)
         self._leave()
 
-    def _late(self) -> list[int]:
-        """Living workers that have not made room for all that was sent to them."""
-        return [link.worker for link in self._links.values() if link.outlet.waits and not link.gone]
+    def _stop_reading(self) -> None:
+        """Those that still send to us learn that nobody reads, and need not wait for room while they end, too."""
+        for fd in self._heard:
+            self._poller.unregister(fd)
+        self._heard.clear()
+        self._wiring.stop_reading()
 
-    def _drain(self, deadline: float) -> None:
-        """Make room for those who send to us, as they may be ending too; wait until something happens."""
-        board = self._wiring.board
-        board.sleep(self.worker, MESSAGES_AND_CREDITS)
-        self._fence()
-        for link in self._open:
-            link.inlet.discard()
-        if self._late():
-            self._look(min(deadline - time.monotonic(), _NAP_S))
-        board.sleep(self.worker, AWAKE)
+    def _wait_for_room(self, patience_s: float) -> list[int]:
+        """Wait until the helper has copied in all that waits; the workers that did not make room for it."""
+        deadline = time.monotonic() + patience_s
+        while (late := [k for k, link in self._links.items() if link.outlet.waits]) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return late
 
     def _leave(self) -> None:
         """Send nothing more, end the helper, and let the others see the end."""
@@ -262,8 +214,7 @@ class ShmEndpoint(CheckedEndpoint):
                 self._wiring.freed[self.worker].ring()
                 self._helper.join(ABORT_GRACE_S)
                 idle.append(not self._helper.is_alive())
-            self._bell.ring()
-        self._wiring.lifelines[self.worker].release()
+            self._ending.ring()
         self._idle = all(idle)
         self._let_go()
 
@@ -290,32 +241,32 @@ class ShmEndpoint(CheckedEndpoint):
     def _copy_on(self) -> None:
         """The helper thread: copy in what waits whenever there is room for it."""
         bell = self._wiring.freed[self.worker]
+        outlets = [link.outlet for link in self._links.values()]
         while not self._left:
-            for link in self._links.values():
-                link.outlet.flush()
-            waiting = [link for link in self._links.values() if link.outlet.waits]
-            for link in waiting:
-                link.outlet.want_room(True)
-            if not any(link.outlet.has_room for link in waiting):
+            for outlet in outlets:
+                outlet.flush()
+            waiting = [outlet for outlet in outlets if outlet.waits]
+            for outlet in waiting:
+                outlet.want_room(True)
+            if not any(outlet.has_room for outlet in waiting):
                 self._await_room(waiting)
         bell.still()
 
-    def _await_room(self, waiting: list[_Link]) -> None:
+    def _await_room(self, waiting: list[Outlet]) -> None:
         """Wait until there is room, something more to copy, or nobody left to copy for."""
         bell = self._wiring.freed[self.worker]
-        if self._ended is not None and not waiting:
-            self._bell.ring()  # the one who closes waits for this
-        lives = {self._wiring.lifelines[link.worker].reading: link for link in waiting}
+        by_pipe = {outlet.pipe: outlet for outlet in waiting}
         poller = select.poll()
-        for fd in (bell.fd, *lives):
-            poller.register(fd, select.POLLIN)
-        for fd, _ in poller.poll(1000 * _NAP_S):
+        poller.register(bell.fd, select.POLLIN)
+        for pipe, outlet in by_pipe.items():
+            poller.register(pipe, select.POLLOUT if outlet.full else 0)
+        for fd, event in poller.poll(1000 * _NAP_S):
             if fd == bell.fd:
                 bell.still()
-            else:
-                lives[fd].outlet.seal(ABORT_GRACE_S)
-        for link in waiting:
-            link.outlet.want_room(False)
+            elif event & select.POLLERR:  # nobody reads any more
+                by_pipe[fd].seal(ABORT_GRACE_S)
+        for outlet in waiting:
+            outlet.want_room(False)
 
 
 @final
@@ -323,15 +274,8 @@ class _Link:
     """What an endpoint knows of one other worker."""
 
     def __init__(self, worker: int, other: int, wiring: Wiring) -> None:
-        board, arrived, freed = wiring.board, wiring.arrived[other], wiring.freed[other]
-
-        def tell(what: int = MESSAGES) -> None:
-            if board.asleep(other) >= what:
-                arrived.ring()
-
-        self.worker, self.tell = other, tell
-        self.outlet = Outlet(wiring.rings[worker, other], tell)
-        self.inlet = Inlet(other, wiring.rings[other, worker], freed.ring)
-        self.credits = CreditsGiven(wiring.rings[worker, other])
-        self.credited = CreditsTaken(wiring.rings[other, worker])
-        self.gone = False  # its lifeline has ended; what it wrote before may still be in the ring
+        to, back = (worker, other), (other, worker)
+        self.worker = other
+        self.outlet = Outlet(wiring.pipes[to].writing, wiring.rings[to])
+        self.inlet = Inlet(other, wiring.pipes[back].reading, wiring.rings[back], wiring.freed[other].ring)
+        self.credits = CreditsGiven(wiring.rings[to])

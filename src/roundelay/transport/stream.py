@@ -1,75 +1,95 @@
-"""Messages in a ring, one after the other: each a frame, then its tensors straight from and into their own memory.
+"""Messages from one process to another: frames in a pipe, and in a ring beside it tensors too long for a frame.
 
-A message may be longer than the ring. What finds no room waits at the sender, which goes on; whoever is told that there
-is room again copies on from there. So the ring's size decides how much is under way, never what may be sent.
+The pipe says everything, in order: a frame is a message, or tells that so many bytes more lie in the ring. So the
+kernel orders memory, and wakes whoever waits. What finds no room waits at the sender, which goes on; whoever is told
+that there is room again copies on from there. The sizes of pipe and ring decide how much is under way, never what may
+be sent.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 from roundelay.errors import InternalError
 from roundelay.transport import frame as wire
-from roundelay.transport.contract import Arrived, Message
-from roundelay.transport.ring import HEAD, TAIL, WANTED, Fence, Ring
+from roundelay.transport.contract import Arrived, Delivery, Message
+from roundelay.transport.ring import HEAD, WANTED, Fence, Ring
 
 CHUNK_BYTES = 2**18
 """After so many bytes the other end is told, so that it copies out while we copy in."""
 
+READ_BYTES = 2**16
+"""Most that is read from a pipe at once: as much as an ordinary one holds."""
+
+
+class _Payload(NamedTuple):
+    """Memory that is to be copied, and its place among all the bytes that ever pass through the ring."""
+
+    start: int
+    end: int
+    address: int
+    owner: object
+
 
 @final
 class Outlet:
-    """The sending end of a ring: `put` belongs to one thread, everything else to any.
+    """The sending end: `put` belongs to one thread, everything else to any.
 
-    A piece that waits carries its place in the stream, and the ring's tail says how much of the stream is written: an
-    exception in the middle of anything leaves nothing twice and nothing out.
+    What waits carries its place in the ring's stream, and a count says how much of that is written: an exception in the
+    middle of a copy leaves nothing twice and nothing out.
 
     Args:
-        ring: where the bytes go.
-        tell: wakes the receiver if it sleeps.
+        pipe: file descriptor of the writing end, which never blocks.
+        ring: beside the pipe.
     """
 
-    def __init__(self, ring: Ring, tell: Callable[[], None]) -> None:
-        self._ring, self._tell = ring, tell
+    def __init__(self, pipe: int, ring: Ring) -> None:
+        self.pipe, self._ring = pipe, ring
+        self.full = False
+        """Whether what waits, waits for room in the pipe."""
         self._fence = Fence()
-        self._waiting: deque[tuple[int, int, int, object]] = deque()  # start, end, address, owner of a piece
+        self._waiting: deque[bytearray | _Payload] = deque()
         self._copying = threading.Lock()
+        self._given = self._tail = self._told = 0  # bytes of the ring's stream: to be sent, written, told of
         self._sealed = False
 
     @property
     def waits(self) -> bool:
         """Whether something waits for room."""
-        return bool(self._waiting)
+        return bool(self._waiting) and not self._sealed
 
     @property
     def has_room(self) -> bool:
         """Whether it is worth copying on."""
-        counters = self._ring.counters
-        return counters[TAIL] - counters[HEAD] <= self._ring.size // 2
+        return not self.full and self._tail - self._ring.counters[HEAD] <= self._ring.size // 2
 
     def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = ()) -> bool:
-        """Send a frame and the tensors that follow it; dropped once sealed.
+        """Send a frame, which from now on is ours, and the tensors that belong to it; dropped once sealed.
 
         Returns:
             Whether something waits, so that somebody must call `flush` when there is room.
         """
         if self._copying.acquire(blocking=False):
             try:
-                if self._sealed or self._put_at_once(frame, tensors):
+                if self._sealed:
                     return False
+                if not self._waiting and (not tensors or self._copy_at_once(frame, tensors)):
+                    return not self._post(frame)
             finally:
                 self._copying.release()
-        self._append(ctypes.addressof(ctypes.c_char.from_buffer(frame)), len(frame), frame)
+        self._waiting.append(frame)
         for tensor in tensors:
-            self._append(tensor.data_ptr(), tensor.nbytes, tensor)
+            start, self._given = self._given, self._given + tensor.nbytes
+            self._waiting.append(_Payload(start, self._given, tensor.data_ptr(), tensor))
         self.flush()
-        return bool(self._waiting)
+        return self.waits
 
     def flush(self) -> None:
         """Copy in what there is room for, unless another thread is at it."""
@@ -80,7 +100,7 @@ class Outlet:
                 self._copying.release()
 
     def want_room(self, wanted: bool) -> None:
-        """Ask to be told when there is room; look at `has_room` once more before waiting for it."""
+        """Ask to be told when the ring has room; look at `has_room` once more before waiting for it."""
         self._ring.counters[WANTED] = wanted
         self._fence()
 
@@ -93,186 +113,195 @@ class Outlet:
             self._copying.release()
         return done
 
-    def _put_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
-        """The short way, of a short message when nothing waits: all of it is written, then told once."""
-        ring, size = self._ring, len(frame)
-        counters = ring.counters
-        tail = counters[TAIL]
-        for tensor in tensors:
-            size += tensor.nbytes
-        if self._waiting or size > CHUNK_BYTES or tail + size - counters[HEAD] > ring.size:
+    def _copy_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy short tensors in before their frame is written, which then tells of them; whether there is room."""
+        ring, tail = self._ring, self._tail
+        size = sum([tensor.nbytes for tensor in tensors])
+        if size > CHUNK_BYTES or tail + size - ring.counters[HEAD] > ring.size:
             return False
-        ring.put(tail, frame)
-        tail += len(frame)
         for tensor in tensors:
             ring.write(tail, tensor.data_ptr(), tensor.nbytes)
             tail += tensor.nbytes
-        self._fence.order()
-        counters[TAIL] = tail
-        self._fence()  # the receiver says that it sleeps, then looks at the tail; we the other way round
-        self._tell()
+        frame += wire.more_frame(tail - self._told)
+        self._given = self._tail = self._told = tail
         return True
 
-    def _append(self, address: int, count: int, owner: object) -> None:
+    def _post(self, frame: bytearray) -> bool:
+        """Write a frame; what finds no room is kept, to be the first of all that waits. Whether nothing is."""
         try:
-            start = self._waiting[-1][1]
-        except IndexError:  # all before it has been written
-            start = self._ring.counters[TAIL]
-        self._waiting.append((start, start + count, address, owner))
+            count = os.write(self.pipe, frame)
+        except BlockingIOError:
+            count = 0
+        except BrokenPipeError:  # nobody reads any more
+            self._sealed = True
+            return True
+        if count == len(frame):
+            return True
+        self._waiting.appendleft(frame[count:])
+        self.full = True
+        return False
 
     def _flush(self) -> None:
-        ring, counters, waiting = self._ring, self._ring.counters, self._waiting
-        tail = told = counters[TAIL]
+        waiting = self._waiting
+        self.full = False
         while waiting and not self._sealed:
-            start, end, address, _ = waiting[0]
-            stop = min(end, counters[HEAD] + ring.size, tail + CHUNK_BYTES)
-            if tail < stop:
-                ring.write(tail, address + tail - start, stop - tail)
-                self._fence.order()
-                counters[TAIL] = tail = stop
-            elif tail < end:
-                break
-            if tail - told >= CHUNK_BYTES:
-                told = self._told(tail)
-            if tail >= end:
+            first = waiting[0]
+            if isinstance(first, _Payload):
+                moved = self._copy(first)
+                if self._tail == first.end:
+                    waiting.popleft()
+                elif not moved:
+                    break
+                if self._tail - self._told < CHUNK_BYTES:
+                    continue
+            elif self._told == self._tail:
                 waiting.popleft()
-        if tail > told:
-            self._told(tail)
+                if self._post(first):
+                    continue
+                return
+            if not self._tell():
+                return
+        if self._told < self._tail:
+            self._tell()
 
-    def _told(self, tail: int) -> int:
-        self._fence()  # as in `_put_at_once`
-        self._tell()
-        return tail
+    def _copy(self, piece: _Payload) -> bool:
+        """Copy in what there is room for, up to a chunk; whether there is any."""
+        tail = self._tail
+        stop = min(piece.end, self._ring.counters[HEAD] + self._ring.size, tail + CHUNK_BYTES)
+        if stop > tail:
+            self._ring.write(tail, piece.address + tail - piece.start, stop - tail)
+            self._tail = stop
+        return stop > tail
 
-
-@final
-class Ended:
-    """The sender has closed in good order; nothing follows."""
+    def _tell(self) -> bool:
+        """Tell what lies in the ring; whether the pipe had room."""
+        told, self._told = self._told, self._tail
+        return self._post(wire.more_frame(self._tail - told))
 
 
 @final
 class Inlet:
-    """The receiving end of a ring, for one thread.
+    """The receiving end, for one thread.
 
     Args:
         source: the worker at the other end.
-        ring: where the bytes come from.
-        tell: wakes the sender, which waits for room.
+        pipe: file descriptor of the reading end, which never blocks.
+        ring: beside the pipe.
+        tell: wakes the sender, which waits for room in the ring.
     """
 
-    def __init__(self, source: int, ring: Ring, tell: Callable[[], None]) -> None:
+    def __init__(self, source: int, pipe: int, ring: Ring, tell: Callable[[], None]) -> None:
+        self.pipe = pipe
+        self.ended = False
+        """Whether the sender has closed in good order; nothing follows."""
         self._source, self._ring, self._tell = source, ring, tell
         self._fence = Fence()
-        self.taken = 0
-        """Bytes taken so far; it grows while a long message comes in."""
-        self._freed = 0  # bytes that the sender knows to be taken
-        self._enough = min(CHUNK_BYTES, ring.size // 8)  # to be worth telling
-        self._announced: wire.Head | None = None  # of the message that is coming in
+        self._rest = b""  # the beginning of a frame
+        self._taken = 0  # bytes of the ring's stream
+        self._announced: wire.Head | None = None  # of the message whose body or tensors come through the ring
         self._body: bytearray | None = None  # its body, if that does not fit into a frame
         self._message: Message | None = None
         self._parts: deque[tuple[int, int]] = deque()  # address and bytes of what is still to be filled
 
-    def read(self) -> Arrived | Ended | None:
-        """The next thing that has come in whole, or None.
+    def read(self, come: deque[Delivery]) -> bool:
+        """Take what lies in the pipe and append the messages that are whole to `come`; whether more may follow.
 
         Raises:
             InternalError: what comes in is no message.
         """
-        available = self._ring.counters[TAIL] - self.taken
-        if not available:
-            if self.taken != self._freed:
-                self.free()
-            return None
-        self._fence.order()
-        if self._announced is None:
-            done = self._begin(available)
-            if self._announced is None:
-                return done
-        while self._fill():
-            if self._message is None:
-                assert self._body is not None
-                self._decode(self._announced, memoryview(self._body))
-            else:
-                arrived = Arrived(self._source, self._message)
-                self._announced = self._body = self._message = None
-                return arrived
-        return None
+        try:
+            data = os.read(self.pipe, READ_BYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        if self._rest:
+            data = self._rest + data
+        at, end = 0, len(data)
+        while at + wire.HEAD_BYTES <= end:
+            body = at + wire.HEAD_BYTES
+            head = wire.head_of(data[at:body])
+            stop = body + head.length if head.kind != wire.MESSAGE_APART else body
+            if stop > end:
+                break
+            if head.kind == wire.MESSAGE and self._announced is None:
+                message, apart = wire.decode(head, data, body)
+                if apart:
+                    self._announced = head
+                    self._await(message, apart)
+                else:
+                    come.append(Arrived(self._source, message))
+            elif not self._take(head, data, body, come):
+                return False
+            at = stop
+        self._rest = data[at:]
+        return True
 
-    def free(self) -> None:
+    def _take(self, head: wire.Head, data: bytes, at: int, come: deque[Delivery]) -> bool:
+        """Take a frame that is not a message of its own, its body beginning at `at`; whether more may follow."""
+        if head.kind == wire.MORE:
+            self._fill(wire.more_of(head, data, at), come)
+        elif self._announced is not None:
+            raise wire.unexpected(head)
+        elif head.kind == wire.MESSAGE_APART:
+            self._announced, self._body = head, bytearray(head.length)
+            self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))
+        elif head.kind == wire.END:
+            self.ended = True
+            return False
+        elif head.kind != wire.STIR:
+            raise wire.unexpected(head)
+        return True
+
+    def _await(self, message: Message, apart: Sequence[torch.Tensor]) -> None:
+        self._message = message
+        self._parts.extend([(tensor.data_ptr(), tensor.nbytes) for tensor in apart])
+
+    def _fill(self, count: int, come: deque[Delivery]) -> None:
+        """Copy out `count` bytes that have come through the ring."""
+        parts, ring = self._parts, self._ring
+        if count > ring.size:
+            raise _damaged(count)
+        while count:
+            if not parts:
+                raise _damaged(count)
+            address, missing = parts[0]
+            step = min(count, missing, CHUNK_BYTES)
+            ring.read(self._taken, address, step)
+            if step == missing:
+                parts.popleft()
+            else:
+                parts[0] = (address + step, missing - step)
+            self._taken += step
+            count -= step
+            self._free()
+            if not parts:
+                self._complete(come)
+
+    def _complete(self, come: deque[Delivery]) -> None:
+        """All that was awaited has come: the body, or the message."""
+        assert self._announced is not None
+        if self._message is None:
+            assert self._body is not None
+            self._await(*wire.decode(self._announced, self._body))
+        if self._message is not None and not self._parts:
+            come.append(Arrived(self._source, self._message))
+            self._announced = self._body = self._message = None
+
+    def _free(self) -> None:
         """Give the room of what was taken back to the sender."""
         counters = self._ring.counters
         self._fence.order()
-        counters[HEAD] = self._freed = self.taken
+        counters[HEAD] = self._taken
         self._fence()  # the sender says that it wants room, then looks at the head; we the other way round
-        if counters[WANTED] and counters[TAIL] - self.taken <= self._ring.size // 2:
+        if counters[WANTED]:
             self._tell()
 
-    def discard(self) -> None:
-        """Take all there is and forget it; the stream is of no use afterwards."""
-        self.taken = self._ring.counters[TAIL]
-        self.free()
 
-    def _begin(self, available: int) -> Ended | None:
-        """Read the head of what comes next, and its body if that is inside its frame."""
-        if not wire.HEAD_BYTES <= available <= self._ring.size:
-            if 0 <= available < wire.HEAD_BYTES:
-                return None
-            raise _damaged(available)
-        head = wire.read_head(self._ring.view(self.taken, wire.HEAD_BYTES))
-        if head.kind == wire.MESSAGE_APART:
-            self._announced, self._body = head, bytearray(head.length)
-            self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))
-            self._take(wire.HEAD_BYTES)
-            return None
-        if available < wire.HEAD_BYTES + head.length:
-            return None
-        if head.kind == wire.MESSAGE:
-            self._announced = head
-            self._decode(head, self._ring.view(self.taken + wire.HEAD_BYTES, head.length))
-        self._take(wire.HEAD_BYTES + head.length)
-        if head.kind == wire.MESSAGE:
-            return None
-        if head.kind != wire.END:
-            raise InternalError(
-                "a frame in a ring", got=str(head), expected="a message or an end", remedy="Report this."
-            )
-        return Ended()
-
-    def _decode(self, head: wire.Head, body: memoryview) -> None:
-        self._message, apart = wire.decode(head, body)
-        for tensor in apart:
-            self._parts.append((tensor.data_ptr(), tensor.nbytes))
-
-    def _fill(self) -> bool:
-        """Copy out what has come of the parts; whether nothing is missing."""
-        parts, ring = self._parts, self._ring
-        while parts:
-            available = ring.counters[TAIL] - self.taken
-            if not 0 < available <= ring.size:
-                if available:
-                    raise _damaged(available)
-                return False
-            self._fence.order()
-            address, missing = parts[0]
-            count = min(missing, available, CHUNK_BYTES)
-            ring.read(self.taken, address, count)
-            if count == missing:
-                parts.popleft()
-            else:
-                parts[0] = (address + count, missing - count)
-            self._take(count)
-        return True
-
-    def _take(self, count: int) -> None:
-        self.taken += count
-        if self.taken - self._freed >= self._enough:
-            self.free()
-
-
-def _damaged(available: int) -> InternalError:
+def _damaged(count: int) -> InternalError:
     return InternalError(
         "ring between two workers",
-        got=f"{available} bytes in it",
-        expected="no more than its size",
+        got=f"{count} bytes announced",
+        expected="no more than its size, and than the tensors announced before",
         remedy="See whether a worker writes outside its own memory.",
     )

@@ -1,19 +1,19 @@
-"""What the processes of one run share to talk through memory, all of it made before they fork.
+"""What the processes of one run share to talk to each other, all of it made before they fork.
 
-Nothing here has a name in any file system. Memory, bells and lifelines are inherited by the fork, and the kernel takes
-them back when the last process that holds them ends, however it ends: there is nothing to leak.
+Nothing here has a name in any file system. Memory, pipes and bells are inherited by the fork, and the kernel takes them
+back when the last process that holds them ends, however it ends: there is nothing to leak.
 
-- A *ring* for each ordered pair of workers carries the bytes.
-- Two *bells* for each worker wake it: one when something has come for it, one when a ring has room again.
-- A *lifeline* for each worker is a pipe that this worker alone holds the writing end of, and in which nothing is ever
-  written: when it ends, by SIGKILL too, every other worker sees the pipe end at once.
-- The *board* is a page for each worker: whether it sleeps, so that nobody rings a bell for a worker that is awake, and
-  the last words of one that gave up.
+- A *pipe* for each ordered pair of workers carries the frames. Its writing end belongs to one worker alone: when that
+  worker ends, by SIGKILL too, the pipe ends behind the last byte that it wrote.
+- A *ring* for each ordered pair carries the tensors that are too long for a frame.
+- Two *bells* for each worker wake its threads: one when a ring has room again, one when it has ended itself.
+- The *board* is a page for each worker: whether it waits for a credit, and the last words of one that gave up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import struct
 import weakref
@@ -23,12 +23,12 @@ from roundelay.errors import PlanError
 from roundelay.transport.frame import MAX_REASON_BYTES
 from roundelay.transport.ring import RING_BYTES, Ring, shared_memory
 
-_ASLEEP, _WORDS = 0, 128  # places on a worker's part of the board
+PIPE_BYTES = 2**18
+"""Room of a pipe, where the system allows it; four times what is usual."""
+
+_WANTS, _WORDS = 0, 128  # places on a worker's part of the board
 _PART_BYTES = 4096 + MAX_REASON_BYTES
 _LENGTH = struct.Struct("<I")
-
-AWAKE, MESSAGES, MESSAGES_AND_CREDITS = range(3)
-"""What a worker's bell is to be rung for: nothing, as it looks itself; messages and ends; credits, too."""
 
 
 @final
@@ -57,41 +57,29 @@ class Bell:
 
 
 @final
-class Lifeline:
-    """A pipe that shows that a worker lives: its writing end closes when the worker ends.
+class Pipe:
+    """A pipe of the kernel's; neither end ever blocks."""
 
-    A process that the worker forks, say of a data loader, would hold that end open beyond the worker's death. So the
-    worker's own children close it first of all.
-    """
+    __slots__ = ("reading", "writing")
 
     def __init__(self) -> None:
-        self.reading, self._writing = os.pipe()
+        self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(
+            PermissionError
+        ):  # the person's share of such memory is used up: an ordinary pipe does
+            fcntl.fcntl(self.writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
-    def hold(self) -> None:
-        """Be the worker that this lifeline stands for."""
-        os.close(self.reading)
-        self.reading = -1
-        line = weakref.ref(self)  # the hook itself stays as long as the process
-
-        def forget() -> None:
-            held = line()
-            if held is not None:
-                held.release()
-
-        os.register_at_fork(after_in_child=forget)
-
-    def release(self) -> None:
-        """Let go of the writing end; a second call does nothing."""
-        if self._writing >= 0:
-            os.close(self._writing)
-            self._writing = -1
-
-    def close(self) -> None:
-        """Let go of both ends; a second call does nothing."""
-        self.release()
+    def close_reading(self) -> None:
+        """Close this process's hold on the reading end; a second call does nothing."""
         if self.reading >= 0:
             os.close(self.reading)
             self.reading = -1
+
+    def close_writing(self) -> None:
+        """Close this process's hold on the writing end; a second call does nothing."""
+        if self.writing >= 0:
+            os.close(self.writing)
+            self.writing = -1
 
 
 @final
@@ -101,22 +89,22 @@ class Board:
     def __init__(self, num_workers: int) -> None:
         self._map = shared_memory(num_workers * _PART_BYTES)
 
-    def asleep(self, worker: int) -> int:
-        """What `worker` wants its bell to be rung for: AWAKE, MESSAGES or MESSAGES_AND_CREDITS."""
-        return self._map[worker * _PART_BYTES + _ASLEEP]
+    def wants_credit(self, worker: int) -> int:
+        """Whether `worker` sleeps, or is about to, and is to be woken for a credit: 1 or 0."""
+        return self._map[worker * _PART_BYTES + _WANTS]
 
-    def sleep(self, worker: int, wanted: int) -> None:
-        """The worker's own: say what it is about to wait for, or that it is AWAKE."""
-        self._map[worker * _PART_BYTES + _ASLEEP] = wanted
+    def want_credit(self, worker: int, wanted: bool) -> None:
+        """The worker's own: whether it is to be woken for a credit."""
+        self._map[worker * _PART_BYTES + _WANTS] = wanted
 
     def leave_words(self, worker: int, reason: str) -> None:
-        """The worker's own: why it gave up, cut to `MAX_REASON_BYTES`; before its lifeline ends."""
+        """The worker's own: why it gave up, cut to `MAX_REASON_BYTES`; before its pipes end."""
         words = reason.encode()[:MAX_REASON_BYTES]
         start = worker * _PART_BYTES + _WORDS
         self._map[start : start + _LENGTH.size + len(words)] = _LENGTH.pack(len(words)) + words
 
     def last_words(self, worker: int) -> str:
-        """Why `worker` gave up; empty if it said nothing. After its lifeline has ended."""
+        """Why `worker` gave up; empty if it said nothing. After its pipe has ended."""
         start = worker * _PART_BYTES + _WORDS
         (length,) = _LENGTH.unpack_from(self._map, start)
         body = self._map[start + _LENGTH.size : start + _LENGTH.size + min(length, MAX_REASON_BYTES)]
@@ -132,7 +120,7 @@ class Wiring:
     """Everything that the workers of one run share.
 
     Made by the launcher before it forks; in a child, `keep` closes what is not its own; the launcher calls `close`
-    when all children are forked, for as long as it holds a lifeline nobody sees its worker end.
+    when all children are forked, for as long as it holds a pipe nobody sees its writer end.
 
     Args:
         num_workers: how many processes there will be.
@@ -143,40 +131,64 @@ class Wiring:
     """
 
     def __init__(self, num_workers: int, ring_bytes: int = RING_BYTES) -> None:
-        if not hasattr(os, "eventfd"):
-            raise _unable("no eventfd")
+        if not (hasattr(os, "eventfd") and hasattr(os, "pipe2")):
+            raise _unable("no eventfd or pipe2")
         self.num_workers = num_workers
         self.board = Board(num_workers)
+        #: from and to, as in `rings`
+        self.pipes: dict[tuple[int, int], Pipe] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
-        self.arrived: list[Bell] = []
         self.freed: list[Bell] = []
-        self.lifelines: list[Lifeline] = []
+        self.ended: list[Bell] = []
         try:
             for worker in range(num_workers):
-                self.arrived.append(Bell())
                 self.freed.append(Bell())
-                self.lifelines.append(Lifeline())
+                self.ended.append(Bell())
                 for other in range(num_workers):
                     if other != worker:
+                        self.pipes[worker, other] = Pipe()
                         self.rings[worker, other] = Ring(ring_bytes)
         except OSError as fault:
             self.close()
             raise _unable(str(fault)) from fault
 
     def keep(self, worker: int) -> None:
-        """Be `worker`: hold its lifeline, and close the rings and lifelines of others that are none of its business."""
-        self.lifelines[worker].hold()
-        for other, lifeline in enumerate(self.lifelines):
-            if other != worker:
-                lifeline.release()
+        """Be `worker`: close the ends of pipes, and the rings, that are none of its business.
+
+        A process that the worker forks, say of a data loader, would hold its pipes open beyond its death. So the
+        worker's own children close them first of all.
+        """
+        for (source, target), pipe in self.pipes.items():
+            if source != worker:
+                pipe.close_writing()
+            if target != worker:
+                pipe.close_reading()
         for pair in [pair for pair in self.rings if worker not in pair]:
             self.rings.pop(pair).close()
+        mine = weakref.ref(self)  # the hook itself stays as long as the process
+
+        def forget() -> None:
+            wiring = mine()
+            if wiring is not None:
+                wiring.cut()
+
+        os.register_at_fork(after_in_child=forget)
+
+    def stop_reading(self) -> None:
+        """Close this process's reading ends of all pipes; a second call does nothing."""
+        for pipe in self.pipes.values():
+            pipe.close_reading()
+
+    def cut(self) -> None:
+        """Close this process's ends of all pipes; a second call does nothing."""
+        for pipe in self.pipes.values():
+            pipe.close_reading()
+            pipe.close_writing()
 
     def close(self) -> None:
         """Close all that this process holds; a second call does nothing."""
-        for line in self.lifelines:
-            line.close()
-        for bell in (*self.arrived, *self.freed):
+        self.cut()
+        for bell in (*self.freed, *self.ended):
             bell.close()
         for ring in self.rings.values():
             ring.close()
@@ -184,7 +196,7 @@ class Wiring:
 
 
 def open_pairs(num_workers: int, ring_bytes: int = RING_BYTES) -> Wiring:
-    """What `num_workers` processes need to talk through memory, for the launcher to make before it forks them."""
+    """What `num_workers` processes need to talk to each other, for the launcher to make before it forks them."""
     return Wiring(num_workers, ring_bytes)
 
 
@@ -192,6 +204,6 @@ def _unable(got: str) -> PlanError:
     return PlanError(
         "transport 'shm'",
         got=got,
-        expected="a Linux with room for a few files and a few MiB of shared memory for each pair of workers",
+        expected="a Linux with room for four open files and a few MiB of shared memory for each pair of workers",
         remedy='Use transport = "gloo", fewer workers, or raise the limit (`ulimit -n`).',
     )
