@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.schedules import schedule_named
 
 ASYNCHRONOUS = ("pipedream", "pipeoptim", "pipedream-vertical", "spectrain", "async", "lookahead")
 RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
@@ -65,19 +66,17 @@ def plan_of(
 def plans(draw: st.DrawFn, rules: Sequence[str] = RULES, max_stages: int = 5, max_micro_batches: int = 5) -> Plan:
     """Plans of any rule and size, with or without an edge that skips stages; one slot or more.
 
-    Edges that skip get a slot for every stage they pass, so that none of these plans comes to a standstill.
+    Edges that skip get a slot for every stage they pass, so that none of these plans comes to a standstill. Where a
+    worker has two stages, their number is even, and every edge has as many slots as there are stages, as planned.
     """
-    num_stages = draw(st.integers(1, max_stages))
+    rule = draw(st.sampled_from(rules))
+    paired = schedule_named(rule_named(rule).schedule).stages_per_worker == 2
+    num_stages = 2 * draw(st.integers(1, max_stages // 2)) if paired else draw(st.integers(1, max_stages))
     pairs = [(k, j) for k in range(num_stages) for j in range(k + 2, num_stages)]
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=2)) if pairs else []
-    skips = [edge_of(k, j, slots=j - k, gradient=draw(st.booleans())) for k, j in chosen]
-    return plan_of(
-        draw(st.sampled_from(rules)),
-        num_stages,
-        draw(st.integers(1, max_micro_batches)),
-        slots=draw(st.integers(1, 3)),
-        skips=skips,
-    )
+    skips = [edge_of(k, j, slots=num_stages if paired else j - k, gradient=draw(st.booleans())) for k, j in chosen]
+    slots = num_stages if paired else draw(st.integers(1, 3))
+    return plan_of(rule, num_stages, draw(st.integers(1, max_micro_batches)), slots=slots, skips=skips)
 
 
 @st.composite

@@ -15,12 +15,12 @@ from roundelay.sim import Interval, simulate
 from tests.lower.plans import FEW, counts_for, plans
 
 JOBS = plans([rule.name for rule in rules()]).flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
-Done = tuple[str, int, int, int, int | None, int]
+Done = tuple[str, int, int, int, int | None, int, int]
 
 
 def done(intervals: Sequence[Interval]) -> list[Done]:
     """What a worker did, its times left out."""
-    return [(i.opcode, i.g, i.version, i.reads, i.keep, i.distance) for i in intervals]
+    return [(i.opcode, i.g, i.version, i.reads, i.keep, i.distance, i.stage) for i in intervals]
 
 
 def cut(whole: Sequence[Done], updates: int, first_g: int) -> tuple[dict[int, int], list[Done]]:
@@ -41,11 +41,12 @@ def test_a_machine_in_mid_flight_goes_on_as_the_whole_run_does(
     first_g = sum(counts[:updates])
     programs = emit(plan)
     whole = simulate(plan, programs, stream(counts))
-    cuts = [cut(done(whole.intervals_of(k)), updates, first_g) for k in range(plan.num_stages)]
+    # each stage of a worker makes its own update
+    cuts = [cut(done(whole.intervals_of(p.worker)), updates * len(p.stages), first_g) for p in programs]
     rest = simulate(
         plan,
         programs,
         stream(counts[updates:], start_g=first_g, start_batch=updates),
         [in_flight for in_flight, _ in cuts],
     )
-    assert [done(rest.intervals_of(k)) for k in range(plan.num_stages)] == [expected for _, expected in cuts]
+    assert [done(rest.intervals_of(p.worker)) for p in programs] == [expected for _, expected in cuts]
