@@ -163,9 +163,11 @@ def digest(make: Make) -> str:
 
 
 def repr_of(item: tuple[str, Any]) -> str:
-    """A keyword, without the address that a function's own repr has."""
+    """A keyword, without the address that a function's own repr has: it would be another one in every process."""
     name, value = item
-    return f"{name}={value.func.__name__}{sorted(value.keywords.items())}" if isinstance(value, partial) else repr(item)
+    if isinstance(value, partial):
+        return f"{name}={value.func.__name__}{sorted(value.keywords.items())}"
+    return f"{name}={value.__module__}.{value.__qualname__}" if callable(value) else repr(item)
 
 
 def slug(title: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -135,3 +137,13 @@ def test_a_busy_machine_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(reckoned, "planned", slowed)
     assert reckoned.rate(PERCEPTRON, method, 8) == found
     reckoned.timed.cache_clear()
+
+
+def test_a_folder_is_known_again_by_another_process() -> None:
+    found = {papers.digest(case.make) for case in (*cdp.cases(4, {}), *pipeoptim.trained())}
+    told = "from benchmarks import papers; from benchmarks.cdp import run as c; "
+    told += "from benchmarks.pipeoptim import run as p; print(*{papers.digest(case.make) for case in (*c.cases(4, {}), *p.trained())})"
+    root = Path(__file__).parents[2]
+    asked = [sys.executable, "-c", told]
+    answer = subprocess.run(asked, cwd=root, check=True, capture_output=True, text=True, timeout=120)
+    assert set(answer.stdout.split()) == found
