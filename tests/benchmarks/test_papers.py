@@ -142,7 +142,8 @@ def test_a_busy_machine_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_folder_is_known_again_by_another_process() -> None:
     found = {papers.digest(case.make) for case in (*cdp.cases(4, {}), *pipeoptim.trained())}
     told = "from benchmarks import papers; from benchmarks.cdp import run as c; "
-    told += "from benchmarks.pipeoptim import run as p; print(*{papers.digest(case.make) for case in (*c.cases(4, {}), *p.trained())})"
+    told += "from benchmarks.pipeoptim import run as p; "
+    told += "print(*{papers.digest(case.make) for case in (*c.cases(4, {}), *p.trained())})"
     root = Path(__file__).parents[2]
     asked = [sys.executable, "-c", told]
     answer = subprocess.run(asked, cwd=root, check=True, capture_output=True, text=True, timeout=120)
