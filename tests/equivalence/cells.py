@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from roundelay.api.planning import LINKS, capture, plan
-from roundelay.api.training import Length, Session
+from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -253,3 +253,23 @@ def allowed(variant: Variant, num_stages: int, micro_batches: int) -> int:
 def delays(seed: int) -> Callable[[Endpoint], Endpoint]:
     """What holds back every delivery of an endpoint for up to a millisecond, differently on every worker."""
     return lambda endpoint: DelayedEndpoint(endpoint, seed * 100 + endpoint.worker, MAX_DELAY_S)
+
+
+def trained(model: str, variant: str, stages: int) -> Trained:
+    """A run from the model's first weights on, with short batches."""
+    place = bench(model)
+    place.restore()
+    plan = place.plan(VARIANTS[variant], stages, 4)
+    session = Session(place.job(OPTIMIZERS["adamw"]), place.captured, plan, 0, Length(steps=STEPS))
+    return session.run(notify=lambda event: None)
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    """Two runs have the same losses, weights and buffers, to the bit."""
+    assert one.micro_losses == other.micro_losses
+    for ours, theirs in (
+        (one.snapshot.parameters, other.snapshot.parameters),
+        (one.snapshot.buffers, other.snapshot.buffers),
+    ):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -50,28 +50,29 @@ def batches(seed: int, num: int, *, short: bool = False, varying: bool = False) 
 DEEP = Entry("deep", built_by(Deep), batches, class_loss)
 
 
-def _only_the_last(i: int, j: int, stages: int) -> bool:
+def only_the_last(i: int, j: int, stages: int) -> bool:
     return j == stages
 
 
-def _every_other_on_the_last(i: int, j: int, stages: int) -> bool:
+def every_other_on_the_last(i: int, j: int, stages: int) -> bool:
     return j == stages and i % 2 == 1
 
 
-def _own(name: str, fresh: Fresh) -> UpdateRule:
+def own_rule(name: str, fresh: Fresh) -> UpdateRule:
+    """A rule of the general form, as a person registers it."""
     return UpdateRule(
         name=name,
         schedule="async-1f1b",
         predicts=False,
         stashes=True,
         modes=("stash",),
-        source="the table of rules",
+        source="a test",
         versions="table",
         fresh=fresh,
     )
 
 
-OWN = (_own("own-last", _only_the_last), _own("own-odd", _every_other_on_the_last))
+OWN = (own_rule("own-last", only_the_last), own_rule("own-odd", every_other_on_the_last))
 """Rules u(i, j) of a person's own: W[t] or W[t-1], as a table says."""
 
 LINES = VARIANTS | {rule.name: Variant(rule.name, "none", "stash") for rule in OWN}

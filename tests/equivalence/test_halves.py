@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session, Trained
 from roundelay.frontend.owing import Owed
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight
-from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, bench
+from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained
 from tests.zoo import ZOO
 
 MODELS = ("mlp", "batchnorm", "token_mean")
@@ -29,27 +27,12 @@ def test_zb_h1_equals_the_reference_whose_backwards_are_whole(model: str, optimi
         assert found.equal, found.difference
 
 
-def trained(model: str, variant: str, stages: int) -> Trained:
-    """A run from the model's first weights on, with short batches."""
-    place = bench(model)
-    place.restore()
-    plan = place.plan(VARIANTS[variant], stages, 4)
-    session = Session(place.job(OPTIMIZERS["adamw"]), place.captured, plan, 0, Length(steps=STEPS))
-    return session.run(notify=lambda event: None)
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("model", [*MODELS, "gpt2", "tied_head"])
 def test_zb_h1_trains_as_1f1b_and_gpipe_do(model: str, stages: int) -> None:
     halves, *others = (trained(model, variant, stages) for variant in ("zb-h1", "1f1b", "gpipe"))
     for other in others:
-        assert halves.micro_losses == other.micro_losses
-        for ours, theirs in (
-            (halves.snapshot.parameters, other.snapshot.parameters),
-            (halves.snapshot.buffers, other.snapshot.buffers),
-        ):
-            assert ours.keys() == theirs.keys()
-            assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+        assert_same(halves, other)
 
 
 def test_second_halves_come_a_stage_s_number_of_backwards_later() -> None:

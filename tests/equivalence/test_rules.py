@@ -16,13 +16,14 @@ from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
-from roundelay.ir.rule import UpdateRule, register_rule, rule_named, rules
+from roundelay.ir.rule import register_rule, rule_named, rules
 from roundelay.job import Named
 from roundelay.lower.check import programs_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.sim import simulate
 from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench
+from tests.equivalence.deep import every_other_on_the_last, only_the_last, own_rule
 from tests.lower.plans import plan_of
 from tests.zoo import MODELS, rows
 
@@ -115,38 +116,16 @@ def test_with_too_few_micro_batches_the_first_version_that_is_not_there_is_named
     assert "expected version 1" in str(no.value)
 
 
-def table(name: str, fresh: Callable[[int, int, int], bool]) -> UpdateRule:
-    """A rule of the general form."""
-    return UpdateRule(
-        name=name,
-        schedule="async-1f1b",
-        predicts=False,
-        stashes=True,
-        modes=("stash",),
-        source="a test",
-        versions="table",
-        fresh=fresh,
-    )
-
-
-def only_the_last(i: int, j: int, stages: int) -> bool:
-    return j == stages
-
-
-def odd_ones_on_the_last(i: int, j: int, stages: int) -> bool:
-    return j == stages and i % 2 == 1
-
-
 def always(i: int, j: int, stages: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fresh", [only_the_last, odd_ones_on_the_last])
+@pytest.mark.parametrize("fresh", [only_the_last, every_other_on_the_last])
 def test_any_table_of_fresh_and_previous_runs_and_verifies(
     fresh: Callable[[int, int, int], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})
-    register_rule(table("mine", fresh))
+    register_rule(own_rule("mine", fresh))
     place = bench("skip")
     found = place.verify(place.plan(Variant("mine", "none", "stash"), 3, 4))
     assert found.equal, found.difference
@@ -154,7 +133,7 @@ def test_any_table_of_fresh_and_previous_runs_and_verifies(
 
 def test_a_table_that_asks_for_more_than_the_timing_allows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})
-    register_rule(table("mine", always))
+    register_rule(own_rule("mine", always))
     with pytest.raises(PlanError, match=r"stage 0, forward of micro-batch 3: got version 0, its newest"):
         prove(plan_of("mine", 3, 3))
 

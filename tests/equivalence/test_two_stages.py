@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import roundelay
 from roundelay.actor.machine import Run
 from roundelay.api.planning import plan as make_plan
-from roundelay.api.training import Length, Saving, Session, Trained
+from roundelay.api.training import Length, Saving, Session
 from roundelay.errors import PlanError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.observe.checkpoint import load
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight, do_forward
 from roundelay.runtime.tamper import WAYS
-from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, bench
+from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO
 
@@ -47,28 +46,13 @@ def test_zb_v_over_processes(model: str, stages: int, transport: str) -> None:
     assert len({worker["pid"] for worker in found.workers.values()}) == stages // 2
 
 
-def trained(model: str, variant: str, stages: int) -> Trained:
-    """A run from the model's first weights on, with short batches."""
-    place = bench(model)
-    place.restore()
-    plan = place.plan(VARIANTS[variant], stages, 4)
-    session = Session(place.job(OPTIMIZERS["adamw"]), place.captured, plan, 0, Length(steps=STEPS))
-    return session.run(notify=lambda event: None)
-
-
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_zb_v_trains_as_1f1b_and_gpipe_do_on_as_many_stages(model: str, stages: int) -> None:
     pairs, *others = (trained(model, variant, stages) for variant in ("zb-v", "1f1b", "gpipe"))
     assert sorted(pairs.workers) == list(range(stages // 2))
     for other in others:
-        assert pairs.micro_losses == other.micro_losses
-        for ours, theirs in (
-            (pairs.snapshot.parameters, other.snapshot.parameters),
-            (pairs.snapshot.buffers, other.snapshot.buffers),
-        ):
-            assert ours.keys() == theirs.keys()
-            assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+        assert_same(pairs, other)
 
 
 def test_every_model_of_the_zoo_by_two_stages() -> None:
