@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -130,7 +129,7 @@ def test_the_end_of_an_epoch_is_not_the_end_of_the_run(job: tuple[Plan, list[int
     """Asynchronous rules do not even drain there."""
     plan, counts = job
     headers = stream(counts)
-    epochs = [replace(header, epoch=header.batch, ends_epoch=1) for header in headers]
+    epochs = [header._replace(epoch=header.batch, ends_epoch=1) for header in headers]
     assert World(plan, epochs).run(in_turn).texts == World(plan, headers).run(in_turn).texts
 
 
@@ -185,7 +184,7 @@ def test_every_header_is_known_to_every_worker_and_memory_of_it_is_bounded(job: 
     world = World(plan, headers).run(in_turn)
     for machine, runs in zip(world.machines, world.runs, strict=True):
         known = [run for run in runs if run.instruction.opcode != "read"]
-        assert [replace(run.header, entry=0) for run in known if run.header] == [headers[run.g] for run in known]
+        assert [run.header._replace(entry=0) for run in known if run.header] == [headers[run.g] for run in known]
         assert {run.header.entry for run in known if run.header and run.g == 0} == {0}
         assert len(machine._headers) <= machine.program.tapes + 2
 

@@ -253,6 +253,31 @@ def test_a_credit_that_nobody_was_woken_for_is_not_lost(run: Run) -> None:
     assert run([take, give])[0] == list(range(20))
 
 
+def test_credits_are_taken_together_once_each_and_before_those_that_receive_gives(run: Run) -> None:
+    def give(endpoint: Endpoint) -> None:
+        for channel in (3, 4, 3):
+            endpoint.grant(0, channel)
+        endpoint.send(0, Message(0, (), ()))
+        message(endpoint)
+        endpoint.grant(0, 5)
+
+    def take(endpoint: Endpoint) -> list[int]:
+        first = [endpoint.receive(WAIT_S, credits=False)]
+        while not isinstance(first[-1], Arrived):  # a credit that nobody has asked for
+            first.append(endpoint.receive(WAIT_S, credits=False))
+        got = [one.channel for one in first if isinstance(one, Granted)] + list(endpoint.credits())
+        while len(got) < 3:  # a credit may be late
+            one = endpoint.receive(WAIT_S)
+            assert isinstance(one, Granted)
+            got.append(one.channel)
+        assert not endpoint.credits()
+        endpoint.send(1, Message(0, (), ()))
+        assert endpoint.receive(WAIT_S) == Granted(1, 5)
+        return sorted(got)
+
+    assert run([take, give])[0] == [3, 3, 4]
+
+
 def test_nothing_follows_from_a_worker_that_is_lost(run: Run) -> None:
     def give(endpoint: Endpoint) -> None:
         for channel in range(20):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, final
 
@@ -135,7 +134,7 @@ class Machine:
         if run is None:
             raise self._broken("a result without a running instruction")
         if header is not None:
-            self._headers[header.g] = replace(header, entry=run.version)
+            self._headers[header.g] = header._replace(entry=run.version)
         opcode = run.instruction.opcode
         if opcode == "forward":
             self._forward = run.g + 1
@@ -165,8 +164,11 @@ class Machine:
                 self.halted = True
                 return None
             instruction = self._block[self._at]
-            g = self._base + instruction.offset
-            if self._outside(g) or (instruction.opcode == "update" and not self._headers[g].ends_batch):
+            g, end = self._base + instruction.offset, self._window_end
+            if g < self._window_start or (end is not None and g > end):  # before the window, or behind its known end
+                self._at += 1
+                continue
+            if instruction.opcode == "update" and not self._headers[g].ends_batch:
                 self._at += 1
                 continue
             for channel in instruction.takes:
@@ -199,10 +201,6 @@ class Machine:
         lacks = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
         lacks += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
         return f"{_named(instruction, g)} waits for {', '.join(lacks) or 'nothing'}"
-
-    def _outside(self, g: int) -> bool:
-        """Whether a micro-batch lies before the window, or behind its end where that is known."""
-        return g < self._window_start or (self._window_end is not None and g > self._window_end)
 
     def _next_block(self) -> bool:
         """Choose the block to execute next; False when the run is over."""
@@ -239,14 +237,12 @@ class Machine:
 
     def _claim(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires."""
-        takes, gives = [], []
         for channel in instruction.takes:
             if self.unread[channel].popleft() != g:
                 raise self._broken(f"a message out of order on channel {channel} for micro-batch {g}")
-            takes.append((channel, self._slot(channel)))
         for channel in instruction.gives:
             self.credits[channel] -= 1
-            gives.append((channel, self._slot(channel)))
+        takes, gives = self._places(instruction.takes), self._places(instruction.gives)
         header = self._headers.get(g)
         stage = self.program.worker if instruction.stage is None else instruction.stage
         version = self.versions[stage]
@@ -258,7 +254,7 @@ class Machine:
         distance = 0
         if instruction.distance and header is not None:
             distance = self._distance(instruction.distance, header, version)
-        return Run(instruction, g, header, version, *reads, distance, tuple(takes), tuple(gives), stage)
+        return Run(instruction, g, header, version, *reads, distance, takes, gives, stage)
 
     def _distance(self, distance: str, header: MicroBatch, version: int) -> int:
         crossed, more = _parsed(distance)
@@ -272,9 +268,15 @@ class Machine:
         oldest = header.batch - (PREVIOUS in reads[header.index + 1 : header.count])
         return max(self._first_version, min(stated, version)), max(self._first_version, oldest)
 
-    def _slot(self, channel: int) -> int:
-        self._passed[channel] += 1
-        return (self._passed[channel] - 1) % self._slots[channel]
+    def _places(self, channels: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The slot of each channel whose turn it is."""
+        if not channels:
+            return ()
+        passed, slots = self._passed, self._slots
+        places = tuple([(channel, passed[channel] % slots[channel]) for channel in channels])
+        for channel in channels:
+            passed[channel] += 1
+        return places
 
     def _broken(self, what: str) -> InternalError:
         return InternalError(

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,20 @@ class Weights:
     """The weights that ``mixed`` backward reads: filled in when backward starts."""
 
     live: Sequence[torch.Tensor] | None = None
+
+
+class Leaves(NamedTuple):
+    """Weights as the beginning of a graph, in the memory that the weights have.
+
+    Args:
+        every: the segment's parameters, in its order.
+        trained: those that want a gradient, by name.
+        addresses: of each one's storage, its place in ``every``.
+    """
+
+    every: tuple[torch.Tensor, ...]
+    trained: Tensors
+    addresses: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -104,6 +118,7 @@ class Segment:
         *,
         mixed: bool = False,
         measure: bool = False,
+        kept: Leaves | None = None,
     ) -> tuple[dict[str, Any], Tape]:
         """Run forward, keeping what backward needs.
 
@@ -114,38 +129,45 @@ class Segment:
             draw: key of the random numbers.
             mixed: keep references instead of weights.
             measure: fill in ``Tape.storages``.
+            kept: what :meth:`leaves` has made of these very weights; ``mixed`` makes its own.
         """
-        # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
-        leaves = {n: params[n].data for n in self.spec.parameters}
-        trained = {n: leaf.requires_grad_() for n, leaf in leaves.items() if n in self.trainable}
-        values = {n: inputs[n] for n in self.spec.inputs}
-        entered = {n: value.detach().requires_grad_() for n, value in values.items() if n in self.differentiable}
-        values.update(entered)
+        leaves = self.leaves(params) if kept is None or mixed else kept
+        entered: Tensors = {}
+        values = []
+        for name in self.spec.inputs:
+            value = inputs[name]
+            if name in self.differentiable:
+                value = entered[name] = value.detach().requires_grad_()
+            values.append(value)
         weights = Weights() if mixed else None
-        owned = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves.values())}
         storages: dict[int, int] = {}
         owed: list[Owed] = []
         last = (draw,) if self.halves is None else (draw, owed)
-        if mixed or measure:
-            casts = Casts(owned) if mixed and self.casts else None
-            strides = [leaf.stride() for leaf in leaves.values()]
-            hooks = _Hooks(owned, strides, weights, storages if measure else None, casts)
-            with torch.enable_grad(), hooks.active():
-                made = self._run(leaves, buffers, values, last, owned)
-        elif torch.is_grad_enabled():
-            made = self._run(leaves, buffers, values, last, owned)
-        else:
-            with torch.enable_grad():
-                made = self._run(leaves, buffers, values, last, owned)
-        roots = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+        hooks = _Hooks(leaves, weights, storages if measure else None, self.casts) if mixed or measure else None
+        with nullcontext() if hooks is None else hooks.active():
+            made = self._run(leaves, buffers, values, last)
+        roots, outputs = {}, {}
+        for name, value in made:
+            if isinstance(value, torch.Tensor):
+                if value.requires_grad:
+                    roots[name] = value
+                value = value.detach()
+            outputs[name] = value
         if mixed:  # backward reads others: the forward's weights, if predicted, need not wait for it
-            for leaf in trained.values():
+            for leaf in leaves.trained.values():
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)
-        if measure:
+        if hooks is not None and measure:
             for held in (*roots.values(), *entered.values(), *(x for one in owed for x in one.read)):
                 hooks.count(held)
-        outputs = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in made.items()}
-        return outputs, Tape(roots, entered, trained, weights, storages, owed)
+        return outputs, Tape(roots, entered, leaves.trained, weights, storages, owed)
+
+    def leaves(self, params: Mapping[str, torch.Tensor]) -> Leaves:
+        """The weights as a forward reads them, for as many forwards as read these in the same memory."""
+        # .data and not .detach(): a tape outlives updates of the parameter, so its leaves count versions of their own
+        every = {n: params[n].data for n in self.spec.parameters}
+        trained = {n: leaf.requires_grad_() for n, leaf in every.items() if n in self.trainable}
+        addresses = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(every.values())}
+        return Leaves(tuple(every.values()), trained, addresses)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
@@ -190,17 +212,18 @@ class Segment:
         return _present(tape.inputs, grads[:first]), _present(parameters, grads[first:second])
 
     def _run(
-        self, leaves: Tensors, buffers: Tensors, values: dict[str, Any], last: tuple[Any, ...], owned: Mapping[int, int]
-    ) -> dict[str, Any]:
+        self, leaves: Leaves, buffers: Tensors, values: Sequence[Any], last: tuple[Any, ...]
+    ) -> list[tuple[str, Any]]:
         """Call the piece on copies of the buffers it changes, so that tapes of earlier micro-batches keep theirs."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._run(leaves, buffers, values, last)
         call = self.call if self.halves is None else self.halves.call
-        if not self.spec.buffers:
-            made = call(*leaves.values(), *values.values(), *last)
-        else:
-            own = {n: buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers}
-            made = call(*leaves.values(), *own.values(), *values.values(), *last)
-            buffers.update((n, own[n]) for n in self.mutated)
-        return {n: _boundary(value, owned) for n, value in zip(self.spec.outputs, made, strict=True)}
+        own = [buffers[n].clone() if n in self.mutated else buffers[n] for n in self.spec.buffers]
+        made = call(*leaves.every, *own, *values, *last)
+        if own:
+            buffers.update((n, new) for n, new in zip(self.spec.buffers, own, strict=True) if n in self.mutated)
+        return [(n, _boundary(value, leaves.addresses)) for n, value in zip(self.spec.outputs, made, strict=True)]
 
 
 def _present(names: Iterable[str], grads: Sequence[torch.Tensor | None]) -> Tensors:
@@ -220,19 +243,20 @@ class _Hooks:
 
     def __init__(
         self,
-        owned: Mapping[int, int],
-        strides: list[tuple[int, ...]],
+        leaves: Leaves,
         weights: Weights | None,
         storages: dict[int, int] | None,
-        casts: Casts | None,
+        casts: bool,
     ) -> None:
-        self._owned, self._strides, self._weights, self._storages = owned, strides, weights, storages
-        self._casts = casts
+        self._owned, self._weights, self._storages = leaves.addresses, weights, storages
+        self._strides = [leaf.stride() for leaf in leaves.every]
+        self._casts = Casts(leaves.addresses) if weights is not None and casts else None
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """The context in which the hooks act."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._casts or nullcontext():
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with saved, self._casts or nullcontext():
             yield
 
     def count(self, tensor: torch.Tensor) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
 
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.owing import Owed
-from roundelay.frontend.segment import Segment, Tape, Tensors
+from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
 from roundelay.frontend.split import settle
 
 Mode = Literal["stash", "recompute", "mixed"]
@@ -69,6 +70,7 @@ class StageFunction:
         *,
         mode: Mode,
         measure: bool = False,
+        kept: Sequence[Leaves] = (),
     ) -> tuple[dict[str, Any], StageTape]:
         """Run forward with the given weights.
 
@@ -79,13 +81,14 @@ class StageFunction:
             draw: key of the random numbers.
             mode: what backward will read.
             measure: count the bytes that the tape holds.
+            kept: what :meth:`leaves` has made of these very weights, for a caller who uses them more than once.
 
         Returns:
             The stage's outputs by name, and the tape.
         """
         values = dict(inputs)
         before = dict(buffers) if mode == "recompute" else {}
-        tapes = self._taped(params, buffers, values, draw, mixed=mode == "mixed", measure=measure)
+        tapes = self._taped(params, buffers, values, draw, mixed=mode == "mixed", measure=measure, kept=kept)
         outputs = {n: values[n] for n in self.outputs}
         if mode == "recompute":  # with a graph that is dropped: some kernels give other bits when none is asked for
             held = _num_bytes(self._held(inputs, before)) if measure else -1
@@ -118,6 +121,10 @@ class StageFunction:
                 tape.debt.append((part.owed, part.parameters))
         return {n: grad for n in self.inputs if (grad := grads.get(n)) is not None}, of_params
 
+    def leaves(self, params: Mapping[str, torch.Tensor]) -> Sequence[Leaves]:
+        """The weights as forwards read them: they hold the weights' memory, and are good as long as those lie in it."""
+        return [segment.leaves(params) for segment in self.segments]
+
     @staticmethod
     def weights(debt: Debt) -> Tensors:
         """The second half of a backward: the gradients of parameters that the first half has left out, by name."""
@@ -137,11 +144,12 @@ class StageFunction:
         *,
         mixed: bool,
         measure: bool,
+        kept: Sequence[Leaves] = (),
     ) -> list[Tape]:
         """Run every segment forward with a tape, adding its outputs to ``values``."""
         tapes = []
-        for segment in self.segments:
-            made, tape = segment.forward(params, buffers, values, draw, mixed=mixed, measure=measure)
+        for segment, leaves in zip(self.segments, kept or repeat(None)):  # noqa: B905  # as long as the first
+            made, tape = segment.forward(params, buffers, values, draw, mixed=mixed, measure=measure, kept=leaves)
             values.update(made)
             tapes.append(tape)
         return tapes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple, final
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch.
+@final
+class MicroBatch(NamedTuple):
+    """One micro-batch; a tuple, as every worker makes and sends several of them for each.
 
     Args:
         g: its global number.
@@ -25,8 +25,8 @@ class MicroBatch:
 
     g: int
     batch: int
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # a tuple's method of that name has no use here
+    count: int  # type: ignore[assignment]
     rows: int
     batch_rows: int
     epoch: int
@@ -47,19 +47,7 @@ class MicroBatch:
 
     def numbers(self) -> tuple[int, ...]:
         """As integers, for a message's header."""
-        return (
-            self.g,
-            self.batch,
-            self.index,
-            self.count,
-            self.rows,
-            self.batch_rows,
-            self.epoch,
-            self.ends_epoch,
-            self.final,
-            self.entry,
-            self.saved,
-        )
+        return tuple(self)
 
     @staticmethod
     def of(numbers: tuple[int, ...]) -> MicroBatch:

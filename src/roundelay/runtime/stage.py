@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
+from roundelay.frontend.segment import Leaves
 from roundelay.frontend.stage import Debt, debt_bytes
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LOSS
@@ -119,6 +120,8 @@ class Stage:
         self.in_flight = InFlight(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
+        #: the weights that the last forward has read, and as what it has read them; until the next update
+        self._leaves: tuple[Mapping[str, torch.Tensor], Sequence[Leaves]] | None = None
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
         self._owed_bytes = 0
 
@@ -135,7 +138,10 @@ class Stage:
         key = tuple([v.shape for v in inputs.values() if isinstance(v, torch.Tensor)])
         weights = self.forward_weights or self.weights(run)
         measure = key not in self._tape_bytes
-        outputs, tape = self.function.forward(weights, self.buffers, inputs, draw, mode=mode, measure=measure)
+        kept = self._leaves_of(weights) if mode == "stash" else ()  # other tapes hold no weights
+        outputs, tape = self.function.forward(
+            weights, self.buffers, inputs, draw, mode=mode, measure=measure, kept=kept
+        )
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
         if self._keep is not None or run.keep is not None:
@@ -193,7 +199,7 @@ class Stage:
             self.parameters[name].grad = gradient
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
-        held = self._held()
+        held, self._leaves = self._held(), None
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
@@ -205,6 +211,12 @@ class Stage:
             self.scheduler.step()
         self.gradients.clear()
         self._predictions.clear()
+
+    def _leaves_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Leaves]:
+        """The weights as the next forward reads them: made once for all that read these before the next update."""
+        if self._leaves is None or self._leaves[0] is not weights:
+            self._leaves = weights, self.function.leaves(weights)
+        return self._leaves[1]
 
     def _held(self) -> set[int]:
         """Addresses of weights that somebody will read again; a prediction's are copies already."""

@@ -71,6 +71,10 @@ class StreamEndpoint(Endpoint):
         values = tuple(self._here(value, note) for value in message.values)
         return Arrived(delivery.source, Message(message.channel, message.header, values))
 
+    def credits(self) -> Sequence[int]:
+        """As `inner` does."""
+        return self._inner.credits()
+
     def _wait(self, note: Event) -> None:
         if self._own is None:
             note.synchronize()  # the CPU has no stream that could wait

@@ -35,7 +35,7 @@ from roundelay.runtime.scales import Scales
 from roundelay.runtime.stage import Initial, Stage
 from roundelay.runtime.tally import failure
 from roundelay.schedules import workers_of
-from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
+from roundelay.transport.contract import Arrived, Endpoint, Granted, Lost, Message
 
 Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
@@ -192,7 +192,9 @@ class _Worker:
             raise told from error
         end = time.perf_counter()
         self.machine.finish(header)
-        sent = sum([self.hand_on(context.outbox.pop(channel)) for channel, _ in run.gives])
+        sent = 0
+        for channel, _ in run.gives:
+            sent += self.hand_on(context.outbox.pop(channel))
         for channel, _ in run.takes:
             self.give_back(channel)
         batch = (header or run.header or _UNKNOWN).batch
@@ -213,8 +215,9 @@ class _Worker:
     def lay_down(self, message: Message) -> None:
         """Keep a message for the stage that reads it, and tell the machine."""
         g = message.header[0]
-        self.contexts[self.readers[message.channel]].inbox[message.channel, g] = message
-        self.machine.arrive(message.channel, self.machine.header(g) or MicroBatch.of(message.header))
+        channel = message.channel
+        self.contexts[self.readers[channel]].inbox[channel, g] = message
+        self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
 
     def give_back(self, channel: int) -> None:
         """A slot to the worker that fills it."""
@@ -231,16 +234,18 @@ class _Worker:
             DeadlineError: nothing came in time.
             WorkerLostError: a worker is gone.
         """
-        machine = self.machine
+        machine, endpoint = self.machine, self.endpoint
         try:
-            delivery = self.endpoint.receive(self.task.plan.deadline_s, machine.wants_credit)
+            delivery = endpoint.receive(self.task.plan.deadline_s, machine.wants_credit)
         except DeadlineError as error:
             raise self._silence() from error
-        if isinstance(delivery, Arrived):
+        if type(delivery) is Arrived:
             self.lay_down(delivery.message)
-        elif isinstance(delivery, Granted):
+            for channel in endpoint.credits():
+                machine.grant(channel)
+        elif type(delivery) is Granted:
             machine.grant(delivery.channel)
-        else:
+        elif type(delivery) is Lost:
             raise WorkerLostError(
                 f"worker {delivery.source}",
                 got=delivery.reason,

@@ -19,6 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, TypeVar, final
 
 import torch
@@ -147,6 +148,13 @@ class Endpoint(ABC):
             DeadlineError: nothing came within `timeout_s` seconds.
         """
 
+    def credits(self) -> Sequence[int]:
+        """Channels of the credits that are here, which are then taken; `receive` gives those that this leaves, if any.
+
+        Whoever takes them with every message need rarely wait for one.
+        """
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Flush what was sent and leave in good order; a second call, or one after `abort`, does nothing.
@@ -268,6 +276,11 @@ class CheckedEndpoint(Endpoint):
             message = delivery.message
             self._received[message.channel] += message.payload_bytes
         return delivery
+
+    def credits(self) -> Sequence[int]:
+        """All that are here."""
+        come = self._credits
+        return [come.popleft().channel for _ in range(len(come))]
 
     @final
     def close(self) -> None:
