@@ -20,6 +20,7 @@ from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
+from roundelay.frontend.recomputed import Recomputed
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
@@ -156,6 +157,7 @@ class Captured:
                 changed(segment, halves=self._halves(part, device, segment))
                 for part, segment in zip(spec.segments, segments, strict=True)
             ]
+        segments = [Recomputed.of(part) if i in spec.recomputed else part for i, part in enumerate(segments)]
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
