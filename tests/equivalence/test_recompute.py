@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import roundelay
+from roundelay.api.planning import explain
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
@@ -228,3 +231,34 @@ def test_a_module_that_no_gradient_flows_through_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'blocks\.0', which no gradient flows through"):
         roundelay.plan(job, rule="1f1b", workers=2, recompute=["blocks.0", "blocks.1"])
     assert roundelay.plan(job, rule="1f1b", workers=2, recompute=["blocks.1"]).recompute == ("blocks.1",)
+
+
+class Checkpointing(Blocks):
+    """The same, which checkpoints two of its blocks, one by a method, and a layer that keeps nothing else."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Rows x 3."""
+        hidden: Any = checkpoint(self.first, features, use_reentrant=False)
+        hidden = checkpoint(self.blocks[0], hidden, use_reentrant=False)
+        hidden = checkpoint(partial(self.blocks[1].forward), hidden, use_reentrant=False)
+        for block in list(self.blocks)[2:]:
+            hidden = checkpoint(lambda x, block=block: block(x), hidden, use_reentrant=False)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def test_what_the_model_itself_checkpoints_is_run_again_where_that_changes_no_bit() -> None:
+    model = built_by(Checkpointing)(0)
+    job = replace(place().job(), model=model)
+    captured = roundelay.capture(job)
+    assert captured.checkpointed == ("first", "blocks.0", "blocks.1")
+    found = {}
+    for name, choices in {"": {}, "none": {"recompute": "none"}, "mixed": {"backward": "mixed"}}.items():
+        plan = roundelay.plan(job, captured=captured, rule="1f1b", workers=2, cuts="roofline", **choices)
+        found[name] = plan, explain(captured, plan)
+    assert [plan.recompute for plan, _ in found.values()] == [("first", "blocks.0", "blocks.1"), (), ()]
+    assert found[""][0].stages[0].tape_bytes < 0.6 * found["none"][0].stages[0].tape_bytes
+    for name in ("none", "mixed"):
+        assert "recompute: not what the model checkpoints, first,blocks.0,blocks.1" in found[name][1]
+    inner: Any = torch.utils.checkpoint
+    assert "roundelay" not in inner._checkpoint_without_reentrant_generator.__module__

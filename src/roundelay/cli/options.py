@@ -56,7 +56,7 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         help="Modules that keep only their inputs, and are run again by the backward: paths such as blocks.0, patterns "
-        "such as blocks.*, or all. [default: none]",
+        "such as blocks.*, all, or none. [default: what the model itself checkpoints, by stash; else none]",
         metavar="NAME,...",
     ),
 ]

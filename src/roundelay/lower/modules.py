@@ -52,6 +52,11 @@ def parts_of(graph: Graph, names: Sequence[str]) -> tuple[Part, ...]:
     return tuple(sorted(_runs(graph, paths), key=lambda part: part.start))
 
 
+def parts_within(graph: Graph, path: str) -> tuple[Part, ...]:
+    """The operations of one module, by its path; none if it computes nothing."""
+    return tuple(_runs(graph, {path: path}))
+
+
 def _runs(graph: Graph, paths: dict[str, str]) -> Iterator[Part]:
     for path, name in paths.items():
         within = [i for i, op in enumerate(graph.ops) if _inside(op.module, path)]
