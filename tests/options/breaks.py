@@ -144,7 +144,7 @@ OPTIONS = (
     ),
     Break(
         "modules run again, with the weights of mixed",
-        (Edit("frontend/recomputed.py", "None if mixed else", "None if False else"),),
+        (Edit("frontend/recomputed.py", "None if mixed else kept", "None if False else kept"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
     ),
     Break(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roundelay.frontend.draws import Draw
-from roundelay.frontend.segment import Segment, Tape, Tensors
+from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
 
 
 @dataclass(slots=True)
@@ -26,14 +26,14 @@ class Beginning(Tape):
     """What the forward of such a segment leaves for its backward.
 
     Args:
-        weights_read: every parameter's weights for ``stash``; None for ``mixed``, whose backward brings its own.
+        leaves: the forward's weights for ``stash``; None for ``mixed``, whose backward brings its own.
         values: the inputs by name.
         buffers: by name, as they were before the forward.
         draw: key of the random numbers.
         spared: bytes that the forward would have kept beside its inputs and outputs; 0 if not measured.
     """
 
-    weights_read: Tensors | None
+    leaves: Leaves | None
     values: dict[str, Any]
     buffers: Tensors
     draw: Draw
@@ -59,27 +59,27 @@ class Recomputed(Segment):
         *,
         mixed: bool = False,
         measure: bool = False,
+        kept: Leaves | None = None,
     ) -> tuple[dict[str, Any], Tape]:
         """Run forward, keeping what it takes to do so again; arguments as of :meth:`Segment.forward`."""
         before = {n: buffers[n] for n in self.spec.buffers}
+        leaves = None if mixed else kept or self.leaves(params)
         # with a graph that is dropped: some kernels give other bits when none is asked for
-        outputs, tape = super().forward(params, buffers, inputs, draw, measure=measure)
+        outputs, tape = super().forward(params, buffers, inputs, draw, measure=measure, kept=leaves)
         values = {n: inputs[n] for n in self.spec.inputs}
-        # .data: an update that spares a held tensor gives the parameter another one
-        read = None if mixed else {n: params[n].data for n in self.spec.parameters}
         held = _storages([*values.values(), *(before[n] for n in self.mutated)]) if measure else {}
         apart = held.keys() | _storages(outputs.values()).keys() if measure else set()
         spared = sum(size for address, size in tape.storages.items() if address not in apart)
-        return outputs, Beginning({}, {}, read or {}, None, held, [], read, values, before, draw, spared)
+        trained = {} if leaves is None else leaves.trained  # which updates leave as they are
+        return outputs, Beginning({}, {}, trained, None, held, [], leaves, values, before, draw, spared)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
         """Run forward again, then backward, or its first half; as :meth:`Segment.backward`."""
         assert isinstance(tape, Beginning)
-        weights = params if tape.weights_read is None else tape.weights_read
-        _, again = super().forward(weights, dict(tape.buffers), tape.values, tape.draw)
-        gradients = super().backward(again, grad_outputs, weights)
+        _, again = super().forward(params, dict(tape.buffers), tape.values, tape.draw, kept=tape.leaves)
+        gradients = super().backward(again, grad_outputs, params)
         tape.parameters, tape.owed = again.parameters, again.owed  # for the second half
         return gradients
 
