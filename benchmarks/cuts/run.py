@@ -113,7 +113,7 @@ def planned(kind: str, cuts: str) -> roundelay.Plan:
 def prices(kind: str) -> Prices:
     made, captured = captured_job(kind)
     latency_s, bytes_per_s = LINKS[TRANSPORT]
-    terms = Terms(backward="stash", micro_batches=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    terms = Terms(micro_batches=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
     profile, _ = profiled(captured, next(iter(made.batches(0))))
     return priced(captured.graph, profile, terms)
 

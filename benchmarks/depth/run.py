@@ -213,8 +213,8 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     )
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
-        format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, compile=False,
-        precision="fp32", loss_scale="none",
+        format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, recompute=(),
+        compile=False, precision="fp32", loss_scale="none",
         clip="none", micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
         read_s=0.0, stages=stages, edges=edges,
     )  # fmt: skip

@@ -47,6 +47,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         rule=rule,
         predictor="none",
         backward="stash",
+        recompute=(),
         compile=False,
         precision="fp32",
         clip="none",

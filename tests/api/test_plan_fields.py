@@ -164,6 +164,13 @@ def scales() -> bool:
     return refused({"loss_scale": "1024"}) and refused({"precision": "fp16"})
 
 
+def recomputes() -> bool:
+    """Tapes are smaller than without; a mode that does so already, and a module that is not there, are refused."""
+    less, held = (made.workers[0]["tape_bytes"]["0"] for made in (run(edited({"recompute": ("all",)})), plain()))
+    refused({"recompute": ("all",), "backward": "recompute"})
+    return refused({"recompute": ("nowhere",)}) and 0 < less < held
+
+
 def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
     """Without a compiler it is refused; tests/api/test_compiling.py shows that the compiled stages are what runs."""
     from torch._inductor import config
@@ -179,6 +186,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
     "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),
+    "recompute": lambda _: recomputes(),
     "compile": compiles,
     "precision": lambda _: trains_otherwise({"precision": "bf16"}) and refused({"precision": "fp8"}),
     "loss_scale": lambda _: scales(),

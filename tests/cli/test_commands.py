@@ -89,6 +89,22 @@ def test_in_half_precision_the_loss_scale_and_skipped_updates_are_told(capsys: C
     )
 
 
+def test_modules_to_be_run_again_are_told_and_a_plan_keeps_them(capsys: Capture, workplace: Path) -> None:
+    asked = ("--backward", "stash", "--recompute", "2, [345]", "--cuts", "linear_1")
+    text = here(capsys, "plan", MLP, *asked, "-o", "plan.toml", "--json").json["plan"]
+    assert Plan.parse(text).recompute == ("2", "[345]")
+    assert "# recompute: 2, [345]; the backward runs these modules forward again, with its forward's weights" in text
+    assert "# recompute: stage 1 runs " in text
+    run = ("train", MLP, "--plan", "plan.toml", "--no-baseline", "--steps", 2)
+    one_screen(here(capsys, *run, "--recompute", "2"), "--recompute beside --plan", "got 2", "2,[345], which the plan")
+    assert here(capsys, *run, "--recompute", "2,[345]", "--out", "run").code == 0
+    assert here(capsys, "report", "run").code == 0
+    assert "<dt>recompute</dt><dd>2, [345]</dd>" in Path("run/report.html").read_text()
+    compared = here(capsys, "compare", MLP, "--rules", "1f1b,pipedream,async", *asked[2:], "--steps", 1, "--out", "c")
+    assert compared.code == 0, compared.err
+    assert Plan.parse(Path("c/plans/1f1b.toml").read_text()).recompute == ("2", "[345]")
+
+
 def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "evaluate=lambda model: {'weight': 2.5}")
     said = here(capsys, "train", job, *FAST, "--epochs", 2, "--out", "run")

@@ -38,6 +38,7 @@ PLANS = st.builds(
     rule=TEXTS,
     predictor=TEXTS,
     backward=TEXTS,
+    recompute=st.lists(TEXTS, max_size=3).map(tuple),
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,

@@ -46,6 +46,7 @@ def plan_of(
         "rule": rule,
         "predictor": rule_named(rule).predictors[0] if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
+        "recompute": (),
         "compile": False,
         "precision": "fp32",
         "loss_scale": "none",

@@ -138,6 +138,16 @@ OPTIONS = (
         ("tests/frontend/test_stage.py", "-k", "recompute_differentiates"),
     ),
     Break(
+        "modules run again by the backward",
+        (Edit("frontend/captured.py", "if i in spec.recomputed else part", "if False else part"),),
+        (EQUIVALENCE + "test_recompute.py", "-k", "bytes_that_tapes_hold"),
+    ),
+    Break(
+        "modules run again, with the weights of mixed",
+        (Edit("frontend/recomputed.py", "None if mixed else kept", "None if False else kept"),),
+        (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
+    ),
+    Break(
         "--compile",
         (Edit("api/compiling.py", "plan.backward if plan.compile else None", "None"),),
         ("tests/api/test_compiling.py", "-k", "compiled_run_equals"),

@@ -83,6 +83,7 @@ OPTIONS = {
     "schedule": Option(job={"scheduler": scheduled}),
     "groups": Option(job={"optimizer": grouped}),
     "bf16": Option(plan={"precision": "bf16"}),
+    "recompute": Option(plan={"recompute": ("all",)}, ends="recomputed"),
     "frozen": Option(model="frozen", ends="frozen"),
     "BatchNorm": Option(model="norm", ends="counted"),
     "metrics": Option(model="told", ends="same"),
@@ -131,7 +132,11 @@ def _plan(line: str, option: str) -> Plan:
 
 
 def refused(line: str, option: str) -> bool:
-    """Whether a rule must refuse an option: no norm of a batch's own without a flush, and what halves cannot do."""
+    """Whether a rule must refuse an option: no norm of a batch's own without a flush, what halves cannot do, and what a
+    mode does already.
+    """
+    if option == "recompute" and LINES[line].backward == "recompute":
+        return True
     schedule = schedule_named(rule_named(LINES[line].rule).schedule)
     halves = option in ("clip previous", "clip global", "bf16", "compile")
     return (schedule.halved and halves) or (option == "clip global" and schedule.window != "batch")
@@ -156,6 +161,8 @@ def _ends(option: Option, line: str, bits: str) -> str:
         same = bits == ran(line, "")[1]
         found = "those" if same else "others than those"
         return "" if same == (option.ends == "same") else f"the weights are {found} without it"
+    if option.ends == "recomputed":
+        return _recomputed(line, bits)
     place = bench(option.model)
     if option.ends == "frozen":
         still = {n for n, p in place.model.named_parameters() if torch.equal(p, place.state[n])}
@@ -163,6 +170,18 @@ def _ends(option: Option, line: str, bits: str) -> str:
     counted = {int(b) for n, b in place.model.named_buffers() if n.endswith("num_batches_tracked")}
     parts = sum(min(MICRO_BATCHES, batch[0].size(0)) for batch in place.batches[:STEPS])  # type: ignore[index]
     return "" if counted == {parts} else f"counted {counted} micro-batches of {parts}"
+
+
+def _recomputed(line: str, bits: str) -> str:
+    """The same weights as without by stash; by mixed, with every segment run again, those of the mode recompute, but
+    for the loss's part: where the last stage's two passes read different weights, that mode runs it again, too.
+    """
+    chosen = LINES[line]
+    if chosen.backward == "mixed" and chosen.predictor == "released-code":
+        return "" if bits != ran(line, "")[1] else "the weights are those without it"
+    whole = [n for n, v in LINES.items() if v == dataclasses.replace(chosen, backward="recompute")]
+    same = bits == ran(whole[0] if chosen.backward == "mixed" else line, "")[1]
+    return "" if same else "other weights than it must end with"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from roundelay.planner.price import Cuts, Prices, Terms, priced
 from roundelay.planner.stages import TIE, choose_cuts, equal_cuts, names_of, nearest_cuts
 from tests.lower.graphs import IDS, LABELS, Step, graph_of, graphs
 
-FREE = Terms(backward="stash", micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
+FREE = Terms(micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,10 @@ def settings(draw: st.DrawFn) -> Setting:
     seconds = st.lists(st.integers(0, 20), min_size=len(graph.ops) + 1, max_size=len(graph.ops) + 1)
     profile = Profile(*(tuple(map(float, draw(seconds))) for _ in range(3)))
     terms = Terms(
-        backward=draw(st.sampled_from(["stash", "recompute", "mixed"])),
         micro_batches=draw(st.sampled_from([1, 2, 9])),
         latency_s=draw(st.sampled_from([0.0, 3.0])),
         bytes_per_s=draw(st.sampled_from([20.0, 400.0])),
+        again=draw(st.sampled_from([(), (range(99),), (range(1, 3), range(5, 6))])),
     )
     return Setting(dataclasses.replace(graph, cuts=cuts, values=values), profile, terms)
 
@@ -80,8 +80,10 @@ def judged(setting: Setting, cuts: Cuts) -> tuple[float, int]:
         ops = [i for part in spec.segments for i in range(part.start, part.stop)] + [len(graph.ops)] * bool(
             spec.loss_reads
         )
-        again = 2 if terms.backward == "recompute" else 1
-        compute = sum(again * profile.forward_s[i] + profile.backward_s[i] + profile.update_s[i] / parts for i in ops)
+        again = {i for part in terms.again for i in part}
+        compute = sum(
+            (1 + (i in again)) * profile.forward_s[i] + profile.backward_s[i] + profile.update_s[i] / parts for i in ops
+        )
         sides = [side for side in (spec.receives, spec.sends) if side]
         latencies = len(sides) + sum(any(edge.gradients for edge in side) for side in sides)
         num_bytes = sum(bytes_of(graph, edge, parts) for side in sides for edge in side)

@@ -91,6 +91,18 @@ def test_the_norms_that_clip_go_on(
         assert differences(whole, made.rest(start), start) == [], f"behind update {updates}"
 
 
+@pytest.mark.parametrize("variant", ["pipedream", "pipeoptim improved mixed"])
+def test_modules_that_backwards_run_again_go_on(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``stash`` also one that the checkpoint's run has not run again."""
+    made = trip("batchnorm", VARIANTS[variant], (4, 1), "sgd")
+    again = dataclasses.replace(made, plan=dataclasses.replace(made.plan, recompute=("blocks.*",)))
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = (made if variant == "pipedream" else again).whole(Saving(path=tmp_path, every=1))
+    for updates in CUTS:
+        start = load(tmp_path / str(updates))
+        assert differences(whole, again.rest(start), start) == [], f"behind update {updates}"
+
+
 @pytest.mark.parametrize("variant", ["rehearse mixed", "rehearse recompute"])
 def test_forwards_that_foresee_from_different_sums_read_their_own_weights_again(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,8 +117,8 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         epochs: epochs of every run.
         source: what tells this job from others of the same model, such as a digest of its file.
         notify: told of everything, in the caller's thread.
-        choices: ``micro_batches`` (by default each rule's own), ``compile``, ``precision``, ``loss_scale``,
-            ``clip``, ``transport``, ``deadline_s``, ``devices``.
+        choices: ``micro_batches`` (by default each rule's own), ``recompute``, ``compile``, ``precision``,
+            ``loss_scale``, ``clip``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         UsageError: something given cannot be used, or the folder is another comparison's.

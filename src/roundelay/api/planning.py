@@ -14,6 +14,7 @@ from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_inputs, check_job
 from roundelay.api.quiet import without_dumps
+from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
 from roundelay.api.weights_file import check_filled, fill
 from roundelay.errors import PlanError
@@ -48,6 +49,7 @@ CHOICES = {
     "micro_batches",
     "predictor",
     "backward",
+    "recompute",
     "compile",
     "precision",
     "loss_scale",
@@ -112,8 +114,8 @@ def plan(
         cuts: ``measured`` (the default) on this machine, ``roofline`` (predicted alike on every machine), ``equal``
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``compile``, ``precision``, ``loss_scale``, ``clip``,
-            ``transport``, ``deadline_s``, ``devices``.
+        choices: ``micro_batches``, ``predictor``, ``backward``, ``recompute``, ``compile``, ``precision``,
+            ``loss_scale``, ``clip``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -144,6 +146,7 @@ def plan_with_reasons(
     num_stages = _num_stages(workers, stages, schedule.stages_per_worker)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
     on = named(given.get("devices"), len(set(home)), draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
@@ -152,7 +155,8 @@ def plan_with_reasons(
         else _cut(job, captured, draft, str(asked), num_stages, seed)
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
-    return Planned(_measured(job, captured, cut_up, seed), chosen.reasons)
+    made, told = _measured(job, captured, cut_up, seed, asked="recompute" in given)
+    return Planned(made, (*chosen.reasons, *told))
 
 
 def _num_stages(workers: int | None, stages: Stages | None, each: int) -> int:
@@ -184,6 +188,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         rule=rule,
         predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", row.modes[0]),
+        recompute=(),
         compile=given.get("compile", False),
         precision=given.get("precision", PRECISIONS[0]),
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
@@ -213,7 +218,7 @@ def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
 
 def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, seed: int) -> Cut:
     terms = Terms(
-        backward=draft.backward,
+        again=again(captured.graph, draft),
         micro_batches=draft.micro_batches,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
@@ -234,15 +239,17 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     """
     check_plan(plan)
     ours = plan.model == captured.graph.fingerprint  # cuts of another model mean nothing in this one
-    stages = partition(captured.graph, [stage.segments for stage in plan.stages]) if ours else Partition(())
+    stages = (
+        partition(captured.graph, [stage.segments for stage in plan.stages], plan.recompute) if ours else Partition(())
+    )
     check_fit(plan, captured.graph.fingerprint, stages)
     prove(plan)
     return stages
 
 
-def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
-    """The draft with edges, measured seconds and bytes."""
-    stages = partition(captured.graph, [stage.segments for stage in draft.stages])
+def _measured(job: Job, captured: Captured, draft: Plan, seed: int, *, asked: bool) -> tuple[Plan, tuple[str, ...]]:
+    """The draft with edges, measured seconds and bytes; and what is spared by running modules again, in words."""
+    stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
     sample = _sample(job, draft, seed)
     schedule = schedule_of(draft)
     edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
@@ -256,7 +263,7 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int) -> Plan:
         read_s = _round(reading_s(job.batches, seed, draft.micro_batches))
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
     prove(made)
-    return made
+    return made, spared(captured.graph, draft, stages, measured, asked=asked)
 
 
 def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
@@ -310,6 +317,7 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
     if plan.read_s:
         lines.append(_reading(plan))
+    lines += meaning(captured, plan)
     if plan.compile:
         lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
     if plan.precision == HALF:

@@ -17,11 +17,12 @@ from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
-from roundelay.frontend import Draw
+from roundelay.frontend import Captured, Draw, StageFunction
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
@@ -162,7 +163,12 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
     stages = [
-        ReferenceStage(captured.stage(spec, torch.device(name)), spec.parameters, spec.buffers, torch.device(name))
+        ReferenceStage(
+            _function(captured, spec, plan.backward, torch.device(name)),
+            spec.parameters,
+            spec.buffers,
+            torch.device(name),
+        )
         for spec, name in zip(session.partition.stages, plan.devices, strict=True)
     ]
     device = {name: stage.device for stage in stages for name in stage.parameters}
@@ -199,6 +205,11 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
         audit=audit,
         start=start,
     )
+
+
+def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.device) -> StageFunction:
+    """A stage's function; where that must make no difference, one that keeps what the run's computes again."""
+    return captured.stage(replace(spec, recomputed=()) if mode == "stash" else spec, device)
 
 
 def _on_cpu(result: ReferenceResult) -> ReferenceResult:

@@ -13,6 +13,7 @@ from roundelay.api import capture
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
+from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.debug import launched
@@ -50,6 +51,14 @@ Predictor = Annotated[
 ]
 Backward = Annotated[
     str | None, typer.Option(help="What backward reads: stash, recompute, mixed. [default: the rule's first]")
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        help="Modules that keep only their inputs, and are run again by the backward: paths such as blocks.0, patterns "
+        "such as blocks.*, all, or none. [default: what the model itself checkpoints, by stash; else none]",
+        metavar="NAME,...",
+    ),
 ]
 Clip = Annotated[
     str | None,
@@ -115,6 +124,7 @@ class Choices:
     micro_batches: int | None
     predictor: str | None
     backward: str | None
+    recompute: str | None
     compile: bool | None
     precision: str | None
     loss_scale: str | None
@@ -252,7 +262,7 @@ def _obey(plan: Plan, choices: Choices) -> Plan:
         raise UsageError(
             f"--{name.replace('_', '-')} beside --plan",
             got=str(value),
-            expected=f"{','.join(said) if name == 'devices' else said}, which the plan says",
+            expected=f"{','.join(said) or 'none' if name in LISTED else said}, which the plan says",
             remedy="Leave the option out, or edit the plan.",
         )
     return plan
@@ -265,8 +275,19 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
         if name == "cuts":
             continue
         said: Any = _said(plan, name, size)
-        if said != (named(value, size, plan.transport) if name == "devices" else value):
+        if said != _meant(name, value, size, plan):
             yield name, value, said
+
+
+def _meant(name: str, value: Any, size: int, plan: Plan) -> Any:
+    """A choice as a plan would say it."""
+    if name == "devices":
+        return named(value, size, plan.transport)
+    return names_in(value) if name == "recompute" else value
+
+
+LISTED = ("devices", "recompute")
+"""Choices of which a plan has a list."""
 
 
 def _said(plan: Plan, name: str, size: int) -> Any:

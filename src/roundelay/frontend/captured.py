@@ -13,6 +13,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
+from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export
@@ -20,6 +21,7 @@ from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
+from roundelay.frontend.recomputed import Recomputed
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
@@ -38,6 +40,7 @@ class Captured:
         graph: what the planner and the lowering see.
         mode: the backward mode that its stages are compiled for; None: they are not.
         precision: in which its stages compute, and its graph's values are counted.
+        checkpointed: modules that its own code checkpoints, by path.
     """
 
     model: torch.nn.Module
@@ -53,6 +56,7 @@ class Captured:
     _compiled: dict[tuple[SegmentSpec, torch.device, bool], Compiled] = field(default_factory=dict)
     mode: Mode | None = None
     precision: str = FULL
+    checkpointed: tuple[str, ...] = ()
 
     def compiling(self, mode: Mode | None) -> Captured:
         """The same model, whose stages are compiled for a backward mode, or not; what is compiled is shared."""
@@ -156,6 +160,7 @@ class Captured:
                 changed(segment, halves=self._halves(part, device, segment))
                 for part, segment in zip(spec.segments, segments, strict=True)
             ]
+        segments = [Recomputed.of(part) if i in spec.recomputed else part for i, part in enumerate(segments)]
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
@@ -262,7 +267,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     how = inputs or default_inputs
     tensors, call = CallShape.flatten(*_called(how, sample))
     with torch.random.fork_rng(devices=[]):
-        exported = export(model, call, tensors)
+        with noting_checkpoints(model) as checkpointed:
+            exported = export(model, call, tensors)
         cleaned = clean(exported, tensors)
         nodes = list(exported.module.graph.output_node().args[0])  # type: ignore[arg-type]
         with torch.enable_grad():
@@ -276,7 +282,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     if not graph.ops:
         raise _nothing_to_train(model)
     called = LossCall(loss, reads, exported.output_shape, sample)
-    return Captured(model, graph, exported, cleaned, called, how, call, describes)
+    return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
 
 
 def _twice(leaf: torch.Tensor) -> torch.Tensor:

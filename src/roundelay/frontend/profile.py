@@ -14,6 +14,7 @@ from roundelay.frontend.captured import Captured
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw
 from roundelay.frontend.placed import CPU
+from roundelay.frontend.recomputed import Beginning
 from roundelay.frontend.stage import Mode, StageFunction, debt_bytes
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
@@ -25,11 +26,13 @@ class StageProfile:
 
     Args:
         forward_s: median seconds of a forward.
-        backward_s: median seconds of a backward, without a repeated forward; of its first half where it has two.
+        backward_s: median seconds of a backward, with segments that it runs again, without a forward that the mode
+            ``recompute`` repeats; of its first half where it has two.
         weights_s: median seconds of its second half; 0 where it is whole.
         update_s: seconds of reading and writing its weights three times, a stand-in for the optimizer.
         tape_bytes: bytes that one forward leaves for its backward, parameters not counted.
         owed_bytes: bytes that the first half of a backward leaves for the second.
+        spared_bytes: for each segment that is run again, what it would keep beside its inputs and outputs.
     """
 
     forward_s: float
@@ -38,6 +41,7 @@ class StageProfile:
     update_s: float
     tape_bytes: int
     owed_bytes: int
+    spared_bytes: tuple[int, ...] = ()
 
 
 def profile(
@@ -81,6 +85,7 @@ def profile(
                 update_s=touch(function.parameters.values(), function.now_s),
                 tape_bytes=mine[-1].tape_bytes,
                 owed_bytes=mine[-1].owed_bytes,
+                spared_bytes=mine[-1].spared_bytes,
             )
         )
     return profiles
@@ -88,11 +93,12 @@ def profile(
 
 @dataclass(slots=True)
 class _Measured:
-    """One pass of a stage: seconds of its forward, its backward and that one's second half; bytes that waited."""
+    """One pass of a stage: seconds of its forward, its backward and that one's second half; bytes that have waited."""
 
     seconds: list[float]
     tape_bytes: int
     owed_bytes: int = 0
+    spared_bytes: tuple[int, ...] = ()
 
 
 @final
@@ -157,7 +163,8 @@ def _once(captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode:
         buffers = {n: stage.here(b) for n, b in buffers.items()}
         start = stage.now_s()
         outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, Draw(0, 0), mode=mode, measure=True)
-        measured.append(_Measured([stage.now_s() - start], tape.num_bytes))
+        spared = tuple(part.spared for part in tape.tapes if isinstance(part, Beginning))
+        measured.append(_Measured([stage.now_s() - start], tape.num_bytes, spared_bytes=spared))
         values.update(outputs)
         tapes.append(tape)
     grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}

@@ -17,6 +17,9 @@ from roundelay.frontend.metrics import value_names
 from roundelay.frontend.rewrite import DRAW, Cleaned, run_nodes
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
+_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
+"""What export calls the module of an operation that it cannot tell."""
+
 
 def describe(
     exported: Exported,
@@ -103,6 +106,8 @@ def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
 def _module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
+    if path == _NOWHERE:
+        return ""
     return str(path).removeprefix("model").removeprefix(".")
 
 

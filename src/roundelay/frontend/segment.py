@@ -18,7 +18,8 @@ mode           the tape holds                                        backward di
 A segment with ``halves`` runs its backward in two: :meth:`Segment.backward` leaves out the gradients of the parameters
 that :mod:`roundelay.frontend.split` can compute later, and :func:`roundelay.frontend.split.settle` computes those.
 
-Recomputation belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and ``mixed``.
+The mode ``recompute`` belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and
+``mixed``. One that runs itself again is a :class:`roundelay.frontend.recomputed.Recomputed`.
 
 Boundaries are contiguous: outputs and input gradients are laid out as a network would deliver them, so that a run gives
 the same bits wherever it is cut and whatever carries the tensors.

@@ -144,8 +144,8 @@ def _own_backward(kind: type) -> CaptureError:
     remedy = "Write it with torch operations (x + (y - x).detach() has y's value and x's gradient), or make it an "
     remedy += "operator: torch.library.custom_op with register_autograd."
     if kind.__module__ == "torch.utils.checkpoint":
-        remedy = "Leave activation checkpointing out, or give it use_reentrant=False: `--backward recompute` does the "
-        remedy += "same for a whole stage."
+        remedy = "Give activation checkpointing use_reentrant=False, or leave it out: `--recompute NAME,...` does the "
+        remedy += "same for modules."
     return CaptureError(
         f"torch.autograd.Function {kind.__qualname__!r} in the model's forward",
         got="a backward of its own, which torch.export does not see",

@@ -28,7 +28,8 @@ class StagePlan:
         device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them; one and the same
             for all stages of a worker.
         forward_s: predicted seconds of one forward.
-        backward_s: predicted seconds of one backward, without a repeated forward; of its first half where it has two.
+        backward_s: predicted seconds of one backward, with modules that it runs again, without a forward that the mode
+            ``recompute`` repeats; of its first half where it has two.
         weights_s: predicted seconds of its second half, the weights' gradients; 0 where not measured apart.
         update_s: predicted seconds of one update.
         parameter_bytes: bytes of its weights.
@@ -79,6 +80,8 @@ class Plan:
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``, ``partial``; ``none`` if the
             rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
+        recompute: modules that keep their inputs only and are run again by the backward, by names and patterns as
+            :mod:`roundelay.lower.modules` says; ``all`` for every segment.
         compile: whether stages are compiled before they run.
         precision: in which stages compute: ``fp32``, or ``bf16`` or ``fp16`` by torch's autocast, with weights in fp32.
         loss_scale: by what losses are multiplied before the backward, as :mod:`roundelay.ir.loss_scale` says: ``none``,
@@ -101,6 +104,7 @@ class Plan:
     rule: str
     predictor: str
     backward: str
+    recompute: tuple[str, ...]
     compile: bool
     precision: str
     loss_scale: str

@@ -57,6 +57,7 @@ class StageSpec:
         loss_reads: what the loss segment reads; empty unless this is the last stage.
         sends: edges to later stages.
         receives: edges from earlier stages, in order of their source.
+        recomputed: numbers of the segments that keep their inputs only, and are run again by the backward.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class StageSpec:
     loss_reads: tuple[str, ...]
     sends: tuple[Edge, ...]
     receives: tuple[Edge, ...]
+    recomputed: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:

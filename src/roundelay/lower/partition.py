@@ -8,18 +8,20 @@ Rules, each with its reason:
 - Inputs and batch tensors are made by stage 0, which reads the data.
 - A parameter belongs to the first segment that uses it; later ones get it as the value ``weight.NAME`` with each
   micro-batch and send its gradient back.
+- Operations that a backward runs again are a segment of their own. By the first rule that changes no bit.
 - Neighbours are always joined by an edge, if only an empty one: by it a stage learns that a micro-batch exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
 from roundelay.lower.crossing import Hop, hops, journeys
+from roundelay.lower.modules import Part, idle, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +31,24 @@ class _Span:
     stage: int
     start: int
     stop: int
+    again: bool = False
 
 
-def partition(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
+def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence[str] = ()) -> Partition:
     """Cut ``graph`` into stages.
 
     Args:
         graph: the logical graph.
         stages: for each stage the names of the operations that end its segments, in order. The very last name
             must be the graph's last operation.
+        recompute: names of modules that backwards run again, as :mod:`roundelay.lower.modules` says.
 
     Raises:
-        PlanError: a name is unknown, out of order, or not a legal cut.
+        PlanError: a name is unknown, out of order, or not a legal cut; or of no module that can be run again.
     """
     if not stages:
         raise _bad_cut(graph, 0, "", "missing")
-    spans = _spans(graph, stages)
+    spans = _parted(graph, _spans(graph, stages), recompute)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)
     chains = _chains(graph, [*spans, loss])
@@ -57,6 +61,7 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
                 loss_reads=(*graph.outputs, *graph.batch) if k == loss.stage else (),
                 sends=tuple(edge for edge in edges if edge.source == k),
                 receives=tuple(edge for edge in edges if edge.target == k),
+                recomputed=tuple(i for i, span in enumerate(s for s in spans if s.stage == k) if span.again),
             )
             for k in range(len(stages))
         )
@@ -80,6 +85,36 @@ def _spans(graph: Graph, stages: Sequence[Sequence[str]]) -> list[_Span]:
     if start != len(graph.ops):
         raise _bad_cut(graph, len(stages) - 1, stages[-1][-1], "not the last operation")
     return spans
+
+
+def _parted(graph: Graph, spans: list[_Span], recompute: Sequence[str]) -> list[_Span]:
+    """The spans, with every part that is to be run again in a span of its own."""
+    parts = parts_of(graph, recompute)
+    if not parts:
+        return spans
+    made = [piece for span in spans for piece in _pieces(graph, span, parts)]
+    for part in parts:
+        some = [other for other in parts if other.name == part.name]
+        if not any(span.again and one.start <= span.start < one.stop for span in made for one in some):
+            grad = any(graph.values[op.name].requires_grad for one in some for op in graph.ops[one.start : one.stop])
+            raise idle(part.name, "which cannot be cut out of the graph" if grad else "which no gradient flows through")
+    return made
+
+
+def _pieces(graph: Graph, span: _Span, parts: Sequence[Part]) -> Iterator[_Span]:
+    """A span, cut where parts begin and end: at the next legal cuts inside of them."""
+    places = [span.start, *(cut + 1 for cut in graph.cuts if span.start <= cut < span.stop - 1), span.stop]
+    start = span.start
+    for part in parts:
+        inside = [place for place in places if part.start <= place <= part.stop]
+        first, last = (inside[0], inside[-1]) if inside else (start, start)
+        if any(graph.values[op.name].requires_grad for op in graph.ops[first:last]):
+            if start < first:
+                yield _Span(span.stage, start, first)
+            yield _Span(span.stage, first, last, again=True)
+            start = last
+    if start < span.stop:
+        yield _Span(span.stage, start, span.stop)
 
 
 def _bad_cut(graph: Graph, stage: int, name: str, why: str) -> PlanError:

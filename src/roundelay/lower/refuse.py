@@ -42,6 +42,7 @@ def check_plan(plan: Plan) -> None:
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    _check_recompute(plan)
     _check_clip(plan, rule)
     check_precision(plan)
     _check_loss_scale(plan)
@@ -89,6 +90,16 @@ def _check_clip(plan: Plan, rule: UpdateRule) -> None:
             expected="none, stage:NORM or previous:NORM: a batch's own norm is known when stage 0 has finished it, "
             "and by then the other stages must have made its update",
             remedy="Choose previous:NORM, or a rule that flushes: gpipe or 1f1b.",
+        )
+
+
+def _check_recompute(plan: Plan) -> None:
+    if plan.recompute and plan.backward == "recompute":
+        raise PlanError(
+            "recompute of the plan",
+            got=f"{', '.join(plan.recompute)} beside backward = recompute",
+            expected="no module: that mode runs every stage again, whole",
+            remedy="Leave --recompute out, or choose another mode by --backward where the rule has one.",
         )
 
 

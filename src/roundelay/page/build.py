@@ -90,6 +90,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [
         ("rule", plan.rule),
         ("backward", plan.backward),
+        *([("recompute", ", ".join(plan.recompute))] if plan.recompute else []),
         ("predictor", plan.predictor),
         ("workers", str(num_workers(plan))),
         ("micro-batches", str(plan.micro_batches)),

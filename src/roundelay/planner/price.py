@@ -33,16 +33,16 @@ class Terms:
     """What a plan has settled before it is cut.
 
     Args:
-        backward: backward mode.
         micro_batches: micro-batches of a full batch.
         latency_s: seconds of an empty message.
         bytes_per_s: of a link.
+        again: numbers of the operations whose forward a backward runs again.
     """
 
-    backward: str
     micro_batches: int
     latency_s: float
     bytes_per_s: float
+    again: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ def priced(graph: Graph, profile: Profile, terms: Terms) -> Prices:
         terms: of the plan.
     """
     parts = share(graph, terms.micro_batches)
-    again = 1.0 if terms.backward == "recompute" else 0.0
+    again = {i for part in terms.again for i in part}
     rows = zip(profile.forward_s, profile.backward_s, profile.update_s, strict=True)
-    work = accumulate((f * (1.0 + again) + b + u / parts for f, b, u in rows), initial=0.0)
+    work = accumulate((f * (1 + (i in again)) + b + u / parts for i, (f, b, u) in enumerate(rows)), initial=0.0)
     boundaries = boundaries_of(graph)
     return Prices(boundaries, tuple(work), terms, parts, _over(graph, boundaries[1:-1], terms.micro_batches))
 

@@ -42,5 +42,5 @@ def out_of_memory(worker: int, error: MemoryError) -> UserCodeError:
         f"worker {worker}",
         got=f"out of memory {error}",
         expected="memory for weights, tapes and messages",
-        remedy='Use smaller micro-batches, `backward = "recompute"` in the plan, or more workers.',
+        remedy='Use smaller micro-batches, `recompute = ["all"]` in the plan, or more workers.',
     )
