@@ -116,6 +116,7 @@ OPTIONS = {
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
     "devices for other workers": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 workers"),
+    "no patience": (("--deadline-s", "0"), "deadline_s", "more than 0 seconds", "--deadline-s"),
     "no steps": (("--steps", "0"), "--steps", "at least 1"),
     "negative epochs": (("--epochs", "-1"), "--epochs", "at least 1"),
     "both lengths": (("--steps", "3", "--epochs", "1"), "--steps and --epochs", "one of them"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,34 @@ def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace:
     assert (shown["workers"], shown["rule"]) == (2, "pipeoptim")
     assert Plan.parse(shown["plan"]).num_stages == 2
     assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
+
+
+def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Capture, workplace: Path) -> None:
+    """It changes nothing that is computed: the plan of the run that is continued stays, and what is in flight too."""
+    options = ("--rule", "pipedream", "--steps", 4, "--cuts", "equal", "--deadline-s", 70)
+    said = here(capsys, "train", MLP, *FAST, *options, "--checkpoint-every", 3, "--out", "one")
+    assert said.code == 0, said.err
+    before = Plan.parse(Path("one/plan.toml").read_text())
+    assert before.deadline_s == 70
+    said = here(capsys, "train", MLP, *FAST, "--from", "one", "--steps", 2, "--deadline-s", 80, "--out", "two")
+    assert said.code == 0, said.err
+    assert "dropped" not in said.err
+    assert Plan.parse(Path("two/plan.toml").read_text()) == replace(before, deadline_s=80.0)
+    said = here(capsys, "train", MLP, "--plan", "one/plan.toml", "--deadline-s", 80)
+    one_screen(said, "--deadline-s beside --plan", "70.0, which the plan says")
+
+
+@pytest.mark.parametrize("where", ["option", "plan"])
+def test_a_loader_that_hangs_is_refused_on_one_screen(capsys: Capture, workplace: Path, where: str) -> None:
+    here(capsys, "plan", MLP, "--cuts", "equal", "-o", "plan.toml")
+    plan = Plan.parse(Path("plan.toml").read_text())
+    Path("plan.toml").write_text(replace(plan, deadline_s=0.5).text())
+    hangs = "batches=lambda e: gone.wait(20) or mlp.batches(e)"
+    job = job_file(workplace, hangs, "import threading\ngone = threading.Event()")
+    given = ("--deadline-s", 0.5) if where == "option" else ("--plan", "plan.toml")
+    said = here(capsys, "train", job, *FAST, *given)
+    one_screen(said, "the data: batches(0)", "no batch from the loader for 0.5 s", "--deadline-s")
+    assert not Path("runs").exists()
 
 
 def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: Capture, workplace: Path) -> None:

@@ -116,7 +116,9 @@ OPTIONS = (
     Break(
         "BatchNorm's statistics",
         (
-            Edit("runtime/stage.py", "weights, self.buffers, inputs, draw", "weights, dict(self.buffers), inputs, draw"),
+            Edit(
+                "runtime/stage.py", "weights, self.buffers, inputs, draw", "weights, dict(self.buffers), inputs, draw"
+            ),
             Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
         ),
         (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
@@ -173,6 +175,11 @@ OPTIONS = (
         "prefetch, in a run",
         (Edit("runtime/worker.py", "registers=self.registers", "registers=None"),),
         ("tests/runtime/test_ahead.py::test_a_run_computes_while_its_loader_loads",),
+    ),
+    Break(
+        "--deadline-s",
+        (Edit("api/planning.py", 'deadline_s=given["deadline_s"]', "deadline_s=DEADLINE_S"),),
+        ("tests/cli/test_commands.py::test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on",),
     ),
     Break(
         "prefetch, two registers",

@@ -150,8 +150,10 @@ def attend_job(
 def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    found = [measure(job, seed, threads, precision) for threads in counts]
-    return [one for one in found if one is not None]
+    found = {threads: measure(job, seed, threads, precision) for threads in counts}
+    for threads in [threads for threads, one in found.items() if one is None]:
+        announce(f"Plain PyTorch told no figure with threads: {threads}.", quiet)
+    return [one for one in found.values() if one is not None]
 
 
 def _trained(
