@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
-from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
+from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Skipped, Updated
 from roundelay.api.keeping import evaluating
 from roundelay.api.length import Length
 from roundelay.api.planning import explain
@@ -36,6 +36,9 @@ from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import write_trace
 from roundelay.runtime.party import Party
 from roundelay.schedules import num_workers
+
+_TOLD_SKIPS = (8, 16, 32, 64, 128)
+"""Updates in a row that are skipped when it is told: a dynamic scale that is found skips fewer."""
 
 
 def train_job(
@@ -225,6 +228,13 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             f"{event.micro_batches} micro-batches that were in flight are dropped and start anew: {event.reason}.",
             markup=False,
         )
+    elif isinstance(event, Skipped):
+        if event.in_a_row in _TOLD_SKIPS:
+            stderr.print(
+                f"Updates {event.update - event.in_a_row + 1} to {event.update} are skipped: their gradients are not "
+                f"finite, with losses scaled by up to {event.loss_scale:g}.",
+                markup=False,
+            )
     elif isinstance(event, NotSaved):
         stderr.print(
             f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",
