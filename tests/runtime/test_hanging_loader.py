@@ -180,6 +180,21 @@ def test_plain_pytorch_beside_the_run_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert baseline.measure(small(partial(hanging, 20)), 0, 1) is not None
 
 
+def test_plain_pytorch_leaves_parts_in_eval_mode_as_a_run_does(tmp_path: Path) -> None:
+    class Seen(nn.Tanh):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (tmp_path / str(self.training)).touch()
+            return super().forward(x)
+
+    job = small(partial(hanging, 20))
+    model = nn.Sequential(nn.Linear(6, 3), Seen())
+    model[1].eval()
+    assert baseline.measure(replace(job, model=model), 0, 1) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["False"]
+    assert baseline.measure(replace(job, model=model.eval()), 0, 1) is not None
+    assert {path.name for path in tmp_path.iterdir()} == {"False", "True"}
+
+
 def test_what_a_killed_process_has_forked_ends_with_it() -> None:
     reading, writing = os.pipe()
     libc = ctypes.CDLL(None)

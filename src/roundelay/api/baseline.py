@@ -78,7 +78,9 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:
-    model = copy.deepcopy(job.model).train()
+    model = copy.deepcopy(job.model)
+    if not model.training:  # else parts may be in eval mode on purpose, as capture has it
+        model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     scaler = torch.amp.GradScaler("cpu", enabled=precision == HALF)

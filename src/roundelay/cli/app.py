@@ -32,6 +32,7 @@ from roundelay.errors import InternalError, RoundelayError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
+from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
@@ -87,6 +88,8 @@ def train(
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
     restarted = out if party is not None and party.restart else None
+    if out is not None and party is None:
+        check_vacant(out)  # before anything takes its time
     captured, plan, reasons = o.planned(
         job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
     )
