@@ -21,7 +21,8 @@ class Job:
     """One training job.
 
     Args:
-        model: any module that ``torch.export`` can follow; used unmodified.
+        model: any module that ``torch.export`` can follow; used unmodified. It trains in training mode; if it is in
+            that mode already, parts of it that are in eval mode (a BatchNorm whose statistics stay) are left in it.
         loss: (outputs, batch) -> the mean over the micro-batch's rows, or (sum, count) when it averages over
             something else than rows; or a dict of such a ``loss`` and metrics beside it, in either form.
         batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first.

@@ -181,7 +181,7 @@ def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 2}),
+    "format": lambda _: refused({"format": 3}),
     "model": lambda _: refused({"model": "0" * 24}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),

@@ -116,6 +116,7 @@ OPTIONS = {
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
     "devices for other workers": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 workers"),
+    "no patience": (("--deadline-s", "0"), "deadline_s", "more than 0 seconds", "--deadline-s"),
     "no steps": (("--steps", "0"), "--steps", "at least 1"),
     "negative epochs": (("--epochs", "-1"), "--epochs", "at least 1"),
     "both lengths": (("--steps", "3", "--epochs", "1"), "--steps and --epochs", "one of them"),
@@ -179,6 +180,9 @@ def test_what_cannot_be_written_is_told_before_training(capsys: Capture, workpla
     (workplace / "full" / "mine").write_text("mine")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "file/run"), "run folder file/run", "Not a directory")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    never = job_file(workplace, "batches=lambda e: 1 / 0")  # it is not asked for data before that is known
+    one_screen(told(capsys, "train", never, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    one_screen(told(capsys, "report", "full"), "run folder full", "no plan.toml", "curves.html")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "latest"), "latest")
     one_screen(told(capsys, "plan", MLP, "-o", "file/plan"), "file/plan", "Not a directory")
     here(capsys, "plan", MLP, "-o", "p.toml")

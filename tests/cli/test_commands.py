@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import FORMAT, SINCE_1, Plan
 from roundelay.observe.metrics import read_metrics
 from roundelay.runtime.tamper import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
@@ -105,6 +106,19 @@ def test_modules_to_be_run_again_are_told_and_a_plan_keeps_them(capsys: Capture,
     assert Plan.parse(Path("c/plans/1f1b.toml").read_text()).recompute == ("2", "[345]")
 
 
+@pytest.mark.parametrize(("rule", "transport"), [("1f1b", "shm"), ("pipedream", "memory")])
+def test_a_scale_that_is_too_large_for_ever_is_told_and_ends_the_run(
+    capsys: Capture, workplace: Path, rule: str, transport: str
+) -> None:
+    asked = ("--rule", rule, "--precision", "fp16", "--loss-scale", 2**40, "--transport", transport, "--restarts", 2)
+    said = here(capsys, "train", MLP, *FAST, *asked, "--steps", 80, "--out", "run")
+    one_screen(said, "the gradients of batch 63", "the 64 batches up to it", "--loss-scale dynamic")
+    assert said.code == 1
+    assert "Updates 0 to 7 are skipped" in said.told
+    assert "Updates 0 to 31 are skipped" in said.told
+    assert "Restart" not in said.told
+
+
 def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "evaluate=lambda model: {'weight': 2.5}")
     said = here(capsys, "train", job, *FAST, "--epochs", 2, "--out", "run")
@@ -137,6 +151,48 @@ def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace:
     assert (shown["workers"], shown["rule"]) == (2, "pipeoptim")
     assert Plan.parse(shown["plan"]).num_stages == 2
     assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
+
+
+def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Capture, workplace: Path) -> None:
+    """It changes nothing that is computed: the plan of the run that is continued stays, and what is in flight too."""
+    options = ("--rule", "pipedream", "--steps", 4, "--cuts", "equal", "--deadline-s", 70)
+    said = here(capsys, "train", MLP, *FAST, *options, "--checkpoint-every", 3, "--out", "one")
+    assert said.code == 0, said.err
+    before = Plan.parse(Path("one/plan.toml").read_text())
+    assert before.deadline_s == 70
+    said = here(capsys, "train", MLP, *FAST, "--from", "one", "--steps", 2, "--deadline-s", 80, "--out", "two")
+    assert said.code == 0, said.err
+    assert "dropped" not in said.err
+    assert Plan.parse(Path("two/plan.toml").read_text()) == replace(before, deadline_s=80.0)
+    said = here(capsys, "train", MLP, "--plan", "one/plan.toml", "--deadline-s", 80)
+    one_screen(said, "--deadline-s beside --plan", "70.0, which the plan says")
+
+
+def test_a_run_whose_plan_was_written_before_there_were_such_fields_goes_on(capsys: Capture, workplace: Path) -> None:
+    options = ("--rule", "pipedream", "--steps", 4, "--checkpoint-every", 3, "--out", "one")
+    assert here(capsys, "train", MLP, *FAST, *options).code == 0
+    plan = Path("one/plan.toml")
+    new = Plan.parse(plan.read_text())
+    later = {name for fields in SINCE_1.values() for name in fields}
+    lines = plan.read_text().replace(f"format = {FORMAT}", "format = 1").splitlines()
+    plan.write_text("\n".join(line for line in lines if line.split(" = ")[0] not in later))
+    said = here(capsys, "train", MLP, *FAST, "--from", "one", "--steps", 2, "--out", "two")
+    assert said.code == 0, said.err
+    assert "dropped" not in said.err
+    assert Plan.parse(Path("two/plan.toml").read_text()) == replace(new, read_s=0.0)
+
+
+@pytest.mark.parametrize("where", ["option", "plan"])
+def test_a_loader_that_hangs_is_refused_on_one_screen(capsys: Capture, workplace: Path, where: str) -> None:
+    here(capsys, "plan", MLP, "--cuts", "equal", "-o", "plan.toml")
+    plan = Plan.parse(Path("plan.toml").read_text())
+    Path("plan.toml").write_text(replace(plan, deadline_s=0.5).text())
+    hangs = "batches=lambda e: gone.wait(20) or mlp.batches(e)"
+    job = job_file(workplace, hangs, "import threading\ngone = threading.Event()")
+    given = ("--deadline-s", 0.5) if where == "option" else ("--plan", "plan.toml")
+    said = here(capsys, "train", job, *FAST, *given)
+    one_screen(said, "the data: batches(0)", "no batch from the loader for 0.5 s", "--deadline-s")
+    assert not Path("runs").exists()
 
 
 def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: Capture, workplace: Path) -> None:

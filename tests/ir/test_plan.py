@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, SINCE_1, EdgePlan, Plan, StagePlan
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, plan_of, plans
 
@@ -104,7 +104,7 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 1\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 2\n")
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -185,13 +185,41 @@ def test_a_wrong_value_in_a_stage_or_edge_is_refused_with_its_place(field: str, 
     assert refusal.value.subject == f"{place}: field {field!r}"
 
 
+def without(*names: str, text: str = SMALL.text()) -> str:
+    """A plan's text without the lines of some fields, wherever they stand."""
+    return "\n".join(line for line in text.splitlines() if line.partition(" = ")[0] not in names)
+
+
+def test_a_plan_of_the_first_format_is_read_as_it_was_run_then() -> None:
+    """It says nothing of what nobody could ask for, and becomes a plan of today."""
+    old = SMALL.text().replace(f"format = {FORMAT}", "format = 1")
+    assert Plan.parse(old) == SMALL
+    names = [name for fields in SINCE_1.values() for name in fields]
+    read = Plan.parse(without(*names, text=old))
+    assert read.format == FORMAT
+    assert Plan.parse(read.text()) == read
+    assert {name: getattr(read, name) for name in SINCE_1["Plan"]} == SINCE_1["Plan"]
+    assert all({n: getattr(s, n) for n in SINCE_1["StagePlan"]} == SINCE_1["StagePlan"] for s in read.stages)
+    assert {name: getattr(read, name) for name in ("clip", "precision", "loss_scale", "compile")} == {
+        "clip": "none",
+        "precision": "fp32",
+        "loss_scale": "none",
+        "compile": False,
+    }
+    for name in names:
+        with pytest.raises(PlanError, match=rf"field '{name}'.*a plan without it.*roundelay plan JOB.py"):
+            Plan.parse(without(name))
+    with pytest.raises(PlanError, match="field 'rule'"):
+        Plan.parse(without("rule", text=old))
+
+
 def test_an_unknown_field_is_refused_by_its_name() -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse("colour = 3\n" + SMALL.text())
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "2", "'1'", "1.5"])
+@pytest.mark.parametrize("version", ["0", "3", "'1'", "1.5", "1.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

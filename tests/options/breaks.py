@@ -114,6 +114,14 @@ OPTIONS = (
         (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast",),
     ),
     Break(
+        "loss scale",
+        (
+            Edit("runtime/stage.py", "torch.full_like(loss, scale * (", "torch.full_like(loss, 1.0 * ("),
+            Edit("runtime/stage.py", "if scale != 1.0:", "if scale < 0:"),
+        ),
+        (EQUIVALENCE + "test_loss_scale.py::test_small_gradients_vanish_without_a_scale_and_last_with_one",),
+    ),
+    Break(
         "BatchNorm's statistics",
         (
             Edit(
@@ -175,6 +183,11 @@ OPTIONS = (
         "prefetch, in a run",
         (Edit("runtime/worker.py", "registers=self.registers", "registers=None"),),
         ("tests/runtime/test_ahead.py::test_a_run_computes_while_its_loader_loads",),
+    ),
+    Break(
+        "--deadline-s",
+        (Edit("api/planning.py", 'deadline_s=given["deadline_s"]', "deadline_s=DEADLINE_S"),),
+        ("tests/cli/test_commands.py::test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on",),
     ),
     Break(
         "prefetch, two registers",

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from roundelay.errors import JobError, UserCodeError
-from roundelay.runtime import reader
-from roundelay.runtime.reader import Extent, first_batch, read, read_batches, reading_s
+from roundelay.runtime import sampling
+from roundelay.runtime.reader import Extent, read, read_batches
+from roundelay.runtime.sampling import first_batch, reading_s
 
 Batch = dict[str, torch.Tensor]
 
@@ -159,10 +160,10 @@ def test_no_more_is_read_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None
             asked.append(number)
             yield {"x": torch.zeros(4, 1)}
 
-    monkeypatch.setattr(reader, "BUDGET_S", 60.0)
+    monkeypatch.setattr(sampling, "BUDGET_S", 60.0)
     assert reading_s(batches, 0, 1) > 0
-    assert asked == list(range(1 + reader.MEASURED))
-    monkeypatch.setattr(reader, "BUDGET_S", 0.0)
+    assert asked == list(range(1 + sampling.MEASURED))
+    monkeypatch.setattr(sampling, "BUDGET_S", 0.0)
     asked.clear()
     assert reading_s(batches, 0, 1) > 0
     assert asked == [0, 1]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import DivergedError
-from roundelay.ir.loss_scale import LEAST, MOST, LossScale
+from roundelay.ir.loss_scale import HOPELESS, LEAST, MOST, LossScale
 from roundelay.ir.micro_batch import stream
 from roundelay.reference.scale import ScaleTable
 from roundelay.runtime.scales import Scales
@@ -56,6 +56,15 @@ def test_below_the_least_the_run_ends() -> None:
     assert given_scales(LossScale(1.0, 9), [False] * 24)[-1] == 2 * LEAST
     with pytest.raises(DivergedError, match="the gradients of batch 24"):
         given_scales(LossScale(1.0, 9), [False] * 25)
+
+
+def test_a_scale_that_stays_ends_the_run_behind_as_many_bad_batches_as_halve_the_most_to_the_least() -> None:
+    assert MOST / 2**HOPELESS == LEAST
+    rule, bad = LossScale(64.0, 0), [False] * (HOPELESS - 1)
+    assert given_scales(rule, bad) == [64.0] * (HOPELESS - 1)
+    assert len(given_scales(rule, [*bad, True, *bad])) == 2 * HOPELESS - 1
+    with pytest.raises(DivergedError, match=rf"batch {HOPELESS}:.*{HOPELESS} batches.*scaled by 64;.*dynamic"):
+        given_scales(rule, [True, *bad, False])
 
 
 @given(

@@ -6,8 +6,10 @@ Measured in a forked child, so that neither its threads nor its memory touch the
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import os
+import select
 import signal
 import statistics
 import time
@@ -22,10 +24,14 @@ from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
+from roundelay.runtime.mortal import die_with, keep_children
 from roundelay.runtime.reader import Extent, read_batches
 
 BUDGET_S = 6.0
 """Seconds that the measurement may take for each number of threads."""
+
+LIMIT_S = 60.0
+"""Seconds after which a child that has told nothing is ended: its loader hangs, or an update takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Baseline:
 
 
 def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baseline | None:
-    """Train a copy for a few seconds; None if it cannot be measured (the child failed, or was too slow for one update).
+    """Train a copy for a few seconds; None if it cannot be measured: it failed, or told nothing in :data:`LIMIT_S`.
 
     Args:
         job: the job; its model is not changed.
@@ -46,9 +52,12 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         precision: in which it computes, as a plan says it.
     """
     reading, writing = os.pipe()
+    libc, parent = ctypes.CDLL(None), os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
+            die_with(parent, libc)
+            keep_children(libc)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(reading)
             torch.set_num_threads(threads)
@@ -57,18 +66,21 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
             os._exit(0)
     os.close(writing)
     try:
-        with os.fdopen(reading, "rb") as pipe:
-            text = pipe.read()
+        poller = select.poll()  # select knows the first 1024 files only
+        poller.register(reading, select.POLLIN)
+        text = os.read(reading, 4096) if poller.poll(1000 * LIMIT_S) else b""  # one number, told at once
     finally:
-        if os.waitpid(pid, os.WNOHANG)[0] == 0:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)  # what its loader has started ends with it
+        os.waitpid(pid, 0)
     rate = json.loads(text) if text else 0.0
     return Baseline(threads, rate) if rate else None
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:
-    model = copy.deepcopy(job.model).train()
+    model = copy.deepcopy(job.model)
+    if not model.training:  # else parts may be in eval mode on purpose, as capture has it
+        model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     scaler = torch.amp.GradScaler("cpu", enabled=precision == HALF)

@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.refuse import check_precision
-from roundelay.runtime.reader import first_batch
+from roundelay.runtime.sampling import first_batch
 
 
 def for_plan(captured: Captured, plan: Plan) -> Captured:
@@ -56,7 +56,7 @@ def compile_stages(
     check_compiler()
     try:
         with one_thread(), without_dumps():
-            for micro_batch in _kinds(first_batch(job.batches, seed), plan.micro_batches):
+            for micro_batch in _kinds(first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches):
                 compile_for(captured, stages, micro_batch, stage)
     except RoundelayError:
         raise

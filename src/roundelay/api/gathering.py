@@ -96,7 +96,22 @@ class Drained:
     reason: str
 
 
-Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The gradients of a batch are not finite, so that stages skip its update.
+
+    Args:
+        update: its number.
+        in_a_row: how many it is, with those before it.
+        loss_scale: what its losses were multiplied by, at most.
+    """
+
+    update: int
+    in_a_row: int
+    loss_scale: float
+
+
+Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained | Skipped
 Notify = Callable[[Event], None]
 Rates = Callable[[int], tuple[float, ...]]
 
@@ -175,6 +190,8 @@ class Gatherer:
             self._loss(header)
         elif report.kind == "progress":
             self._busy[report.worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
+        elif report.kind == "skipped":
+            self.notify(Skipped(data["update"], data["in_a_row"], data["scale"]))
         elif report.kind == "events":
             self.events[report.worker] += data["events"]
         elif report.kind == "loads":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,16 @@ from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
-from roundelay.lower.refuse import CPU, HALF, PRECISIONS, check_fit, check_plan
+from roundelay.lower.refuse import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
 from roundelay.planner.price import Terms
 from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
+from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler
-from roundelay.runtime.reader import first_batch, reading_s
+from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
-DEADLINE_S = 300.0
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
 frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
@@ -65,19 +65,27 @@ def default_workers() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def capture(job: Job, *, seed: int = 0) -> Captured:
+def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Tell = silent) -> Captured:
     """Capture a job's model with its loss, called on the job's first batch.
+
+    Args:
+        job: the job.
+        seed: of the data.
+        deadline_s: seconds that the batch is waited for.
+        tell: told of a long wait.
 
     Raises:
         CaptureError: the model cannot be exported.
         JobError: data, loss, optimizer or scheduler cannot be used.
+        DeadlineError: the batch did not come in time.
     """
     check_job(job)
+    check_deadline(deadline_s)
     if job.weights is not None:
         fill(job.model, Path(job.weights))
     check_filled(job.model)
     with one_thread():
-        sample = first_batch(job.batches, seed)
+        sample = first_batch(job.batches, seed, deadline_s, tell)
         check_inputs(job, sample)
         with without_dumps():
             captured = capture_model(job.model, job.loss, sample, job.inputs)
@@ -120,6 +128,7 @@ def plan(
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
         PlanError: the choices do not go together.
+        DeadlineError: a batch did not come within ``deadline_s``.
     """
     return plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices).plan
 
@@ -132,14 +141,17 @@ def plan_with_reasons(
     seed: int = 0,
     captured: Captured | None = None,
     cuts: Asked | None = None,
+    tell: Tell = silent,
     **choices: Any,
 ) -> Planned:
-    """As :func:`plan`, with the reasons for the cuts."""
-    captured = captured or capture(job, seed=seed)
+    """As :func:`plan`, with the reasons for the cuts; ``tell`` is told of long waits for the loader."""
     given = {name: value for name, value in choices.items() if value is not None}
     unknown = set(given) - CHOICES
     if unknown:
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
+    deadline_s = given.setdefault("deadline_s", DEADLINE_S)
+    check_deadline(deadline_s)
+    captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     asked = MEASURED if cuts is None else cuts
     stages = given_stages(captured.graph, asked)
     schedule = schedule_named(rule_named(rule).schedule)
@@ -152,10 +164,10 @@ def plan_with_reasons(
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
-        else _cut(job, captured, draft, str(asked), num_stages, seed)
+        else _cut(captured, draft, str(asked), num_stages, lambda: _sample(job, draft, seed, tell))
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
-    made, told = _measured(job, captured, cut_up, seed, asked="recompute" in given)
+    made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
     return Planned(made, (*chosen.reasons, *told))
 
 
@@ -195,7 +207,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         clip=given.get("clip", NO_CLIP.by),
         micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if _wants_parts(row) else 1),
         transport=transport,
-        deadline_s=given.get("deadline_s", DEADLINE_S),
+        deadline_s=given["deadline_s"],
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         read_s=0.0,
@@ -216,19 +228,19 @@ def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
     return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
 
 
-def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, seed: int) -> Cut:
+def _cut(captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
     terms = Terms(
         again=again(captured.graph, draft),
         micro_batches=draft.micro_batches,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )
-    return cut(captured, asked, num_stages, terms, lambda: _sample(job, draft, seed))
+    return cut(captured, asked, num_stages, terms, sample)
 
 
-def _sample(job: Job, draft: Plan, seed: int) -> Batch:
+def _sample(job: Job, draft: Plan, seed: int, tell: Tell) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed), max(1, draft.micro_batches))[0]
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches))[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -247,10 +259,12 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     return stages
 
 
-def _measured(job: Job, captured: Captured, draft: Plan, seed: int, *, asked: bool) -> tuple[Plan, tuple[str, ...]]:
+def _measured(
+    job: Job, captured: Captured, draft: Plan, seed: int, tell: Tell, *, asked: bool
+) -> tuple[Plan, tuple[str, ...]]:
     """The draft with edges, measured seconds and bytes; and what is spared by running modules again, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
-    sample = _sample(job, draft, seed)
+    sample = _sample(job, draft, seed, tell)
     schedule = schedule_of(draft)
     edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
     checked = replace(draft, edges=edges)
@@ -260,7 +274,7 @@ def _measured(job: Job, captured: Captured, draft: Plan, seed: int, *, asked: bo
     halved = schedule.halved
     with users_code("measuring the stages on the first micro-batch"), one_thread():
         measured = profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
-        read_s = _round(reading_s(job.batches, seed, draft.micro_batches))
+        read_s = _round(reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell))
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
     prove(made)
     return made, spared(captured.graph, draft, stages, measured, asked=asked)

@@ -26,6 +26,7 @@ from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
@@ -179,8 +180,8 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
     anew = session.start is None or session.initial.flight is not None
     extent = from_the_first(session.extent) if anew else session.extent
     start = None if anew else _optimizer_state(session, named)
-    stream = read(job.batches, session.seed, plan.micro_batches, extent, captured.values)
-
+    registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+    stream = read(job.batches, session.seed, plan.micro_batches, extent, captured.values, registers=registers)
     setting = Setting(
         rule=rule_named(plan.rule),
         predictor=plan.predictor,

@@ -32,6 +32,7 @@ from roundelay.errors import InternalError, RoundelayError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
+from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.build import page
 from roundelay.runtime.tamper import WAYS
@@ -51,27 +52,16 @@ app = typer.Typer(
 
 
 @app.command(epilog="Example: `roundelay train examples/char_gpt.py --workers 2 --steps 100`")
+@o.choosing
 def train(
     job_file: o.JobFile,
-    workers: o.Workers = None,
-    rule: o.Rule = None,
-    micro_batches: o.MicroBatches = None,
-    predictor: o.Predictor = None,
-    backward: o.Backward = None,
-    recompute: o.Recompute = None,
-    compiled: o.Compile = None,
-    precision: o.Precision = None,
-    loss_scale: o.LossScale = None,
-    clip: o.Clip = None,
-    transport: o.Transport = None,
-    cuts: o.Cuts = None,
-    devices: o.Devices = None,
+    choices: o.Choices,
     steps: o.Steps = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
     plan_file: o.PlanFile = None,
     resume: o.Resume = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/<time>]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/TIME]")] = None,
     baseline: Annotated[
         bool, typer.Option(help="Measure plain PyTorch for a few seconds first, to stand beside the run.")
     ] = True,
@@ -93,26 +83,13 @@ def train(
     as_json: o.Json = False,
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
-    choices = o.Choices(
-        workers=workers,
-        rule=rule,
-        micro_batches=micro_batches,
-        predictor=predictor,
-        backward=backward,
-        recompute=recompute,
-        compile=compiled,
-        precision=precision,
-        loss_scale=loss_scale,
-        clip=clip,
-        transport=transport,
-        cuts=cuts,
-        devices=devices,
-    )
     o.exclusive(steps, epochs)
     party, choices = o.joined(choices, restarts)
     curves = curve_writer() if tensorboard and (party is None or party.leads) else None
     job = load_job(job_file, seed)
     restarted = out if party is not None and party.restart else None
+    if out is not None and party is None:
+        check_vacant(out)  # before anything takes its time
     captured, plan, reasons = o.planned(
         job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
     )
@@ -141,41 +118,15 @@ def train(
 
 
 @app.command("plan", epilog="Example: `roundelay plan examples/char_gpt.py --workers 2 -o plan.toml`")
+@o.choosing
 def plan_command(
     job_file: o.JobFile,
-    workers: o.Workers = None,
-    rule: o.Rule = None,
-    micro_batches: o.MicroBatches = None,
-    predictor: o.Predictor = None,
-    backward: o.Backward = None,
-    recompute: o.Recompute = None,
-    compiled: o.Compile = None,
-    precision: o.Precision = None,
-    loss_scale: o.LossScale = None,
-    clip: o.Clip = None,
-    transport: o.Transport = None,
-    cuts: o.Cuts = None,
-    devices: o.Devices = None,
+    choices: o.Choices,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write the plan of a job: readable, editable, versioned text."""
-    choices = o.Choices(
-        workers=workers,
-        rule=rule,
-        micro_batches=micro_batches,
-        predictor=predictor,
-        backward=backward,
-        recompute=recompute,
-        compile=compiled,
-        precision=precision,
-        loss_scale=loss_scale,
-        clip=clip,
-        transport=transport,
-        cuts=cuts,
-        devices=devices,
-    )
     o.alone("plan")
     job = load_job(job_file, seed)
     captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
@@ -225,21 +176,10 @@ def simulate_command(
 
 
 @app.command("verify", epilog="Example: `roundelay verify examples/char_gpt.py --steps 8 --tamper stash`")
+@o.choosing
 def verify_command(
     job_file: o.JobFile,
-    workers: o.Workers = None,
-    rule: o.Rule = None,
-    micro_batches: o.MicroBatches = None,
-    predictor: o.Predictor = None,
-    backward: o.Backward = None,
-    recompute: o.Recompute = None,
-    compiled: o.Compile = None,
-    precision: o.Precision = None,
-    loss_scale: o.LossScale = None,
-    clip: o.Clip = None,
-    transport: o.Transport = None,
-    cuts: o.Cuts = None,
-    devices: o.Devices = None,
+    choices: o.Choices,
     steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
     epochs: o.Epochs = None,
     seed: o.Seed = 0,
@@ -249,21 +189,6 @@ def verify_command(
     as_json: o.Json = False,
 ) -> None:
     """Prove a run: train distributed and in the one-process reference, and compare every bit."""
-    choices = o.Choices(
-        workers=workers,
-        rule=rule,
-        micro_batches=micro_batches,
-        predictor=predictor,
-        backward=backward,
-        recompute=recompute,
-        compile=compiled,
-        precision=precision,
-        loss_scale=loss_scale,
-        clip=clip,
-        transport=transport,
-        cuts=cuts,
-        devices=devices,
-    )
     o.exclusive(steps, epochs)
     o.alone("verify")
     job = load_job(job_file, seed)

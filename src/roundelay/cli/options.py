@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -25,6 +27,7 @@ from roundelay.job import Job
 from roundelay.runtime.device import named, present
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.party import Party
+from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.schedules import num_workers
 
 JobFile = Annotated[
@@ -101,6 +104,12 @@ Devices = Annotated[
     str | None,
     typer.Option(help="cpu, cuda (worker k on device k), or one for each worker: cuda:0,cpu. [default: cuda if here]"),
 ]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that a batch of the loader, or a message, may be waited for. [default: 300]", metavar="SECONDS"
+    ),
+]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -117,25 +126,43 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What was given on the command line to plan with; None where nothing was said."""
+    """What was given on the command line to plan with, an option for each; None where nothing was said."""
 
-    workers: int | None
-    rule: str | None
-    micro_batches: int | None
-    predictor: str | None
-    backward: str | None
-    recompute: str | None
-    compile: bool | None
-    precision: str | None
-    loss_scale: str | None
-    clip: str | None
-    transport: str | None
-    devices: str | None
-    cuts: str | None = None
+    workers: Workers = None
+    rule: Rule = None
+    micro_batches: MicroBatches = None
+    predictor: Predictor = None
+    backward: Backward = None
+    recompute: Recompute = None
+    compile: Compile = None
+    precision: Precision = None
+    loss_scale: LossScale = None
+    clip: Clip = None
+    transport: Transport = None
+    cuts: Cuts = None
+    devices: Devices = None
+    deadline_s: Deadline = None
 
     def given(self) -> dict[str, Any]:
         """The choices that were made, by name."""
         return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
+
+
+def choosing(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter ``choices`` is put together from options, one for each field of :class:`Choices`."""
+    told = get_type_hints(Choices, include_extras=True)
+    options = [Parameter(n, Parameter.KEYWORD_ONLY, default=None, annotation=told[n]) for n in Choices.__slots__]
+    own = list(signature(command, eval_str=True).parameters.values())
+    at = [parameter.name for parameter in own].index("choices")
+    together = [*own[:at], *options, *own[at + 1 :]]
+
+    @wraps(command)
+    def chosen(**given: Any) -> None:
+        command(choices=Choices(**{n: given.pop(n) for n in Choices.__slots__}), **given)
+
+    named_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in together]
+    chosen.__signature__ = Signature(named_only)  # type: ignore[attr-defined]
+    return chosen
 
 
 def planned(
@@ -157,29 +184,40 @@ def planned(
     Raises:
         UsageError: both a plan and choices that contradict it were given.
     """
-    with doing("Capturing the model ...", quiet):
-        captured = capture(job, seed=seed)
+    given_s = choices.deadline_s
+    if given_s is None:
+        given_s = DEADLINE_S if plan_file is None else read_plan(plan_file).deadline_s
+    with doing("Capturing the model ...", quiet) as tell:
+        captured = capture(job, seed=seed, deadline_s=given_s, tell=tell)
     if party is not None and not party.leads:
         return captured, Plan.parse(party.take("plan")), ()
     kept = None if restarted is None else restarted / "plan.toml"
+    longer = choices.deadline_s if plan_file is None else None  # nothing that is computed depends on it
     if kept is not None and kept.is_file() and read_plan(kept).model == captured.graph.fingerprint:
-        plan_file, choices = kept, replace(choices, cuts=None)  # the plan was made with these cuts
+        plan_file, choices = kept, replace(choices, cuts=None, deadline_s=None)  # the plan was made with these cuts
     elif plan_file is None and resume is not None:
-        plan_file = _plan_of(resume, captured, choices)
+        plan_file = _plan_of(resume, captured, replace(choices, deadline_s=None))
+        choices = choices if plan_file is None else replace(choices, deadline_s=None)
     if plan_file is not None:
-        chosen = Planned(_obey(read_plan(plan_file), choices))
+        chosen = Planned(_waiting(_obey(read_plan(plan_file), choices), longer))
         if chosen.plan.compile and party is None:
             with doing("Compiling the stages ...", quiet):
                 stages = fitted(captured, chosen.plan)
                 compile_stages(job, for_plan(captured, chosen.plan), chosen.plan, stages, seed)
     else:
         doings = "Planning, compiling and measuring" if choices.compile else "Planning and measuring"
-        with doing(f"{doings} the stages ...", quiet):
-            chosen = plan_with_reasons(job, captured=captured, seed=seed, **{"rule": "pipeoptim", **choices.given()})
+        with doing(f"{doings} the stages ...", quiet) as tell:
+            wanted = {"rule": "pipeoptim", **choices.given()}
+            chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
     show_choices(chosen.plan)
     if party is not None:
         party.give("plan", chosen.plan.text())
     return captured, chosen.plan, chosen.reasons
+
+
+def _waiting(plan: Plan, seconds: float | None) -> Plan:
+    """The plan with another deadline, if one was given."""
+    return plan if seconds is None else replace(plan, deadline_s=seconds)
 
 
 def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:

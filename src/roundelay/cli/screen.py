@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, TextIO
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from roundelay.errors import RoundelayError
 from roundelay.observe.files import strict_json
+from roundelay.runtime.ahead import Tell, silent
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
@@ -66,13 +68,25 @@ def _short(text: str) -> str:
 
 
 @contextmanager
-def doing(what: str, quiet: bool) -> Iterator[None]:
-    """A spinner while something takes its time."""
+def doing(what: str, quiet: bool) -> Iterator[Tell]:
+    """A spinner while something takes its time; what it gives is to be told of long waits.
+
+    Where nobody looks (a file), a line says once what is waited for.
+    """
     if quiet:
-        yield
+        yield silent
         return
-    with stderr.status(what):
-        yield
+    told: set[str] = set()
+    with stderr.status(what) as status:
+
+        def tell(waited_for: str, seconds: float) -> None:
+            if stderr.is_terminal:
+                status.update(escape(f"{what} {seconds:.0f} s for {waited_for}"))
+            elif waited_for not in told:
+                told.add(waited_for)
+                stderr.print(f"{what} waiting for {waited_for}", markup=False)
+
+        yield tell
 
 
 def announce(what: str, quiet: bool) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
-from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Updated
+from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Skipped, Updated
 from roundelay.api.keeping import evaluating
 from roundelay.api.length import Length
 from roundelay.api.planning import explain
@@ -36,6 +36,9 @@ from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import write_trace
 from roundelay.runtime.party import Party
 from roundelay.schedules import num_workers
+
+_TOLD_SKIPS = (8, 16, 32, 64, 128)
+"""Updates in a row that are skipped when it is told: a dynamic scale that is found skips fewer."""
 
 
 def train_job(
@@ -150,8 +153,10 @@ def attend_job(
 def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    found = [measure(job, seed, threads, precision) for threads in counts]
-    return [one for one in found if one is not None]
+    found = {threads: measure(job, seed, threads, precision) for threads in counts}
+    for threads in [threads for threads, one in found.items() if one is None]:
+        announce(f"Plain PyTorch told no figure with threads: {threads}.", quiet)
+    return [one for one in found.values() if one is not None]
 
 
 def _trained(
@@ -223,6 +228,13 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             f"{event.micro_batches} micro-batches that were in flight are dropped and start anew: {event.reason}.",
             markup=False,
         )
+    elif isinstance(event, Skipped):
+        if event.in_a_row in _TOLD_SKIPS:
+            stderr.print(
+                f"Updates {event.update - event.in_a_row + 1} to {event.update} are skipped: their gradients are not "
+                f"finite, with losses scaled by up to {event.loss_scale:g}.",
+                markup=False,
+            )
     elif isinstance(event, NotSaved):
         stderr.print(
             f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",

@@ -29,6 +29,9 @@ COUNT = 2000
 LEAST, MOST = 2.0**-24, 2.0**40
 """A dynamic scale ends the run below the least, and does not grow beyond the most."""
 
+HOPELESS = 64
+"""Batches in a row without finite gradients that end a run with a constant scale: as many as halve most to least."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossScale:

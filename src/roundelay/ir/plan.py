@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from roundelay.errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
+
+SINCE_1: dict[str, dict[str, Any]] = {
+    "Plan": {
+        "compile": False,
+        "precision": "fp32",
+        "loss_scale": "none",
+        "clip": "none",
+        "read_s": 0.0,
+        "recompute": (),
+    },
+    "StagePlan": {"device": "cpu", "weights_s": 0.0, "owed_bytes": 0},
+}
+"""Fields that came in while plans had format 1, and what runs did before: plans of that format may lack them."""
 
 _Part = TypeVar("_Part")
 
@@ -143,25 +156,29 @@ class Plan:
 
         Raises:
             PlanError: the text is no TOML, of another version, or a field is missing, unknown or of a wrong kind.
+
+        A plan of format 1 may lack what :data:`SINCE_1` names, and becomes one of this format.
         """
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise _unreadable(str(error)) from error
-        if table.get("format") != FORMAT:
+        if type(table.get("format")) is not int or table["format"] not in (1, FORMAT):
             raise PlanError(
                 "format of the plan",
                 got=repr(table.get("format")),
-                expected=str(FORMAT),
-                remedy="Write a new plan with `roundelay plan`.",
+                expected=f"{FORMAT}, or 1, which plans had before",
+                remedy="Write a new plan with `roundelay plan JOB.py`; a later Roundelay may have written this one.",
             )
+        added = SINCE_1 if table["format"] == 1 else {}
+        table["format"] = FORMAT
         stages = table.pop("stages", None)
         edges = table.pop("edges", [])
         if not isinstance(stages, list) or not stages or not isinstance(edges, list):
             raise _unreadable("no [[stages]]")
-        made_stages = tuple(_read(StagePlan, part, f"stages[{i}]") for i, part in enumerate(stages))
-        made_edges = tuple(_read(EdgePlan, part, f"edges[{i}]") for i, part in enumerate(edges))
-        return _read(Plan, {**table, "stages": made_stages, "edges": made_edges}, "the plan")
+        made_stages = tuple(_read(StagePlan, part, f"stages[{i}]", added) for i, part in enumerate(stages))
+        made_edges = tuple(_read(EdgePlan, part, f"edges[{i}]", added) for i, part in enumerate(edges))
+        return _read(Plan, {**table, "stages": made_stages, "edges": made_edges}, "the plan", added)
 
 
 def _fields(part: Any, skip: tuple[str, ...] = ()) -> list[str]:
@@ -185,18 +202,19 @@ def _escaped(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
 
 
-def _read(kind: type[_Part], table: Any, where: str) -> _Part:
-    """A frozen value from a table, every field present and of its kind."""
+def _read(kind: type[_Part], table: Any, where: str, added: Mapping[str, dict[str, Any]]) -> _Part:
+    """A frozen value from a table, every field present and of its kind; those in ``added`` may be missing."""
     if not isinstance(table, dict):
         raise _unreadable(f"{where} is no table")
+    table = added.get(kind.__name__, {}) | table
     known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
     for name in [*table, *known]:
         if name not in known or name not in table:
             raise PlanError(
                 f"{where}: field {name!r}",
-                got="an unknown field" if name not in known else "no such field",
-                expected="the fields " + ", ".join(known),
-                remedy="Compare with a plan written by `roundelay plan`.",
+                got="an unknown field" if name not in known else "a plan without it",
+                expected="each of " + ", ".join(known),
+                remedy="Write the plan anew with `roundelay plan JOB.py`, or correct this line.",
             )
     return kind(**{name: _value(known[name], table[name], f"{where}: field {name!r}") for name in known})
 

@@ -49,14 +49,7 @@ def check_plan(plan: Plan) -> None:
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
-    _above_zero("deadline_s", plan.deadline_s)
-    if plan.deadline_s > LONGEST_S:
-        raise PlanError(
-            "deadline_s of the plan",
-            got=str(plan.deadline_s),
-            expected=f"at most {LONGEST_S:g} seconds, a year",
-            remedy="Correct the plan.",
-        )
+    check_deadline(plan.deadline_s)
     _above_zero("bytes_per_s", plan.bytes_per_s)
     if schedule_named(rule.schedule).halved:
         _check_halves(plan)
@@ -247,6 +240,21 @@ def _one_of(name: str, value: str, allowed: Sequence[str], why: str) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise PlanError(f"{name} of the plan", got=str(value), expected=f"at least {least}", remedy="Correct the plan.")
+
+
+def check_deadline(seconds: float) -> None:
+    """Refuse seconds that nobody can wait.
+
+    Raises:
+        PlanError: they are none, no number, or more than a year.
+    """
+    if not 0 < seconds <= LONGEST_S:
+        raise PlanError(
+            "deadline_s of the plan",
+            got=str(seconds),
+            expected=f"more than 0 seconds, and at most {LONGEST_S:g}, a year",
+            remedy="Correct the plan or --deadline-s.",
+        )
 
 
 def _above_zero(name: str, value: float) -> None:

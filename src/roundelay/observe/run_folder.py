@@ -21,6 +21,8 @@ LATEST = "latest"
 _NAME = re.compile(r"\w[\w.+=, -]*")
 _PROBE = ".probe"
 
+_NOT_A_RUN = "Name a folder that `roundelay train` has made; that of a comparison has a page of its own, curves.html."
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,7 @@ class RunFolder:
         made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         try:
             path.mkdir(parents=True, exist_ok=name is not None)
-            if any(path.iterdir()):
-                raise _refused(f"run folder {path}", "a folder with something in it", "no such folder, or an empty one")
+            check_vacant(path)
             _probe(path)
             return RunFolder(path, made, _point_latest(path) if point else None)
         except OSError as error:
@@ -75,7 +76,7 @@ class RunFolder:
         """
         folder = RunFolder(path, (), None)
         if not folder.plan.is_file():
-            raise _refused(f"run folder {path}", "no plan.toml in it", "the folder of a run that was begun")
+            raise _refused(f"run folder {path}", "no plan.toml in it", "the folder of a run that was begun", _NOT_A_RUN)
         return folder
 
     @property
@@ -208,6 +209,16 @@ def _remove(folders: tuple[Path, ...]) -> None:
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
+
+
+def check_vacant(path: Path) -> None:
+    """Refuse a folder for a new run that holds something already.
+
+    Raises:
+        UsageError: it does.
+    """
+    if path.is_dir() and any(path.iterdir()):
+        raise _refused(f"run folder {path}", "a folder with something in it", "no such folder, or an empty one")
 
 
 def _refused(subject: str, got: str, expected: str, remedy: str = "Choose another name.") -> UsageError:

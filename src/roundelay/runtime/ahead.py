@@ -11,12 +11,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from time import perf_counter
-from typing import Generic, TypeVar, final
+from time import monotonic, perf_counter
+from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
@@ -25,9 +25,23 @@ LOOK_S = 0.5
 """Seconds after which a reader without a free register looks whether anybody is still there."""
 
 END_S = 5.0
-"""Seconds that an ended run waits for its loader to come back; after that it is left to itself."""
+"""Seconds that an ended run waits for its loader to come back; then the loader's processes are ended, if it has any,
+and its thread is left to itself."""
+
+TELL_S = 2.0
+"""Seconds of waiting after which it is told, again and again."""
+
+KILL_S = 1.0
+"""Seconds that a loader's process has to obey before it is killed."""
+
+Tell = Callable[[str, float], None]
+"""Told what is waited for, and how many seconds so far."""
 
 _Item = TypeVar("_Item")
+
+
+def silent(what: str, seconds: float) -> None:
+    """Tell nobody."""
 
 
 def _kept() -> deque[tuple[int, float, float]]:
@@ -44,11 +58,13 @@ class Registers:
         deadline_s: seconds that one batch is waited for.
         loads: where the reader notes what it has loaded, counted from 0, and when it began and ended, in seconds of
             ``time.perf_counter``; the last ones are kept.
+        tell: told of long waits, in the thread that waits.
     """
 
     count: int
     deadline_s: float
     loads: deque[tuple[int, float, float]] = field(default_factory=_kept)
+    tell: Tell = silent
 
 
 def ahead(source: Generator[_Item, None, None], registers: Registers) -> Generator[_Item, None, None]:
@@ -63,14 +79,38 @@ def ahead(source: Generator[_Item, None, None], registers: Registers) -> Generat
     """
     reader = _Reader(source, registers)
     reader.start()
+    patience_s = END_S
     try:
         while (item := reader.take()) is not None:
             yield item[0]
             reader.free.release()
+    except DeadlineError:
+        patience_s = 0.0  # it has had its time
+        raise
     finally:
         reader.over.set()
         reader.free.release()
-        reader.join(END_S)
+        reader.join(patience_s)
+        if reader.is_alive():
+            _end(reader.processes)
+
+
+def note(asked: str, processes: Sequence[Any] = ()) -> None:
+    """Say what the loader is asked for next, and which processes of its own work at it; heard in a reader's thread."""
+    reader = threading.current_thread()
+    if isinstance(reader, _Reader):
+        reader.asked, reader.processes = asked, processes
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """End processes that a loader has started and that do not answer; a reader that waits for them wakes up."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(KILL_S)
+        if process.is_alive():
+            process.kill()
+            process.join(KILL_S)
 
 
 @final
@@ -81,6 +121,9 @@ class _Reader(threading.Thread, Generic[_Item]):
         super().__init__(name="roundelay-reader", daemon=True)
         self.free = threading.Semaphore(registers.count)
         self.over = threading.Event()
+        #: what the loader has been asked for, and the processes that it has for it
+        self.asked = ""
+        self.processes: Sequence[Any] = ()
         self._source, self._registers, self._numbers = source, registers, count()
         self._filled: queue.SimpleQueue[tuple[_Item] | BaseException | None] = queue.SimpleQueue()
 
@@ -111,16 +154,22 @@ class _Reader(threading.Thread, Generic[_Item]):
 
     def take(self) -> tuple[_Item] | None:
         """The next item, in a tuple; None at the end."""
-        deadline_s = self._registers.deadline_s
-        try:
-            item = self._filled.get(timeout=deadline_s)
-        except queue.Empty:
-            raise DeadlineError(
-                "the data",
-                got=f"no batch from the loader for {deadline_s:g} s",
-                expected="one within the plan's deadline_s",
-                remedy="See what the job's batches(epoch) waits for; raise deadline_s if a batch takes longer.",
-            ) from None
+        item = self._wait()
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def _wait(self) -> tuple[_Item] | BaseException | None:
+        """What the thread puts down next."""
+        began, deadline_s = monotonic(), self._registers.deadline_s
+        while (left := deadline_s - (monotonic() - began)) > 0:
+            with suppress(queue.Empty):
+                return self._filled.get(timeout=min(left, TELL_S))
+            self._registers.tell(self.asked or "the data", monotonic() - began)
+        raise DeadlineError(
+            f"the data: {self.asked}" if self.asked else "the data",
+            got=f"no batch from the loader for {deadline_s:g} s",
+            expected="one within deadline_s",
+            remedy="See what the job's batches(epoch) waits for; raise deadline_s (--deadline-s, or in the plan) if a "
+            "batch takes longer. What is prepared once may stand in job(seed), which is waited for.",
+        )

@@ -198,6 +198,9 @@ def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
     if context.number == 0:
         context.norms.finished(total)
         context.scales.finished(header, total)
+        if context.riding.scale and context.scales.in_a_row:
+            told = {"update": header.batch, "in_a_row": context.scales.in_a_row, "scale": context.scales.newest}
+            context.report(Report("skipped", context.worker, told))
     return total
 
 

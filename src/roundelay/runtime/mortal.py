@@ -27,6 +27,18 @@ def die_with(parent: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
+def keep_children(libc: ctypes.CDLL) -> None:
+    """Have the system end what this process forks from now on, such as a loader's processes, with it.
+
+    More exactly, with the thread that forks: only for a process whose loader is asked by one thread to the end.
+
+    Args:
+        libc: the C library, loaded before any fork.
+    """
+    if hasattr(libc, "prctl"):
+        os.register_at_fork(after_in_child=lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL))
+
+
 def whereabouts(pid: int) -> str:
     """A process, told apart from all others of any host and time; empty where the system does not say.
 

@@ -25,7 +25,7 @@ from typing import final
 import torch
 
 from roundelay.errors import RoundelayError, WorkerLostError
-from roundelay.runtime.mortal import die_with
+from roundelay.runtime.mortal import die_with, keep_children
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
@@ -216,6 +216,7 @@ def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> N
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what the parent does when it is told to end
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with(parent, libc)
+        keep_children(libc)
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
         for descriptor in (reading, *(child.pipe for child in children)):
             os.close(descriptor)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,7 @@ from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
-from roundelay.runtime.ahead import Registers, ahead
-
-MEASURED, BUDGET_S = 8, 0.5
-"""Batches that the loader's time is measured by, behind the first; and the seconds after which none is begun."""
+from roundelay.runtime.ahead import Registers, ahead, note
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class Extent:
         return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
 
 
-class _Generators:
+class Generators:
     """The loader's own states of torch's, numpy's and Python's generators, swapped in while it runs."""
 
     def __init__(self) -> None:
@@ -146,7 +142,7 @@ def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any
     for epoch, source in _epochs(batches, seed, extent):
         following = next(source, source)
         while following is not source:
-            batch, made = _copied(following), made + 1
+            batch, made = copied(following), made + 1
             following = next(source, source)
             ends = following is source
             final = made == extent.batches or (ends and epoch + 1 == extent.epochs)
@@ -162,31 +158,31 @@ def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any
         )
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """A loader may fill its own tensors again when it is asked for the next batch."""
     return replace(batch, lambda _, leaf: leaf.clone())
 
 
 def _epochs(batches: Batches, seed: int, extent: Extent) -> Iterator[tuple[int, Iterator[Any]]]:
     """Every epoch and its batches, those behind which the run starts left out."""
-    generators = _Generators()
+    generators = Generators()
     epoch, skip = extent.start_epoch, extent.skip
     while extent.epochs is None or epoch < extent.epochs:
         yield epoch, itertools.islice(_epoch(batches, seed, epoch, generators), skip, None)
         epoch, skip = epoch + 1, 0
 
 
-def _epoch(batches: Batches, seed: int, epoch: int, generators: _Generators) -> Iterator[Any]:
+def _epoch(batches: Batches, seed: int, epoch: int, generators: Generators) -> Iterator[Any]:
     """The batches of one epoch."""
     generators.seed(seed, epoch)
-    with _user_code(f"batches({epoch})"), generators.active():
+    with user_code(f"batches({epoch})"), generators.active():
         source = batches(epoch)
         _leave_to_parent(source)
         _start_processes(source, seed * 1_000_003 + epoch)
         _seed_own_generators(source, seed * 1_000_003 + epoch)
         iterator = iter(source)
     for number in itertools.count():
-        with _user_code(f"batch {number} of batches({epoch})"), generators.active():
+        with user_code(f"batch {number} of batches({epoch})", iterator), generators.active():
             batch = next(iterator, iterator)
         if batch is not iterator:
             yield batch
@@ -239,7 +235,17 @@ def _seed_own_generators(source: Any, seed: int) -> None:
 
 
 @contextmanager
-def _user_code(what: str) -> Iterator[None]:
+def user_code(what: str, iterator: Any = None) -> Iterator[None]:
+    """Run what belongs to the person's loader.
+
+    Args:
+        what: what it is asked for.
+        iterator: what is asked; a DataLoader's may have processes.
+
+    Raises:
+        UserCodeError: it raises.
+    """
+    note(what, getattr(iterator, "_workers", ()))
     try:
         yield
     except RoundelayError:
@@ -253,26 +259,7 @@ def _user_code(what: str) -> Iterator[None]:
         ) from error
 
 
-def first_batch(batches: Batches, seed: int) -> Any:
-    """The first batch of the first epoch, as a run with this seed will see it.
-
-    Raises:
-        UserCodeError: the loader raises.
-        JobError: there is none, or the loader can be read only once.
-    """
-    with _user_code("batches(0)"), _Generators().active():
-        once = batches(0)
-        if hasattr(once, "__next__") and batches(0) is once:
-            raise JobError(
-                "batches(0)",
-                got=f"the same {type(once).__name__} at every call, which can be read only once",
-                expected="an iterable that starts anew: capturing, planning and training each read the first batch",
-                remedy="Make the generator inside of batches, or return a list or a DataLoader.",
-            )
-    return next(read_batches(batches, seed, Extent(epochs=1)))
-
-
-def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
+def read_batches(batches: Batches, seed: int, extent: Extent) -> Generator[Any, None, None]:
     """Whole batches as the loader gives them, without looking ahead.
 
     Raises:
@@ -280,30 +267,4 @@ def read_batches(batches: Batches, seed: int, extent: Extent) -> Iterator[Any]:
         JobError: an epoch has no batch.
     """
     every = (batch for _, source in _epochs(batches, seed, extent) for batch in source)
-    return itertools.islice(every, extent.batches)
-
-
-def reading_s(batches: Batches, seed: int, micro_batches: int) -> float:
-    """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
-
-    The first batch is left out: it starts what the loader starts. 0 where there is no second, or where the loader
-    fails at it, which is told when a run comes so far.
-
-    Args:
-        batches: the job's loader; read in line, and left where the measurement ends.
-        seed: the run's seed.
-        micro_batches: M.
-    """
-    spent, parts, began = 0.0, 0, 0.0
-    source = read_batches(batches, seed, Extent(epochs=1, batches=1 + MEASURED))
-    with suppress(RoundelayError):
-        for number, batch in enumerate(source):
-            _copied(batch)
-            now = time.perf_counter()
-            if number == 0:
-                began = now
-                continue
-            parts, spent = parts + len(split_rows(num_rows(batch), micro_batches)), now - began
-            if spent > BUDGET_S:
-                break
-    return spent / parts if parts else 0.0
+    yield from itertools.islice(every, extent.batches)

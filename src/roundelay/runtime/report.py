@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load, save
 
-Kind = Literal["loss", "progress", "events", "loads", "digest", "state", "failed", "finished"]
+Kind = Literal["loss", "progress", "events", "loads", "digest", "state", "skipped", "failed", "finished"]
 
 
 @dataclass(frozen=True, slots=True)

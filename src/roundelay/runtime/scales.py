@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import final
 
 from roundelay.errors import DivergedError
-from roundelay.ir.loss_scale import LEAST, MOST, LossScale
+from roundelay.ir.loss_scale import HOPELESS, LEAST, MOST, LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.observe.flight import StageFlight
 
@@ -33,6 +33,8 @@ class Scales:
         self.finite = True
         #: updates that found gradients which were not
         self.skipped = 0
+        #: on stage 0, the newest batches in a row without finite gradients, and the most that the last of them carried
+        self.in_a_row, self.newest = 0, 0.0
 
     def give(self, header: MicroBatch) -> float:
         """On stage 0, the scale that a micro-batch carries; the same when it is forwarded again."""
@@ -58,12 +60,16 @@ class Scales:
         """On stage 0, the squared norm of a batch's gradients on all stages is whole: the scale follows from it.
 
         Raises:
-            DivergedError: it is not finite, however little the loss was scaled.
+            DivergedError: it is not finite, however little the loss was scaled, or for long by a scale that stays.
         """
+        finite = math.isfinite(square)
+        least, most = self._spans.pop(header.batch, (self._rule.first,) * 2)
+        self.in_a_row, self.newest = 0 if finite else self.in_a_row + 1, most
         if not self._rule.dynamic:
+            if self.in_a_row == HOPELESS:
+                raise _hopeless(header, most)
             return
-        least, most = self._spans.pop(header.batch)
-        if not math.isfinite(square):  # what the batches behind it carry may be less already
+        if not finite:  # what the batches behind it carry may be less already
             self._now, self._streak = min(self._now, most / 2), 0
             if self._now < LEAST:
                 raise _diverged(header)
@@ -88,4 +94,13 @@ def _diverged(header: MicroBatch) -> DivergedError:
         got=f"no finite numbers, with the loss scaled down to {LEAST:g}",
         expected="finite ones as soon as the scale is small enough",
         remedy="Lower the learning rate, look at this batch, or give --precision bf16.",
+    )
+
+
+def _hopeless(header: MicroBatch, scale: float) -> DivergedError:
+    return DivergedError(
+        f"the gradients of batch {header.batch}",
+        got=f"no finite numbers in the {HOPELESS} batches up to it, with the loss scaled by {scale:g}",
+        expected="finite ones: updates are skipped without them, and this scale stays what it is",
+        remedy="Give --loss-scale dynamic, or a smaller one; if that does not help, look at these batches.",
     )

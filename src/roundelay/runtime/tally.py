@@ -12,7 +12,7 @@ from roundelay.runtime.report import Report
 Listener = Callable[[Report], None]
 
 GRACE_S = 1.0
-"""Seconds between the first news of a lost worker and the end of the wait for what the others say of it."""
+"""Seconds between the first news of a worker that is lost or silent and the end of the wait for what the others say."""
 
 
 @final
@@ -20,7 +20,7 @@ class Tally:
     """Counts reports until the run is over.
 
     The run is over when every worker has ended; when one has failed by what it met itself; or, if workers have only
-    been lost, a little after the first was: the others may tell the cause, or may wait for it in vain.
+    been lost or waited for in vain, a little after the first was: the others may tell the cause.
 
     Args:
         num_workers: how many there are.
@@ -35,7 +35,7 @@ class Tally:
 
     def over(self, now_s: float) -> bool:
         """Whether there is nothing to wait for at the time ``now_s``, of any monotonic clock."""
-        if len(self.ended) == self.num_workers or any(f.data["kind"] != "WorkerLostError" for f in self.failures):
+        if len(self.ended) == self.num_workers or any(_rank(f) == 0 for f in self.failures):
             return True
         if self.failures and self._first_failure_s is None:
             self._first_failure_s = now_s
@@ -59,14 +59,17 @@ class Tally:
 
         Of a worker that is gone, its own death (with its signal) comes before what the others saw of it.
         """
-
-        def order(failure: Report) -> tuple[bool, bool]:
-            lost = failure.data["kind"] == "WorkerLostError"
-            return lost, lost and not failure.data["subject"].startswith(f"worker {failure.worker} ")
-
-        ordered = sorted(self.failures, key=order)
+        ordered = sorted(self.failures, key=_rank)
         if ordered:
             raise restored(ordered[0])
+
+
+def _rank(failure: Report) -> int:
+    """0 for what a worker met itself, 1 for its death, 2 for its wait for others, 3 for another that it has lost."""
+    kind, subject = failure.data["kind"], failure.data["subject"]
+    if kind == "WorkerLostError":
+        return 1 if subject.startswith(f"worker {failure.worker} ") else 3
+    return 2 if kind == "DeadlineError" and subject == f"worker {failure.worker}" else 0
 
 
 def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
