@@ -120,8 +120,8 @@ class Captured:
                     f"tensor {i} of the model's call",
                     got=f"sizes {tuple(tensor.shape)}",
                     expected=f"sizes {tuple('any' if s is None else s for s in sizes)}, as the model was captured",
-                    remedy="The model fixes these sizes while it is captured (a recurrent layer fixes its length): "
-                    "pad every batch to the same size.",
+                    remedy="The model fixes these sizes while it is captured (a loop over time steps fixes its length; "
+                    "nn.LSTM, nn.GRU and nn.RNN do not): pad every batch to the same size.",
                 )
         try:
             self._exported.guard(tensors)

@@ -10,6 +10,7 @@ Packed sequences go to torch as they come, and export refuses them: their length
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -99,6 +100,15 @@ def _lowered(x: torch.Tensor) -> torch.dtype | None:
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def _lstm_flops(x: Sequence[int], entering: Sequence[int], repeating: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of one layer's forward in one direction, from shapes: every step multiplies by both of its matrices."""
+    return 2 * x[0] * x[1] * (math.prod(entering) + math.prod(repeating))
+
+
+FLOPS: dict[Any, Callable[..., int]] = {aten.mkldnn_rnn_layer: _lstm_flops}
+"""The kernel of LSTMs that torch's own counter does not know; the other operations are products that it does."""
 
 
 def put_back(module: torch.fx.GraphModule) -> None:
