@@ -5,7 +5,7 @@ the shapes of its results by walking through the steps in Python: that fixes the
 model is exported, an operator of our own stands in for it, which says the layout of its results without a walk; then
 the operation itself is put back. What a stage runs and differentiates is torch's own kernel.
 
-Packed sequences go to torch as they come, and export refuses them: their lengths are values.
+Packed sequences are refused: their lengths are values, which a graph of any size cannot hold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, final
 import torch
 import torch.fx
 from torch.overrides import TorchFunctionMode
+
+from roundelay.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -85,9 +87,20 @@ class StandingIn(TorchFunctionMode):
     ) -> Any:
         """Call one of them, or what was called."""
         name = getattr(func, "__name__", "")
+        if func is torch._pack_padded_sequence:
+            raise _refused()
         if name in OPERATORS and func is getattr(torch, name) and _padded(args):
             return getattr(torch.ops.roundelay, name)(*args, _lowered(args[0]))
         return func(*args, **(kwargs or {}))
+
+
+def _refused() -> CaptureError:
+    return CaptureError(
+        "pack_padded_sequence in the model's forward",
+        got="lengths that are values of a tensor",
+        expected="padded sequences, whose length is the size of a tensor; it may differ from batch to batch",
+        remedy="Give the recurrent layer the padded sequence, and leave the padding out of the loss by a mask.",
+    )
 
 
 def _padded(args: tuple[Any, ...]) -> bool:
