@@ -31,6 +31,7 @@ CELLS = [
     ("skip", "spectrain improved mixed", "gloo"),
     ("tied_head", "pipedream", "shm"),
     ("token_mean", "lookahead mixed", "memory"),
+    ("lstm", "pipeoptim paper mixed", "memory"),
 ]
 
 

@@ -133,7 +133,7 @@ def test_batches_of_any_size_down_to_a_single_row(variant: Variant) -> None:
     assert found.losses == sum(min(4, size) for size in sizes)
 
 
-@pytest.mark.parametrize("model", [name for name, entry in ZOO.items() if entry.varies and not entry.specialises])
+@pytest.mark.parametrize("model", [name for name, entry in ZOO.items() if entry.varies])
 def test_lengths_may_vary_from_batch_to_batch(model: str) -> None:
     place = bench(model)
     batches = place.entry.batches(0, STEPS, short=True, varying=True)

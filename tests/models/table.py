@@ -2,7 +2,7 @@
 
 Run as ``python -m tests.models.table``; some minutes of one core, and an exit code of 1 if a cell is not equal. Twice:
 with batches of one size, and with lengths (of images: sides) that differ from batch to batch, short batches among them
-in either case. A model with recurrent layers refuses another length than the first batch's; it must say why.
+in either case.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from roundelay.errors import JobError
 from tests.equivalence.cells import OPTIMIZERS, STEPS, TRANSPORTS, VARIANTS, Bench, bench
-from tests.zoo import MODELS, NETWORKS
+from tests.zoo import NETWORKS
 
 LIBRARY = ("gpt2", "llama", "bert_classifier", "t5")
 NAMES = (*LIBRARY, *NETWORKS)
@@ -37,7 +36,6 @@ LINES = (
 )
 """Rules, and M: that of their papers, and one of four."""
 
-REFUSED = "refused, told why"
 EQUAL = "equal"
 
 
@@ -64,32 +62,21 @@ class Cell:
 
 
 def cells(models: Sequence[str] = NAMES, transports: Sequence[str] = ("memory",)) -> list[Cell]:
-    """The cells of the table in order; where lengths are refused, one is enough."""
+    """The cells of the table in order."""
     every = itertools.product(models, (False, True), LINES, STAGES, transports)
-    found = [Cell(model, *line, stages, varying, transport) for model, varying, line, stages, transport in every]
-    return [c for c in found if not refuses(c) or (c.variant, c.micro_batches, c.stages) == (*LINES[0], STAGES[0])]
-
-
-def refuses(cell: Cell) -> bool:
-    """Whether the model must refuse these lengths."""
-    return cell.varying and MODELS[cell.model].specialises
+    return [Cell(model, *line, stages, varying, transport) for model, varying, line, stages, transport in every]
 
 
 def outcome(cell: Cell, place: Bench) -> str:
-    """:data:`EQUAL`, :data:`REFUSED`, or what is wrong."""
+    """:data:`EQUAL`, or what is wrong."""
     data = place.entry.batches(0, STEPS, short=True, varying=cell.varying)
     if cell.varying and len({tuple(_lengths(batch)) for batch in data}) < 2:
         return "the lengths do not vary"
     plan = place.plan(VARIANTS[cell.variant], cell.stages, cell.micro_batches, cell.transport)
     try:
         found = place.verify(plan, place.job(OPTIMIZERS[cell.optimizer], batches=lambda epoch: data))
-    except JobError as error:
-        told = refuses(cell) and "recurrent layer fixes its length" in str(error)
-        return REFUSED if told else f"{type(error).__name__}: {error}"
     except Exception as error:  # a cell that raises is wrong, and the others go on
         return f"{type(error).__name__}: {error}"
-    if refuses(cell):
-        return "not refused"
     moved = any(not torch.equal(p, place.state[n]) for n, p in place.model.named_parameters())
     return found.difference or (EQUAL if found.steps == STEPS and moved else f"{found.steps} updates, moved: {moved}")
 
@@ -109,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console, began = Console(), time.perf_counter()
     done = _computed(cells(options.models, options.transport), console)
-    wrong = [f"{cell}: {what}" for cell, what in done.items() if what not in (EQUAL, REFUSED)]
+    wrong = [f"{cell}: {what}" for cell, what in done.items() if what != EQUAL]
     told = f"{sum(what == EQUAL for what in done.values())} cells equal, {len(wrong)} wrong"
     _show(done, f"{told}; {time.perf_counter() - began:.0f} s", console)
     for what in wrong:
@@ -144,8 +131,8 @@ def _show(done: dict[Cell, str], caption: str, console: Console) -> None:
 
 
 def _told(group: Sequence[str]) -> str:
-    if REFUSED in group or not group:
-        return "refused" if group else ""
+    if not group:
+        return ""
     equal = sum(what == EQUAL for what in group)
     return f"{equal}/{len(group)}" if equal == len(group) else f"[red]{equal}/{len(group)}[/]"
 

@@ -51,8 +51,8 @@ class Entry:
         tied: whether one parameter is used under several names or in several places.
         buffers: whether a forward pass in training mode changes buffers.
         varies: whether `batches(varying=True)` changes the shapes other than by rows.
-        specialises: whether torch.export fixes the length to the sample's although the model allows any: recurrent
-            layers, whose steps are looped over while tracing.
+        specialises: whether torch.export, left to itself, fixes the length to the sample's although the model allows
+            any: recurrent layers, whose steps it walks through. Roundelay's capture does not.
     """
 
     name: str

@@ -23,7 +23,6 @@ FEATURES = 5
 PAD = 0
 SIDES = (40, 33, 36)
 LENGTHS = (4, 2, 3)
-TARGET = 3
 
 
 def _images(generator: torch.Generator, rows: int, length: int) -> Batch:
@@ -139,7 +138,8 @@ def _two_heads(outputs: InceptionOutputs, batch: tuple[Tensor, ...]) -> Tensor:
 def _sentences(generator: torch.Generator, rows: int, length: int) -> Batch:
     source = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
     source[1, length - 1] = PAD
-    target = torch.randint(1, VOCABULARY, (rows, TARGET + 1), generator=generator)
+    shorter = 2 + length % 3  # another length than the source's, and another order of lengths
+    target = torch.randint(1, VOCABULARY, (rows, shorter + 1), generator=generator)
     return {"source": source, "previous": target[:, :-1].contiguous(), "next": target[:, 1:].contiguous()}
 
 

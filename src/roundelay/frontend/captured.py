@@ -120,8 +120,7 @@ class Captured:
                     f"tensor {i} of the model's call",
                     got=f"sizes {tuple(tensor.shape)}",
                     expected=f"sizes {tuple('any' if s is None else s for s in sizes)}, as the model was captured",
-                    remedy="The model fixes these sizes while it is captured (a recurrent layer fixes its length): "
-                    "pad every batch to the same size.",
+                    remedy=_fixed(sizes, tensor.shape),
                 )
         try:
             self._exported.guard(tensors)
@@ -283,6 +282,16 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         raise _nothing_to_train(model)
     called = LossCall(loss, reads, exported.output_shape, sample)
     return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
+
+
+def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:
+    """What to do about a size that is not the one with which the model was captured."""
+    if len(sizes) == len(got) and any(s == 1 != n for s, n in zip(sizes, got, strict=True)):
+        return "Capture fixes a size of one: let a batch with more come first, or pad every batch to the same size."
+    return (
+        "The model fixes these sizes while it is captured (a loop over time steps fixes its length; nn.LSTM, nn.GRU "
+        "and nn.RNN do not): pad every batch to the same size."
+    )
 
 
 def _twice(leaf: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.face import CallShape, Face, OutputShape
+from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.unseen import refuse_parts, refuse_sparse
 
 PREFIX = "model."
@@ -71,7 +72,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
-        with _watch_modules(model) as running, _quiet():
+        with _watch_modules(model) as running, _quiet(), StandingIn():
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
             except CaptureError:
@@ -84,6 +85,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
                 continue
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
+        put_back(program.graph_module)
         refuse_sparse(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))

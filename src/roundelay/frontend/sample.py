@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from roundelay.frontend.export import Exported
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.metrics import value_names
+from roundelay.frontend.recurrent import FLOPS
 from roundelay.frontend.rewrite import DRAW, Cleaned, run_nodes
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
@@ -39,7 +40,7 @@ def describe(
     """
     tensors, fields, rows = sample
     flops: dict[str, int] = {}
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
         total = [0]
 
         def count(node: Node) -> None:
