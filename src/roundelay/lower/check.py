@@ -28,6 +28,7 @@ from roundelay.ir.program import Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.emit import emit
 from roundelay.lower.refuse import check_plan
+from roundelay.lower.riding import Riding
 from roundelay.schedules import Schedule, actions, num_workers, schedule_named
 
 EVERY_END = 24
@@ -72,12 +73,12 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         PlanError: naming the first stage and micro-batch at which the rule does not hold.
     """
     rule = rule_named(plan.rule)
-    schedule = schedule_named(rule.schedule)
+    schedule, riding = schedule_named(rule.schedule), Riding.of(plan)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     whose = "stage" if schedule.stages_per_worker == 1 else "worker"
     for k, mine in enumerate(fired):
-        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches)
+        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=riding.awaited)
         done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
             at = next(
@@ -85,12 +86,25 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             )
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+        if riding.apart:
+            _check_squares(plan, mine)
         for f in mine:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
             elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
+
+
+def _check_squares(plan: Plan, mine: Sequence[Fired]) -> None:
+    """Prove that every stage squares whole gradients: behind the batch's last second half, before its update."""
+    done: dict[tuple[int, str], int] = {}
+    needs = {"square": "backward-weight", "update": "square"}
+    for f in mine:
+        done[f.stage, f.opcode] = f.g
+        if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:
+            place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
+            raise _violation(plan, place, f"no {before} of it before", "one")
 
 
 def _check_weights(

@@ -147,6 +147,17 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
+def do_square(context: Context, run: Run) -> MicroBatch | None:
+    """What the stage adds to the squared norm of a batch's gradients, told to stage 0; there the whole."""
+    header, behind = _header(run), 0.0
+    for channel, _ in reversed(run.takes):  # from the last stage to the first
+        behind += float(context.inbox.pop((channel, run.g)).values[0] or 0.0)
+    total = _add_square(context, header, behind)
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, header.numbers(), (total,))
+    return None
+
+
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
     header = _header(run)
@@ -167,6 +178,7 @@ HANDLERS: dict[str, Handler] = {
     "forward": do_forward,
     "backward": do_backward,
     "backward-weight": do_backward_weight,
+    "square": do_square,
     "update": do_update,
 }
 
@@ -191,7 +203,7 @@ def _pass_scale_on(context: Context, header: MicroBatch, values: dict[str, Any])
 
 
 def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
-    """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
+    """The squared norm of this stage's gradients and of what is ``behind``; on stage 0 it is whole."""
     own = context.stage.gradients.square()
     context.scales.finite = math.isfinite(own)
     total = behind + own
