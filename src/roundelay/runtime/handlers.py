@@ -117,7 +117,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
-    scale = context.scales.done(run.g)
+    scale = context.scales.of(run.g) if context.stage.halved else context.scales.done(run.g)
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g), scale)
     square: Any = grads.pop(SQUARE, None)
@@ -141,7 +141,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
 
 def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
     """Second half of one micro-batch's backward."""
-    of_parameters = context.stage.weight_half(run.g)
+    of_parameters = context.stage.weight_half(run.g, context.scales.done(run.g))
     if context.audit is not None:
         context.audit("backward", run.g, {**context.unaudited.pop(run.g), **of_parameters})
     return None
