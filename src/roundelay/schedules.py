@@ -235,7 +235,7 @@ def actions(
 
 
 def _through(order: Sequence[Action], counts: Sequence[int], together: bool) -> list[Action]:
-    """An order through every batch, each as long as it is, with the updates: behind a stage's last second half, or all."""
+    """An order through every batch, each as long as it is, with updates behind a stage's last second half, or all."""
     result, start = [], 0
     for t, count in enumerate(counts):
         for action in order:

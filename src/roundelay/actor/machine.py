@@ -153,8 +153,8 @@ class Machine:
     def fire(self) -> Run | None:
         """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
 
-        Passed over is what acts on nothing: an update or square where no batch ends, and whatever would lie before the window or
-        behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
+        Passed over is what acts on nothing: update and square where no batch ends, and whatever would lie before the
+        window or behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
         """
         self.wants_credit = False
         if self._running is not None:

@@ -1,9 +1,9 @@
 """Operators that can owe their weights' gradients: each runs without them, and writes down how to compute them later.
 
 Forward and formula follow torch's own, way by way: which kernel is called, on what layout, in which order a bias is
-summed. That is what makes the bits those of autograd, and what ``tests/frontend/test_split.py`` holds. Under autocast an
-operator casts what it is given before it is split, as autocast would for the whole one, so that the formula has the
-casts' operands; :func:`roundelay.frontend.split.settle` casts what comes of it back.
+summed. That is what makes the bits those of autograd, and what ``tests/frontend/test_split.py`` holds. Under autocast
+each first casts what it is given, as autocast would for the whole operator, so that the formula gets the operands that
+autograd would; :func:`roundelay.frontend.split.settle` casts what comes of it back.
 """
 
 from __future__ import annotations

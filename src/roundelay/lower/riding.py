@@ -20,8 +20,8 @@ class Riding:
         norm: forward, the newest norm of all gradients that stage 0 knew.
         scale: forward, the micro-batch's loss scale.
         square: back, with a batch's last micro-batch, the squared norms of this stage's gradients and all later ones'.
-        apart: whether those squares go to stage 0 on channels of their own instead, behind the batch's last second half:
-            where backwards run in two halves, its last gradient message is sent before the gradients are whole.
+        apart: whether they go to stage 0 on channels of their own instead, each stage's own, behind the batch's last
+            second half: where there are halves, the last gradient message is sent before the gradients are whole.
         awaited: whether updates wait for the norm of all gradients of their batch, which stage 0 tells on channels of
             their own.
     """
