@@ -11,6 +11,7 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
   forward reads the newest. With full batches that is refused;
+- where squares of gradients have channels of their own, they are made between the last second half and the update;
 - the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
   (:func:`norm_read`), the same on every stage.
 """
