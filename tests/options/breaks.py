@@ -174,7 +174,9 @@ OPTIONS = (
     Break(
         "BatchNorm's statistics",
         (
-            Edit("runtime/stage.py", "weights, self.buffers, inputs, draw", "weights, dict(self.buffers), inputs, draw"),
+            Edit(
+                "runtime/stage.py", "weights, self.buffers, inputs, draw", "weights, dict(self.buffers), inputs, draw"
+            ),
             Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
         ),
         (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
