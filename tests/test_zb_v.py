@@ -244,6 +244,29 @@ def test_a_plan_is_proved(sizes: tuple[int, int]) -> None:
     prove(v_plan(*sizes))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (3, 8), (4, 3)])
+@pytest.mark.parametrize("clip", ["previous:1", "global:1"])
+def test_a_plan_whose_stages_tell_their_squares_is_proved(clip: str, sizes: tuple[int, int]) -> None:
+    prove(replace(v_plan(*sizes), clip=clip))
+
+
+def test_updates_that_wait_for_the_whole_come_behind_both_stages_gradients() -> None:
+    """Else a worker's upper stage would wait for the norm, and the norm for its lower stage."""
+    plan, counts = replace(v_plan(2, 2), clip="global:1"), [2, 1]
+    for k, mine in enumerate(fired(sim(plan, counts))):
+        down, up = stages_of(plan)[k]
+        acts = [(f.opcode, f.stage) for f in mine]
+        last = max(i for i, (opcode, _) in enumerate(acts[: len(acts) * 2 // 3]) if opcode == "square")
+        assert acts[last + 1 : last + 3] == [("update", down), ("update", up)]
+    usual = sim(replace(plan, clip="previous:1"), counts).intervals_of(0)
+    assert [(i.opcode, i.stage) for i in usual if i.opcode in ("square", "update")][:4] == [
+        ("square", 3),
+        ("update", 3),
+        ("square", 0),
+        ("update", 0),
+    ]
+
+
 def test_a_worker_that_swaps_two_stages_is_refused_with_the_place() -> None:
     plan, counts = v_plan(2, 3), [3, 3]
     done = fired(sim(plan, counts))

@@ -190,7 +190,13 @@ def stages_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def actions(
-    schedule: Schedule, worker: int, num_stages: int, counts: Sequence[int], micro_batches: int | None = None
+    schedule: Schedule,
+    worker: int,
+    num_stages: int,
+    counts: Sequence[int],
+    micro_batches: int | None = None,
+    *,
+    together: bool = False,
 ) -> list[Action]:
     """The actions of one worker, in order.
 
@@ -200,10 +206,11 @@ def actions(
         num_stages: of the plan.
         counts: micro-batches of each batch, as they turn out.
         micro_batches: M, of a full batch; the largest of ``counts`` unless told.
+        together: a worker with two stages makes their updates one after the other, behind the batch.
     """
     size = micro_batches or max(counts, default=1)
     if schedule.order is not None:
-        return _through(schedule.order(worker, num_stages // 2, size), counts)
+        return _through(schedule.order(worker, num_stages // 2, size), counts, together)
     stage = worker
     lag = schedule.lag(stage, num_stages, size)
     delay = schedule.delay(stage) if schedule.delay is not None else 0
@@ -227,14 +234,15 @@ def actions(
     return result
 
 
-def _through(order: Sequence[Action], counts: Sequence[int]) -> list[Action]:
-    """An order through every batch, each as long as it is, with the updates: a stage's follows its last second half."""
+def _through(order: Sequence[Action], counts: Sequence[int], together: bool) -> list[Action]:
+    """An order through every batch, each as long as it is, with updates behind a stage's last second half, or all."""
     result, start = [], 0
     for t, count in enumerate(counts):
         for action in order:
             if action.number < count:
                 result.append(Action(action.stage, action.kind, start + action.number))
-                if action.kind == "W" and action.number + 1 == count:
+                if action.kind == "W" and action.number + 1 == count and not together:
                     result.append(Action(action.stage, "U", t))
+        result += [Action(stage, "U", t) for stage in sorted({a.stage for a in order}) if together]
         start += count
     return result

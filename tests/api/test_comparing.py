@@ -84,6 +84,35 @@ def test_every_rule_has_the_stages_of_the_one_plan_that_was_cut(tmp_path: Path) 
     }  # fmt: skip
 
 
+def test_a_rule_with_two_stages_on_a_worker_has_cuts_of_its_own_and_the_same_start(tmp_path: Path) -> None:
+    """It is 1f1b on other stages, so the weights and data that it has are seen in every loss."""
+    made = compared(tmp_path / "c", rules=("1f1b", "zb-v", "zb-v:recompute"), seeds=1)
+    assert (made.refused, [plan.num_stages for plan in made.plans.values()]) == ({}, [2, 4, 4])
+    assert made.plans["zb-v"].stages[1].segments == made.plans["zb-v:recompute"].stages[1].segments
+    one, *pairs = (losses(made.outcomes[f"job/{rule}", 0]) for rule in ("1f1b", "zb-v", "zb-v:recompute"))
+    assert pairs == [one, one]
+    lines = [{name: value for cell in row for name, value in cell.values} for row in table(made, Aims({}, {}))]
+    whole = sum(stage.parameter_bytes for stage in made.plans["1f1b"].stages)
+    assert [(line["M"], line["versions"], line["versions, bytes"]) for line in lines] == [(2, 1, whole)] * 3
+    (tmp_path / "c" / "plans" / "zb-v.toml").unlink()
+    other = roundelay.plan(job(0), workers=2, rule="zb-v", cuts="linear,relu,linear_1")
+    assert other.stages[1].segments != made.plans["zb-v"].stages[1].segments
+    (tmp_path / "c" / "cuts-2.toml").write_text(other.text())
+    after = compared(tmp_path / "c", rules=("zb-v",), seeds=1)
+    assert [stage.segments for stage in after.plans["zb-v"].stages] == [stage.segments for stage in other.stages]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cuts", "why"), [(None, "relu", "the cuts: 2 stages; expected 4"), (4, "equal", "into 8 stages")]
+)
+def test_where_so_many_stages_cannot_be_had_the_others_go_on(
+    tmp_path: Path, workers: int | None, cuts: str, why: str
+) -> None:
+    made = compared(tmp_path / "c", rules=("gpipe", "zb-v"), seeds=1, steps=1, workers=workers, cuts=cuts)
+    assert list(made.plans) == ["gpipe"]
+    assert why in made.refused["zb-v"]
+
+
 def test_a_finished_run_is_not_done_again_and_a_removed_one_comes_out_the_same(tmp_path: Path) -> None:
     before = compared(tmp_path / "c")
     kept = {path: path.read_bytes() for path in (tmp_path / "c" / "runs").iterdir()}

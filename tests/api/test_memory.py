@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from roundelay.api.planning import plan as make_plan
 from roundelay.api.training import Length, Session
 from tests.api.jobs import make
 
+FUSED = (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9))
 
-def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run() -> None:
-    job = make()
+
+@pytest.mark.parametrize("kind", [None, *FUSED], ids=["usual", "adamw", "adam", "sgd"])
+def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run(kind: Any) -> None:
+    job = make() if kind is None else make(optimizer=lambda named: kind(named, lr=0.01, fused=True))
     captured = capture(job)
     plan = make_plan(job, captured=captured, workers=2)
     predicted = optimizer_bytes(job, captured, fitted(captured, plan), plan.predictor)

@@ -61,6 +61,25 @@ def test_an_earlier_batch_s_norm_verifies_between_processes(micro_batches: int, 
     assert found.equal, found.difference
 
 
+@pytest.mark.parametrize(
+    ("name", "model", "transport", "clip"),
+    [
+        ("zb-h1", "skip", "memory", "global:0.05"),
+        ("zb-h1 recompute", "token_mean", "shm", "global:0.05"),
+        ("zb-h1 mixed", "tied_head", "gloo", "previous:0.05"),
+        ("zb-v", "token_mean", "memory", "global:0.05"),
+        ("zb-v", "mlp", "shm", "previous:0.05"),
+        ("zb-v mixed", "frozen", "gloo", "global:0.05"),
+    ],
+)
+def test_clipping_by_a_norm_that_is_whole_behind_second_halves_verifies(
+    name: str, model: str, transport: str, clip: str
+) -> None:
+    place = bench(model)
+    found = place.verify(replace(place.plan(VARIANTS[name], 4, 3, transport), clip=clip), place.job(MOMENTUM))
+    assert found.equal, found.difference
+
+
 def test_where_no_gradient_travels_the_squares_still_do() -> None:
     """The first two of three stages train nothing, so nothing but the norm passes between them."""
     place = bench("mlp")
@@ -89,7 +108,7 @@ def used_norms(session: Session) -> list[list[float | None]]:
         update = context.stage.update
 
         def noted(version: int, norm: float | None = None) -> None:
-            seen[context.worker].append(norm)
+            seen[context.number].append(norm)
             update(version, norm)
 
         context.stage.update = noted  # type: ignore[method-assign]
@@ -112,23 +131,23 @@ def test_every_stage_clips_by_the_norm_of_one_and_the_same_earlier_batch(micro_b
     job = place.job(still, batches=lambda epoch: batches)
     given = [
         used_norms(Session(job, place.captured, replace(place.plan(VARIANTS[n], 3, micro_batches), clip=c), 0, LONG))
-        for n, c in (("1f1b", "global:1"), ("pipedream", "previous:1"), ("1f1b", "previous:1"))
+        for n, c in (("1f1b", "global:1"), ("pipedream", "previous:1"), ("1f1b", "previous:1"), ("zb-h1", "previous:1"))
     ]
     own = given[0][0]
     assert len(set(own)) == 7
     late = ceil(3 / micro_batches)
     assert given[0] == [own] * 3
     assert given[1] == [[None] * late + own[: 7 - late]] * 3
-    assert given[2] == [[None, *own[:-1]]] * 3
+    assert given[2] == given[3] == [[None, *own[:-1]]] * 3
 
 
-@pytest.mark.parametrize("rule", ["gpipe", "1f1b", *ASYNCHRONOUS])
+@pytest.mark.parametrize("rule", ["gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 4), (5, 3)])
 def test_the_norm_is_late_by_the_stages_over_the_micro_batches_rounded_up(
     rule: str, stages: int, micro_batches: int
 ) -> None:
     plan, counts = plan_of(rule, stages, micro_batches, clip="previous:1"), [micro_batches] * 9
-    late = 1 if rule in ("gpipe", "1f1b") else ceil(stages / micro_batches)
+    late = 1 if rule in ("gpipe", "1f1b", "zb-h1") else ceil(stages / micro_batches)
     ends = [(t + 1) * micro_batches - 1 for t in range(9)]
     assert [norm_read(plan, counts, g) for g in ends] == [max(-1, t - late) for t in range(9)]
     prove(plan)
@@ -146,9 +165,10 @@ def test_another_batch_s_norm_than_the_stated_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("clip", ["previous:0.05", "global:0.05"])
-def test_a_run_that_ignores_the_norm_is_found(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_run_that_ignores_the_norm_is_found(rule: str, clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = bench("mlp")
-    plan = replace(place.plan(VARIANTS["1f1b"], 3, 2), clip=clip)
+    plan = replace(place.plan(VARIANTS[rule], 3, 2), clip=clip)
     assert place.verify(plan, place.job(MOMENTUM)).equal
     right = handlers._norm
     monkeypatch.setattr(handlers, "_norm", lambda context, run, header: right(context, run, header) and None)
@@ -163,8 +183,18 @@ def test_a_broken_run_is_found_beside_clipping(clip: str, tamper: str) -> None:
     assert not found.equal
 
 
-@pytest.mark.parametrize(("workers", "clip"), [(1, "stage:0.1"), (1, "global:0.1"), (3, "global:0.1")])
-def test_clipping_is_torch_s_own(workers: int, clip: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "clip", "rule"),
+    [
+        (1, "stage:0.1", "gpipe"),
+        (1, "global:0.1", "gpipe"),
+        (3, "global:0.1", "gpipe"),
+        (1, "global:0.1", "zb-h1"),
+        (3, "global:0.1", "zb-h1"),
+        (2, "global:0.1", "zb-v"),
+    ],
+)
+def test_clipping_is_torch_s_own(workers: int, clip: str, rule: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     data = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(4)]
@@ -175,7 +205,7 @@ def test_clipping_is_torch_s_own(workers: int, clip: str) -> None:
         batches=lambda epoch: data,
         optimizer=partial(SGD, lr=0.5),
     )
-    plan = roundelay.plan(job, workers=workers, rule="gpipe", micro_batches=1, clip=clip)
+    plan = roundelay.plan(job, workers=workers, rule=rule, micro_batches=1, clip=clip)
     result = roundelay.train(job, plan=plan, steps=4)
     optimizer = SGD(plain.parameters(), lr=0.5)
     for x, y in data:

@@ -32,6 +32,10 @@ CELLS = [
     ("tied_head", "pipedream", "shm"),
     ("token_mean", "lookahead mixed", "memory"),
     ("lstm", "pipeoptim paper mixed", "memory"),
+    ("gpt2", "zb-h1", "memory"),
+    ("batchnorm", "zb-h1 recompute", "shm"),
+    ("tied_head", "zb-v mixed", "gloo"),
+    ("skip", "zb-v", "memory"),
 ]
 
 
@@ -56,10 +60,11 @@ def small() -> roundelay.Job:
     )
 
 
-def test_it_is_what_plain_pytorch_computes_under_autocast() -> None:
+@pytest.mark.parametrize("rule", ["gpipe", "zb-h1"])
+def test_it_is_what_plain_pytorch_computes_under_autocast(rule: str) -> None:
     job = small()
     plain = small().model
-    plan = roundelay.plan(job, workers=3, rule="gpipe", micro_batches=1, precision="bf16", cuts="equal")
+    plan = roundelay.plan(job, workers=3, rule=rule, micro_batches=1, precision="bf16", cuts="equal")
     done = roundelay.train(job, plan=plan, steps=4)
     optimizer = SGD(plain.parameters(), lr=0.1)
     losses = []

@@ -173,10 +173,15 @@ def test_cuts_for_another_number_of_stages_are_refused(workers: int | None, give
         make_plan(place.job(), workers=workers, rule="zb-v", captured=place.captured, cuts=ends)
 
 
-@pytest.mark.parametrize(
-    "choice", [{"compile": True}, {"precision": "bf16"}, {"clip": "previous:1"}, {"clip": "global:1"}]
-)
-def test_what_halves_cannot_do_is_refused(choice: dict[str, Any]) -> None:
-    plan = bench("mlp").plan(V, 4, 4)
-    with pytest.raises(PlanError, match=f"{next(iter(choice))} of the plan.*zb-v"):
-        roundelay.simulate(replace(plan, **choice))
+@pytest.mark.parametrize("choice", [{"clip": "global:0.05"}, {"precision": "fp16", "loss_scale": "dynamic:1048576:2"}])
+def test_with_updates_that_wait_for_all_stages_the_simulated_events_are_those_of_the_run(
+    choice: dict[str, Any],
+) -> None:
+    place = bench("mlp")
+    place.restore()
+    plan = replace(place.plan(V, 4, 4), **choice)
+    job = place.job(batches=lambda epoch: place.entry.batches(0, 3))
+    run = Session(job, place.captured, plan, 0, Length(steps=3)).run(notify=lambda event: None)
+    assert [tuple(e[-1] for e in run.events[k]) for k in (0, 1)] == list(roundelay.simulate(plan, batches=3).events)
+    ends = [(event[0], event[8]) for event in run.events[0] if event[0] in ("square", "update")]
+    assert ends == [("square", 3), ("square", 0), ("update", 0), ("update", 3)] * 3

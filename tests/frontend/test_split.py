@@ -88,9 +88,12 @@ class Of(nn.Module):
         return self.function(x + self.first, *(getattr(self, name) for name in self.names))
 
 
-def one(function: Callable[..., Tensor], x: Tensor, *shapes: tuple[int, ...]) -> tuple[Captured, StageFunction]:
+def one(
+    function: Callable[..., Tensor], x: Tensor, *shapes: tuple[int, ...], precision: str = "fp32"
+) -> tuple[Captured, StageFunction]:
     """The only stage of such a module, halved."""
     captured = capture(Of(function, *shapes), lambda outputs, batch: (outputs * outputs).sum(), {"x": x})
+    captured = captured.lowering(precision)
     spec = partition(captured.graph, [(captured.graph.ops[-1].name,)]).stages[0]
     return captured, captured.stage(spec, halved=True)
 
@@ -143,6 +146,49 @@ def test_every_operator_that_is_split_has_the_bits_of_autograd(name: str, mode: 
     assert len(whole.grads) == 1 + len(shapes)
     assert torch.equal(halved.loss, whole.loss)
     assert differing(halved.grads, whole.grads) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_it_has_them_under_autocast_too(name: str, precision: str, mode: str) -> None:
+    torch.manual_seed(1)
+    function, shape, shapes = SPLIT[name]
+    x = torch.randn(shape)
+    captured, stage = one(function, x, *shapes, precision=precision)
+    assert late_of(stage) == frozenset(chr(ord("a") + i) for i in range(len(shapes)))
+    cut, params = cut_after(captured, []), weights_of(captured)
+    whole = run(captured, cut, {"x": x}, params, mode=mode)
+    halved = run(captured, cut, {"x": x}, params, mode=mode, halved=True)
+    assert {grad.dtype for grad in halved.grads.values()} == {torch.float32}
+    assert torch.equal(halved.loss, whole.loss)
+    assert differing(halved.grads, whole.grads) == []
+
+
+@pytest.mark.parametrize("mode", ["recompute", "mixed"])
+@pytest.mark.parametrize("name", ["mlp", "batchnorm", "gpt2"])
+def test_two_halves_under_autocast_at_other_weights(name: str, mode: str) -> None:
+    captured, batch = captured_of(name).lowering("bf16"), sample(name, 7)
+    params, later = weights_of(captured, 0.05), weights_of(captured, 0.1, seed=5)
+    cut = even_cuts(captured, 2)
+    whole = run(captured, cut, batch, params, later=later, mode=mode)
+    halved = run(captured, cut, batch, params, later=later, mode=mode, halved=True)
+    assert differing(halved.grads, whole.grads) == []
+
+
+def convolution(x: Tensor, a: Tensor) -> Tensor:
+    """The operator that autocast casts on some devices only."""
+    return torch.convolution(x, a, None, [1], [0], [1], False, [0], 1)
+
+
+def test_what_autocast_does_not_cast_everywhere_is_whole_under_it() -> None:
+    x = torch.randn(4, 3, 9)
+    for precision, late in (("fp32", {"a"}), ("bf16", set[str]())):
+        captured, stage = one(convolution, x, (6, 3, 3), precision=precision)
+        assert late_of(stage) == late
+        cut, params = cut_after(captured, []), weights_of(captured)
+        whole = run(captured, cut, {"x": x}, params)
+        assert differing(run(captured, cut, {"x": x}, params, halved=True).grads, whole.grads) == []
 
 
 EARLY: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {

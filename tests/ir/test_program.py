@@ -17,10 +17,12 @@ from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
 NUMBERS = st.integers(0, 10**9)
 IDS = st.lists(NUMBERS, max_size=3).map(tuple)
-CHANNELS = st.builds(Channel, NUMBERS, st.sampled_from(["forward", "gradient", "norm"]), NUMBERS, NUMBERS, NUMBERS)
+CHANNELS = st.builds(
+    Channel, NUMBERS, st.sampled_from(["forward", "gradient", "square", "norm"]), NUMBERS, NUMBERS, NUMBERS
+)
 INSTRUCTIONS = st.builds(
     Instruction,
-    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "update"]),
+    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "square", "update"]),
     offset=NUMBERS,
     takes=IDS,
     gives=IDS,
@@ -29,7 +31,9 @@ INSTRUCTIONS = st.builds(
     mode=st.sampled_from(["", "stash", "recompute", "mixed"]),
 )
 BLOCKS = st.lists(INSTRUCTIONS, max_size=4).map(tuple)
-BEHIND = st.builds(Instruction, opcode=st.sampled_from(["backward-weight", "update"]), offset=st.integers(-9, 9))
+BEHIND = st.builds(
+    Instruction, opcode=st.sampled_from(["backward-weight", "square", "update"]), offset=st.integers(-9, 9)
+)
 PROGRAMS = st.builds(
     Program,
     worker=NUMBERS,

@@ -252,12 +252,21 @@ def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says(
         check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}], [2, 0])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("compile", True), ("precision", "bf16"), ("clip", "previous:1.0"), ("clip", "global:1.0")],
-)
-def test_what_halves_cannot_do_is_refused(field: str, value: bool | str) -> None:
-    plan = replace(plan_of("zb-h1", 2, 4), **{field: value})  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=rf"{field}.*zb-h1"):
-        check_plan(plan)
-    check_plan(replace(plan_of("zb-h1", 2, 4), clip="stage:1.0"))
+@pytest.mark.parametrize("rule", ["zb-h1", "zb-v"])
+def test_what_halves_cannot_do_is_refused(rule: str) -> None:
+    with pytest.raises(PlanError, match=f"compile of the plan.*{rule}"):
+        check_plan(plan_of(rule, 2, 4, compile=True))
+    check_plan(plan_of(rule, 2, 4, clip="global:1.0", precision="bf16"))
+
+
+def test_the_norm_of_gradients_that_are_not_whole_is_refused() -> None:
+    plan, counts = plan_of("zb-h1", 2, 3, clip="previous:1.0"), [3, 1]
+    done = fired_in(plan, counts)
+    check_run(plan, counts, done)
+    acts = [(f.opcode, f.g) for f in done[1]]
+    assert acts[-3:] == [("backward-weight", 3), ("square", 3), ("update", 3)]
+    early, late = [*done[1][:-3], done[1][-2], done[1][-3], done[1][-1]], [*done[1][:-2], done[1][-1], done[1][-2]]
+    with pytest.raises(PlanError, match="stage 1, square after micro-batch 3: got no backward-weight of it before"):
+        check_run(plan, counts, [done[0], early])
+    with pytest.raises(PlanError, match="stage 1, update after micro-batch 3: got no square of it before"):
+        check_run(plan, counts, [done[0], late])

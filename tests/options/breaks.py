@@ -11,6 +11,7 @@ EQUIVALENCE = "tests/equivalence/"
 CLIPPING = EQUIVALENCE + "test_clipping.py::"
 VERIFY = EQUIVALENCE + "test_verify.py::"
 RULES = EQUIVALENCE + "test_rules.py::"
+SCALE = EQUIVALENCE + "test_loss_scale.py::"
 PLAIN = "tests/reference/test_plain_pytorch.py::test_a_synchronous_rule_equals_plain_pytorch_bit_for_bit"
 
 ONE_GROUP = """
@@ -58,6 +59,11 @@ _RATES_AHEAD = Edit(
     "return (self.at(update)[group],) * count",
 )
 
+_UNHEARD_BY_HALVES = Edit(
+    "runtime/handlers.py",
+    "norm = _norm(context, run, header)\n",
+    "norm = _norm(context, run, header)\n    norm = None if context.stage.halved else norm\n",
+)
 _V1 = 'CDP-v1", versions="table", fresh='
 
 OPTIONS = (
@@ -72,7 +78,7 @@ OPTIONS = (
             Edit(_GRADIENTS, 'self._clip.by == "stage" and grads', 'self._clip.by == "stage" and not grads'),
             Edit(_REFERENCE, 'if clip.by != "stage":', "if clip.norm:"),
         ),
-        (CLIPPING + "test_clipping_is_torch_s_own[1-stage:0.1]",),
+        (CLIPPING + "test_clipping_is_torch_s_own[1-stage:0.1-gpipe]",),
     ),
     Break(
         "clipping: previous",
@@ -80,7 +86,7 @@ OPTIONS = (
             Edit(_GRADIENTS, "elif norm is not None:", 'elif norm is not None and self._clip.by != "previous":'),
             Edit(_REFERENCE, '{"previous": newest, ', '{"previous": -1, '),
         ),
-        (CLIPPING + "test_a_run_that_ignores_the_norm_is_found[previous:0.05]",),
+        (CLIPPING + "test_a_run_that_ignores_the_norm_is_found[1f1b-previous:0.05]",),
     ),
     Break(
         "clipping: global",
@@ -88,7 +94,28 @@ OPTIONS = (
             Edit(_GRADIENTS, "elif norm is not None:", 'elif norm is not None and self._clip.by != "global":'),
             Edit(_REFERENCE, '"global": batch}', '"global": -1}'),
         ),
-        (CLIPPING + "test_clipping_is_torch_s_own[3-global:0.1]",),
+        (CLIPPING + "test_clipping_is_torch_s_own[3-global:0.1-gpipe]",),
+    ),
+    Break(
+        "clipping: previous, by halves",
+        (_UNHEARD_BY_HALVES,),
+        (CLIPPING + "test_a_run_that_ignores_the_norm_is_found[zb-v-previous:0.05]",),
+    ),
+    Break(
+        "clipping: global, by halves",
+        (_UNHEARD_BY_HALVES,),
+        (CLIPPING + "test_clipping_is_torch_s_own[2-global:0.1-zb-v]",),
+    ),
+    Break(
+        "clipping: global, of whole gradients",
+        (
+            Edit(
+                "lower/emit.py",
+                '(*lines("W", -delay), *lines("S", -delay)) if schedule.halved',
+                '(*lines("S", -delay), *lines("W", -delay)) if schedule.halved',
+            ),
+        ),
+        (CLIPPING + "test_clipping_is_torch_s_own[1-global:0.1-zb-h1]",),
     ),
     Break(
         "schedule stepped per update, by the run",
@@ -111,7 +138,38 @@ OPTIONS = (
     Break(
         "precision bf16",
         (Edit("frontend/precision.py", "if precision == FULL:", "if precision:"),),
-        (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast",),
+        (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[gpipe]",),
+    ),
+    Break(
+        "precision bf16, by halves",
+        (Edit("frontend/captured.py", "call=self._lowered(made.call, device)", "call=made.call"),),
+        (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[zb-h1]",),
+    ),
+    Break(
+        "precision fp16",
+        (Edit("frontend/precision.py", '"fp16": torch.float16}', '"fp16": torch.bfloat16}'),),
+        (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[1f1b]",),
+    ),
+    Break(
+        "loss scale",
+        (
+            Edit("runtime/scales.py", "self._again.pop(header.g, self._now)", "1.0"),
+            Edit("reference/scale.py", "[0] if self._rule.on else 1.0", "[0] * 0 + 1.0"),
+        ),
+        (SCALE + "test_small_gradients_vanish_without_a_scale_and_last_with_one[pipedream]",),
+    ),
+    Break(
+        "loss scale, of second halves",
+        (Edit("runtime/handlers.py", "weight_half(run.g, context.scales.done(run.g))", "weight_half(run.g)"),),
+        (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[zb-v]",),
+    ),
+    Break(
+        "loss scale: skipped updates",
+        (
+            Edit("runtime/handlers.py", "context.stage.gradients.drop()", "pass"),
+            Edit(_REFERENCE, "if its or (self._flushes and any(skipped)):", "if False:"),
+        ),
+        (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[zb-h1]",),
     ),
     Break(
         "loss scale",

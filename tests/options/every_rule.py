@@ -67,13 +67,18 @@ class Option:
         job: fields of the job that do.
         model: a key of :data:`BENCHES`.
         ends: what is expected of the run's end: ``other`` weights than without it, the ``same``, or a key's own check.
+        beside: another option that is there with and without it; none unless told.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     model: str = "plain"
     ends: str = "other"
+    beside: str = ""
 
+
+TOO_LARGE = "dynamic:4194304:2"
+"""A loss scale by which gradients overflow until some updates are skipped."""
 
 OPTIONS = {
     "M": Option(plan={"micro_batches": 4}),
@@ -84,6 +89,8 @@ OPTIONS = {
     "groups": Option(job={"optimizer": grouped}),
     "bf16": Option(plan={"precision": "bf16"}),
     "recompute": Option(plan={"recompute": ("all",)}, ends="recomputed"),
+    "fp16": Option(plan={"precision": "fp16", "loss_scale": "1024"}),
+    "loss scale": Option(plan={"precision": "fp16", "loss_scale": TOO_LARGE}, beside="fp16"),
     "frozen": Option(model="frozen", ends="frozen"),
     "BatchNorm": Option(model="norm", ends="counted"),
     "metrics": Option(model="told", ends="same"),
@@ -132,14 +139,13 @@ def _plan(line: str, option: str) -> Plan:
 
 
 def refused(line: str, option: str) -> bool:
-    """Whether a rule must refuse an option: no norm of a batch's own without a flush, what halves cannot do, and what a
-    mode does already.
+    """Whether a rule must refuse an option: no norm of a batch's own without a flush, no compiled halves, and nothing
+    that a mode does already.
     """
     if option == "recompute" and LINES[line].backward == "recompute":
         return True
     schedule = schedule_named(rule_named(LINES[line].rule).schedule)
-    halves = option in ("clip previous", "clip global", "bf16", "compile")
-    return (schedule.halved and halves) or (option == "clip global" and schedule.window != "batch")
+    return (schedule.halved and option == "compile") or (option == "clip global" and schedule.window != "batch")
 
 
 def outcome(line: str, option: str) -> str:
@@ -158,7 +164,7 @@ def outcome(line: str, option: str) -> str:
 def _ends(option: Option, line: str, bits: str) -> str:
     """What is wrong with the end of a run."""
     if option.ends in ("other", "same"):
-        same = bits == ran(line, "")[1]
+        same = bits == ran(line, option.beside)[1]
         found = "those" if same else "others than those"
         return "" if same == (option.ends == "same") else f"the weights are {found} without it"
     if option.ends == "recomputed":

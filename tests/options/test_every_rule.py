@@ -44,10 +44,13 @@ def test_an_option_acts_and_verifies(line: str, option: str) -> None:
         ("clip stage", {"clip": "none"}),
         ("clip previous", {"clip": "none"}),
         ("bf16", {"precision": "fp32"}),
+        ("fp16", {"precision": "fp32", "loss_scale": "none"}),
+        ("loss scale", {"loss_scale": "1024"}),
     ],
 )
+@pytest.mark.parametrize("line", ["pipedream", "zb-v"])
 def test_an_option_that_run_and_reference_both_ignore_is_seen(
-    option: str, ignored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    line: str, option: str, ignored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every_rule.ran.cache_clear()
     real = Bench.verify
@@ -56,5 +59,5 @@ def test_an_option_that_run_and_reference_both_ignore_is_seen(
         return real(place, replace(plan, **ignored), *rest, **options)
 
     monkeypatch.setattr(Bench, "verify", verify)
-    assert outcome("pipedream", option) == "the weights are those without it"
+    assert outcome(line, option) == "the weights are those without it"
     every_rule.ran.cache_clear()

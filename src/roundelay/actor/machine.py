@@ -25,7 +25,7 @@ from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import ENTRY, PREVIOUS, Instruction, Program
+from roundelay.ir.program import ENTRY, ONCE_A_BATCH, PREVIOUS, Instruction, Program
 
 
 @final
@@ -153,8 +153,8 @@ class Machine:
     def fire(self) -> Run | None:
         """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
 
-        Passed over is what acts on nothing: an update where no batch ends, and whatever would lie before the window or
-        behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
+        Passed over is what acts on nothing: update and square where no batch ends, and whatever would lie before the
+        window or behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
         """
         self.wants_credit = False
         if self._running is not None:
@@ -168,7 +168,7 @@ class Machine:
             if g < self._window_start or (end is not None and g > end):  # before the window, or behind its known end
                 self._at += 1
                 continue
-            if instruction.opcode == "update" and not self._headers[g].ends_batch:
+            if instruction.opcode in ONCE_A_BATCH and not self._headers[g].ends_batch:
                 self._at += 1
                 continue
             for channel in instruction.takes:

@@ -17,14 +17,16 @@ from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
 from roundelay.api.training import Session, Trained
 from roundelay.api.variants import Variant, variants
-from roundelay.errors import DivergedError, PlanError, UsageError
+from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.runtime.reader import seed_everything
+from roundelay.schedules import schedule_named
 
-EXACT = "1f1b"
-"""The rule by whose plan the model is cut, for all rules of a comparison."""
+EXACT = {1: "1f1b", 2: "zb-v"}
+"""By whose plan the model is cut for all rules that give a worker so many stages."""
 
 Make = Callable[[int], Job]
 
@@ -101,8 +103,9 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
 ) -> Compared:
     """Train under every rule from the same initial weights, seed by seed; what the folder has is not done again.
 
-    All rules share the stages of one plan. A rule that cannot be had on them, and a run whose loss is no longer finite,
-    are part of the answer and end nothing.
+    All rules share the stages of one plan; those that give each worker two share those of another one, for the same
+    workers. A rule that cannot be had on them, and a run whose loss is no longer finite, are part of the answer and end
+    nothing.
 
     Args:
         make: seed to job; every generator is seeded with it before each call, so that a seed's jobs start alike.
@@ -111,8 +114,8 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         seeds: number of seeds, 0 and up.
         optimizers: names from ``variants.OPTIMIZERS``, in place of the job's own; its scheduler stays.
         rates: optimizer to learning rate, where it is not to be the usual one.
-        workers: number of stages, D.
-        cuts: as for :func:`~roundelay.api.planning.plan`; chosen once.
+        workers: D.
+        cuts: as for :func:`~roundelay.api.planning.plan`; chosen once, and once for twice as many stages.
         steps: updates of every run; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
         epochs: epochs of every run.
         source: what tells this job from others of the same model, such as a digest of its file.
@@ -149,7 +152,10 @@ class _Comparison:
         self._job = self._made(0)
         self._captured = capture(self._job, seed=0)
         self._extent = extent(self._job, length, None)
-        self._stages: list[list[str]] = []
+        self._asked: str | None = None
+        self._workers: int | None = None
+        self._settings: dict[str, Any] = {}
+        self._cut: dict[int, list[list[str]]] = {}
 
     def _made(self, seed: int) -> Job:
         seed_everything(seed)
@@ -171,17 +177,25 @@ class _Comparison:
             "torch": torch.__version__,
         }
         self._results.check(settings)
-        path = self._results.path / "cuts.toml"
-        if path.exists():
-            plan = read_plan(path, "Put the comparison into another folder by --out.")
-        else:
-            planned = plan_with_reasons(
-                self._job, captured=self._captured, rule=EXACT, cuts=cuts, workers=workers, **self._choices
-            )
-            plan = planned.plan
-            self._results.begin(settings)
-            write(path, plan.text(explain(self._captured, plan, planned.reasons)))
-        self._stages = [list(stage.segments) for stage in plan.stages]
+        self._settings, self._asked, self._workers = settings, cuts, workers
+        self._workers = len(self._stages(1))
+
+    def _stages(self, each: int) -> list[list[str]]:
+        """The stages where each worker gets so many: as the folder has them, or cut now, and kept there."""
+        if each not in self._cut:
+            path = self._results.cuts(each)
+            plan = read_plan(path, "Put the comparison into another folder by --out.") if path.exists() else None
+            plan = plan or self._cut_now(EXACT[each], path)
+            self._cut[each] = [list(stage.segments) for stage in plan.stages]
+        return self._cut[each]
+
+    def _cut_now(self, rule: str, path: Path) -> Plan:
+        planned = plan_with_reasons(
+            self._job, captured=self._captured, rule=rule, cuts=self._asked, workers=self._workers, **self._choices
+        )
+        self._results.begin(self._settings)
+        write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
+        return planned.plan
 
     def plans(self, rules: Sequence[str]) -> tuple[dict[str, Plan], dict[str, str]]:
         """The plan of every rule, or why there is none."""
@@ -194,7 +208,7 @@ class _Comparison:
                 continue
             try:
                 plans[text] = self._planned(text)
-            except PlanError as error:
+            except (PlanError, CaptureError) as error:  # of the latter: no place for so many cuts
                 refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
             else:
                 write(path, plans[text].text(explain(self._captured, plans[text])))
@@ -202,12 +216,13 @@ class _Comparison:
 
     def _planned(self, text: str) -> Plan:
         (line,) = variants([text])
+        each = schedule_named(rule_named(line.rule).schedule).stages_per_worker
         return plan_with_reasons(
             self._job,
             captured=self._captured,
             rule=line.rule,
-            workers=len(self._stages),
-            cuts=self._stages,
+            workers=self._workers,
+            cuts=self._stages(each),
             predictor=line.predictor,
             backward=line.backward,
             **self._choices,

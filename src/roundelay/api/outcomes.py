@@ -137,6 +137,10 @@ class Results:
         """
         write(self.note, strict_json(settings, indent=2) + "\n")
 
+    def cuts(self, stages_per_worker: int) -> Path:
+        """Where the plan lies by which the model was cut for rules that give a worker so many stages."""
+        return self.path / ("cuts.toml" if stages_per_worker == 1 else f"cuts-{stages_per_worker}.toml")
+
     def plan(self, rule: str) -> Path:
         """Where the plan of a rule, as it was asked for, lies."""
         return self.path / "plans" / f"{_file_name(rule)}.toml"

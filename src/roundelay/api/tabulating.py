@@ -180,7 +180,10 @@ def _time_to(name: str, outcomes: Sequence[Outcome], aims: Aims) -> Iterator[Cel
 
 
 def _memory(plan: Plan | None) -> Iterator[Cell]:
-    """Weight versions of the stage that holds most, their bytes on all stages, and those of all tapes; simulated."""
+    """Weight versions of the worker that holds most, their bytes on all, and those of all tapes; simulated.
+
+    Of a worker with two stages: the versions of either, the bytes of both.
+    """
     versions = held = tapes = None
     if plan is not None:
         workers = simulate(plan, batches=2 * plan.num_stages + 4).workers

@@ -207,7 +207,8 @@ class Captured:
         return call if self.precision == FULL else Lowered(call, self.precision, device)
 
     def _halves(self, spec: SegmentSpec, device: torch.device, segment: Segment) -> Split:
-        return split(self._pieces[spec, device], spec.parameters, segment.trainable)
+        made = split(self._pieces[spec, device], spec.parameters, segment.trainable, lowered=self.precision != FULL)
+        return changed(made, call=self._lowered(made.call, device))
 
     def _call_of(self, spec: SegmentSpec, device: torch.device) -> Call:
         if self.mode is None:

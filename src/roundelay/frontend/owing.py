@@ -1,7 +1,9 @@
 """Operators that can owe their weights' gradients: each runs without them, and writes down how to compute them later.
 
 Forward and formula follow torch's own, way by way: which kernel is called, on what layout, in which order a bias is
-summed. That is what makes the bits those of autograd, and what ``tests/frontend/test_split.py`` holds.
+summed. That is what makes the bits those of autograd, and what ``tests/frontend/test_split.py`` holds. Under autocast
+each first casts what it is given, as autocast would for the whole operator, so that the formula gets the operands that
+autograd would; :func:`roundelay.frontend.split.settle` casts what comes of it back.
 """
 
 from __future__ import annotations
@@ -45,6 +47,19 @@ def _plain(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.detach()
 
 
+def _cast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What an operator that autocast casts gets for these: themselves where it is off, and where they are no floats."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) if tensor is not None and _is_cast(tensor) else tensor for tensor in tensors)
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
 def _note(
     owed: list[Owed],
     made: torch.Tensor,
@@ -60,14 +75,14 @@ def _note(
 
 def _linear(owed: list[Owed], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``aten.linear``: (..., in), (out, in), (out) to (..., out), by the ways that it takes for a trained weight."""
-    x, plain, shift = _wanting(x), weight.detach(), _plain(bias)
+    x, plain, shift = _cast(_wanting(x), weight.detach(), _plain(bias))
     if x.ndim == 2 or (shift is not None and x.is_contiguous()):
         made = aten.linear.default(x, plain, shift)
     else:
         made = _folded(x, plain.t())
         made = made if shift is None else made + shift
     flat = x.ndim == 2 or x.is_contiguous()  # then the bias is added to rows, else to the tensor as it is
-    due = partial(_linear_due, x.detach(), _by_columns(weight.t()), _shape(bias), flat)
+    due = partial(_linear_due, x.detach(), _by_columns(plain.t()), _shape(bias), flat)
     return _note(owed, made, (weight, bias), (x,), due)
 
 
@@ -81,9 +96,9 @@ def _linear_due(
 
 def _matmul(owed: list[Owed], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.matmul`` and ``aten.mm`` with a matrix: (..., n), (n, m) to (..., m)."""
-    x = _wanting(x)
-    due = partial(_matmul_due, x.detach(), _by_columns(weight))
-    return _note(owed, _folded(x, weight.detach()), (weight,), (x,), due)
+    x, plain = _cast(_wanting(x), weight.detach())
+    due = partial(_matmul_due, x.detach(), _by_columns(plain))
+    return _note(owed, _folded(x, plain), (weight,), (x,), due)
 
 
 def _matmul_due(x: torch.Tensor, columns: bool, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -92,9 +107,9 @@ def _matmul_due(x: torch.Tensor, columns: bool, grad: torch.Tensor) -> list[torc
 
 def _addmm(owed: list[Owed], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.addmm``: (m), (k, n), (n, m) to (k, m)."""
-    x = _wanting(x)
-    made = aten.addmm.default(bias.detach(), x, weight.detach())
-    due = partial(_addmm_due, x.detach(), _by_columns(weight), _shape(bias))
+    x, plain, shift = _cast(_wanting(x), weight.detach(), bias.detach())
+    made = aten.addmm.default(shift, x, plain)
+    due = partial(_addmm_due, x.detach(), _by_columns(plain), _shape(bias))
     return _note(owed, made, (bias, weight), (x,), due)
 
 
@@ -154,9 +169,9 @@ def _convolution(  # noqa: PLR0913  the operator's own arguments
     groups: int,
 ) -> torch.Tensor:
     """``aten.convolution``: (rows, channels, ...) and its weight to (rows, channels, ...)."""
-    x, plain = _wanting(x), weight.detach()
+    x, plain, shift = _cast(_wanting(x), weight.detach(), _plain(bias))
     how = (stride, padding, dilation, transposed, output_padding, groups)
-    made = aten.convolution.default(x, plain, _plain(bias), *how)
+    made = aten.convolution.default(x, plain, shift, *how)
     read, sizes = x.detach(), None if bias is None else list(bias.shape)
     wanted = _shape(bias) is not None
 
@@ -252,3 +267,6 @@ FORMULAS: dict[Any, Formula] = {
     aten.conv_transpose3d.input: Formula(_back(3), 0, 1, _filters),
 }
 """The operators that are split."""
+
+ONLY_UNCAST = frozenset({aten.convolution.default})
+"""Those that are not split under autocast, which casts them on some devices and not on others."""

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
-from roundelay.frontend.owing import FORMULAS, Owed
+from roundelay.frontend.owing import FORMULAS, ONLY_UNCAST, Owed
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,18 +46,21 @@ class Split:
     late: frozenset[str]
 
 
-def split(piece: torch.fx.GraphModule, parameters: Sequence[str], trainable: frozenset[str]) -> Split:
+def split(
+    piece: torch.fx.GraphModule, parameters: Sequence[str], trainable: frozenset[str], *, lowered: bool = False
+) -> Split:
     """The piece with every operation split that can be.
 
     Args:
         piece: a graph of parameters, buffers, inputs and the draw key.
         parameters: names of its first placeholders.
         trainable: which of them want a gradient.
+        lowered: it will be called under autocast.
     """
     graph = copy.deepcopy(piece.graph)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     alone = _made_alone(graph, dict(zip(places, parameters, strict=False)), trainable)
-    late, chosen = _chosen(graph, alone)
+    late, chosen = _chosen(graph, alone, ONLY_UNCAST if lowered else frozenset())
     with graph.inserting_after(places[-1]):
         owed = graph.placeholder("owed")
     for node in chosen:
@@ -76,8 +79,8 @@ def settle(owed: Sequence[Owed], parameters: Mapping[str, torch.Tensor]) -> Tens
     for one in reversed(owed):
         if one.gradient is None:
             continue
-        for weight, grad in zip(one.weights, one.due(one.gradient), strict=True):
-            before = sums.get(id(weight))
+        for weight, made_of in zip(one.weights, one.due(one.gradient), strict=True):
+            before, grad = sums.get(id(weight)), made_of.to(weight.dtype)
             sums[id(weight)] = weight, grad if before is None else before[1] + grad
     made = {name: sums.pop(id(leaf))[1] for name, leaf in parameters.items() if id(leaf) in sums}
     for name, grad in _through(list(sums.values()), parameters).items():
@@ -113,12 +116,15 @@ def _behind(node: torch.fx.Node, alone: _Readers) -> frozenset[str]:
     return frozenset[str]().union(*(alone.get(source, ()) for source in node.all_input_nodes))
 
 
-def _chosen(graph: torch.fx.Graph, alone: _Readers) -> tuple[frozenset[str], list[torch.fx.Node]]:
-    """The parameters all of whose readers can be split, and those readers; what holds for one may undo another."""
+def _chosen(graph: torch.fx.Graph, alone: _Readers, whole: Set[Any]) -> tuple[frozenset[str], list[torch.fx.Node]]:
+    """The parameters all of whose readers can be split, and those readers; what holds for one may undo another.
+
+    Operators in ``whole`` are not split.
+    """
     readers = {node: read for node in graph.nodes if node not in alone and (read := _behind(node, alone))}
     count = Counter(name for read in readers.values() for name in read)
     early = {name for name, times in count.items() if times > MOST_READERS}
-    chosen = [node for node in readers if _fits(node, alone)]
+    chosen = [node for node in readers if node.target not in whole and _fits(node, alone)]
     while True:
         early |= {name for node, read in readers.items() if node not in chosen for name in read}
         kept = [node for node in chosen if not readers[node] & early]

@@ -10,7 +10,8 @@
 The whole model's norm is complete when stage 0 has finished the batch, in asynchronous pipelines after the last stage
 has gone on. So with ``previous`` squares ride on the gradient messages of a batch's last micro-batch to stage 0, and
 their sum's root comes back with every micro-batch that stage 0 sends forward; with ``global`` stage 0 sends it back on
-channels of its own, and updates wait for it.
+channels of its own, and updates wait for it. Where backwards run in two halves, gradients are whole behind the last of
+these messages, and squares have channels of their own as well.
 """
 
 from __future__ import annotations

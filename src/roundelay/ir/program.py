@@ -27,7 +27,8 @@ batch.
 
 A program with ``backward-weight`` runs its backwards in two halves: ``backward`` makes the gradients of the stage's
 inputs and owes the rest to ``backward-weight``, some micro-batches later (``g-2``; none before the window's first). A
-fourth block, the tail, then runs until nothing is owed.
+fourth block, the tail, then runs until nothing is owed. Where the norm of all gradients is asked for, ``square`` tells
+stage 0 what the stage adds to it, behind the batch's last second half; like ``update`` it acts only there.
 
 A worker that reads has ``registers``, each room for a batch of data: its reader, a thread, loads one batch while
 another is in use, and stops where no register is free. ``read`` takes the next micro-batch from them.
@@ -61,8 +62,14 @@ from typing import Literal, get_args
 
 from roundelay.errors import PlanError
 
-Opcode = Literal["read", "forward", "backward", "backward-weight", "update"]
-ChannelKind = Literal["forward", "gradient", "norm"]
+Opcode = Literal["read", "forward", "backward", "backward-weight", "square", "update"]
+ChannelKind = Literal["forward", "gradient", "square", "norm"]
+
+PER_BATCH = ("square", "norm")
+"""Channels that carry one number per batch, and no tensor."""
+
+ONCE_A_BATCH = frozenset({"square", "update"})
+"""Opcodes that act on a batch, where its last micro-batch is, and on no other micro-batch."""
 
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 """What `Instruction.reads` is made of."""
@@ -70,11 +77,11 @@ FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A queue of messages between two stages, one message per micro-batch; of norms, one per batch.
+    """A queue of messages between two stages, one message per micro-batch; of squares and norms, one per batch.
 
     Args:
         id: number, the same on both sides.
-        kind: what it carries: activations, gradients, or the norm of all of a batch's gradients.
+        kind: what it carries: activations, gradients, the squared norm of a stage's gradients, or the norm of all.
         source: the stage that sends.
         target: the stage that receives.
         slots: messages that may be on the way or unread at one time.
@@ -239,7 +246,7 @@ class Program:
         return program
 
 
-_MAY_LIE_BEHIND = ("backward-weight", "update")
+_MAY_LIE_BEHIND = ("backward-weight", "square", "update")
 _MAY_BE_ABSENT = ("owed", "registers")
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),
@@ -269,7 +276,7 @@ def _head(name: str, line: str) -> tuple[str, ...]:
 
 def _channel(words: list[str]) -> Channel:
     source, target = words[3].split(">")
-    if words[2] not in ("forward", "gradient", "norm") or words[4] != "slots":
+    if words[2] not in get_args(ChannelKind) or words[4] != "slots":
         raise ValueError(words)
     return Channel(int(words[1]), words[2], int(source), int(target), int(words[5]))  # type: ignore[arg-type]
 

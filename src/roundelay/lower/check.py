@@ -11,6 +11,7 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
   forward reads the newest. With full batches that is refused;
+- where squares of gradients have channels of their own, they are made between the last second half and the update;
 - the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
   (:func:`norm_read`), the same on every stage.
 """
@@ -28,6 +29,7 @@ from roundelay.ir.program import Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.emit import emit
 from roundelay.lower.refuse import check_plan
+from roundelay.lower.riding import Riding
 from roundelay.schedules import Schedule, actions, num_workers, schedule_named
 
 EVERY_END = 24
@@ -72,12 +74,12 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         PlanError: naming the first stage and micro-batch at which the rule does not hold.
     """
     rule = rule_named(plan.rule)
-    schedule = schedule_named(rule.schedule)
+    schedule, riding = schedule_named(rule.schedule), Riding.of(plan)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     whose = "stage" if schedule.stages_per_worker == 1 else "worker"
     for k, mine in enumerate(fired):
-        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches)
+        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=riding.awaited)
         done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
             at = next(
@@ -85,12 +87,25 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             )
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+        if riding.apart:
+            _check_squares(plan, mine)
         for f in mine:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
             elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
+
+
+def _check_squares(plan: Plan, mine: Sequence[Fired]) -> None:
+    """Prove that every stage squares whole gradients: behind the batch's last second half, before its update."""
+    done: dict[tuple[int, str], int] = {}
+    needs = {"square": "backward-weight", "update": "square"}
+    for f in mine:
+        done[f.stage, f.opcode] = f.g
+        if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:
+            place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
+            raise _violation(plan, place, f"no {before} of it before", "one")
 
 
 def _check_weights(

@@ -23,7 +23,8 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     """Every channel of a plan: for each edge one forward, and one back if a gradient or a square travels.
 
     Where updates wait for the norm of all gradients, stage 0 tells it to every other one: one batch's at a time, since
-    stage 0 knows the next only when all have made this update.
+    stage 0 knows the next only when all have made this update. Where squares cannot ride, every other stage sends its
+    own to stage 0, one at a time too: none has the next before stage 0 has begun another batch.
     """
     channels: list[Channel] = []
     riding = Riding.of(plan)
@@ -31,6 +32,8 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
         channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
         if edge.gradient or (riding.square and edge.target == edge.source + 1):
             channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
+    for k in range(1, plan.num_stages if riding.apart else 1):
+        channels.append(Channel(len(channels), "square", k, 0, 1))
     for k in range(1, plan.num_stages if riding.awaited else 1):
         channels.append(Channel(len(channels), "norm", 0, k, 1))
     return tuple(channels)
@@ -86,7 +89,9 @@ def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ..
     grads_in = _ids(channels, "gradient", target=stage)
     grads_out = _ids(channels, "gradient", source=stage)
     norms = _ids(channels, "norm", target=stage), _ids(channels, "norm", source=stage)
+    squares = _ids(channels, "square", target=stage), _ids(channels, "square", source=stage)
     ahead_by, back_by = distances(plan, rule, stage)
+    apart = Riding.of(plan).apart
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
 
     def lines(kind: str, offset: int) -> tuple[Instruction, ...]:
@@ -94,6 +99,8 @@ def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ..
             return (Instruction("backward", offset, grads_in, grads_out, "", weights, back_by, mode, told),)
         if kind == "W":
             return (Instruction("backward-weight", offset, stage=told),)
+        if kind == "S":
+            return (Instruction("square", offset, *squares, stage=told),) if apart else ()
         if kind == "U":
             return (Instruction("update", offset, *norms, stage=told),)
         forward = Instruction("forward", offset, takes, gives, version, "", ahead_by, mode, told)
@@ -108,7 +115,7 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
     lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
     lines = _lines(plan, rule, stage, channels)
     delay = schedule.delay(stage) if schedule.delay is not None else 0
-    late = lines("W", -delay) if schedule.halved else ()
+    late = (*lines("W", -delay), *lines("S", -delay)) if schedule.halved else ()
     back = (*lines("B", 0), *late, *lines("U", -delay))
     return Program(
         worker=stage,
@@ -121,7 +128,7 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
         steady=(*lines("F", lag), *back),
         drain=back,
         owed=min(delay + 1, plan.micro_batches) if schedule.halved else 0,
-        tail=(*lines("W", 0), *lines("U", 0)) if delay else (),
+        tail=(*lines("W", 0), *lines("S", 0), *lines("U", 0)) if delay else (),
         registers=REGISTERS if stage == 0 else 0,
     )
 
@@ -129,13 +136,22 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
 def _ordered(
     plan: Plan, rule: UpdateRule, worker: int, order: Sequence[Action], channels: tuple[Channel, ...]
 ) -> Program:
-    """Of a worker with several stages: the order written out; the batch may end with any of its second halves."""
+    """Of a worker with several stages: the order written out; the batch may end with any of its second halves.
+
+    An update that waits for the norm of all gradients waits for those of the worker's other stage too: then both come
+    behind the whole batch, that of the lower stage first, as stage 0 tells the norm.
+    """
+    together = Riding.of(plan).awaited
     stages = sorted({action.stage for action in order})
     lines = {stage: _lines(plan, rule, stage, channels, stage) for stage in stages}
     made: list[Instruction] = []
     for action in order:
         made += lines[action.stage](action.kind, action.number)
-        made += lines[action.stage]("U", action.number) if action.kind == "W" else ()
+        if action.kind == "W":
+            made += lines[action.stage]("S", action.number)
+            made += () if together else lines[action.stage]("U", action.number)
+    for stage in stages if together else ():
+        made += [line for number in range(plan.micro_batches) for line in lines[stage]("U", number)]
     return Program(
         worker=worker,
         num_workers=num_workers(plan),

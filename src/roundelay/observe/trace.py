@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from roundelay.ir.load import Load
+from roundelay.ir.program import ONCE_A_BATCH
 from roundelay.observe.files import replacing_file
 
-COMPUTE = frozenset({"forward", "backward", "backward-weight", "update"})
+COMPUTE = frozenset({"forward", "backward", "backward-weight", "square", "update"})
 """Opcodes that compute; a ``read`` waits for data."""
 
-_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U", "read": "R"}
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "square": "S", "update": "U", "read": "R"}
 _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
@@ -39,7 +40,7 @@ class Span:
 
     Args:
         worker: k.
-        opcode: ``forward``, ``backward``, ``backward-weight``, ``update`` or ``read``.
+        opcode: ``forward``, ``backward``, ``backward-weight``, ``square``, ``update`` or ``read``.
         g: global number of the micro-batch.
         batch: t, the number of its batch.
         version: version of the weights that it read.
@@ -136,7 +137,7 @@ def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Itera
     titles = {opcode: json.dumps(_LETTERS.get(opcode, opcode))[1:-1] for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
     for s in spans:
-        number = s.batch if s.opcode == "update" else s.g
+        number = s.batch if s.opcode in ONCE_A_BATCH else s.g
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'

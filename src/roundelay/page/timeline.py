@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from roundelay.ir.load import Load
+from roundelay.ir.program import ONCE_A_BATCH
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.scale import Axis, seconds, size, ticks
 
@@ -106,7 +107,7 @@ def _loaded(load: Load, across: Axis) -> str:
 
 def _box(span: Span, across: Axis) -> str:
     look, y = _LOOK.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
-    text = str(span.batch if span.opcode == "update" else span.g)
+    text = str(span.batch if span.opcode in ONCE_A_BATCH else span.g)
     return _boxed(_placed(span.start_s, span.end_s, across), y, look, told(span), text)
 
 
@@ -129,7 +130,7 @@ _LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data"
 
 def told(span: Span) -> str:
     """A span in words."""
-    what = f"update {span.batch}" if span.opcode == "update" else f"{span.opcode} of micro-batch {span.g}"
+    what = f"{span.opcode} {span.batch}" if span.opcode in ONCE_A_BATCH else f"{span.opcode} of micro-batch {span.g}"
     where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")
     words = [f"{where}: {what}", f"batch {span.batch}"]
     if span.opcode == "update":

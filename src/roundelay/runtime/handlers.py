@@ -117,7 +117,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
-    scale = context.scales.done(run.g)
+    scale = context.scales.of(run.g) if context.stage.halved else context.scales.done(run.g)
     if run.g in context.losses:
         grads |= context.stage.seed(header, context.losses.pop(run.g), scale)
     square: Any = grads.pop(SQUARE, None)
@@ -141,9 +141,20 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
 
 def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
     """Second half of one micro-batch's backward."""
-    of_parameters = context.stage.weight_half(run.g)
+    of_parameters = context.stage.weight_half(run.g, context.scales.done(run.g))
     if context.audit is not None:
         context.audit("backward", run.g, {**context.unaudited.pop(run.g), **of_parameters})
+    return None
+
+
+def do_square(context: Context, run: Run) -> MicroBatch | None:
+    """What the stage adds to the squared norm of a batch's gradients, told to stage 0; there the whole."""
+    header, behind = _header(run), 0.0
+    for channel, _ in reversed(run.takes):  # from the last stage to the first
+        behind += float(context.inbox.pop((channel, run.g)).values[0] or 0.0)
+    total = _add_square(context, header, behind)
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, header.numbers(), (total,))
     return None
 
 
@@ -167,6 +178,7 @@ HANDLERS: dict[str, Handler] = {
     "forward": do_forward,
     "backward": do_backward,
     "backward-weight": do_backward_weight,
+    "square": do_square,
     "update": do_update,
 }
 
@@ -191,7 +203,7 @@ def _pass_scale_on(context: Context, header: MicroBatch, values: dict[str, Any])
 
 
 def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
-    """The squared norm of this stage's and all later ones' gradients; on stage 0 it is whole."""
+    """The squared norm of this stage's gradients and of what is ``behind``; on stage 0 it is whole."""
     own = context.stage.gradients.square()
     context.scales.finite = math.isfinite(own)
     total = behind + own

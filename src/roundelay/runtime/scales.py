@@ -53,7 +53,7 @@ class Scales:
         return self._carried.get(g, 1.0)
 
     def done(self, g: int) -> float:
-        """The same, for the last time: its backward is run."""
+        """The same, for the last time: its backward is run, or the second half of it."""
         return self._carried.pop(g, 1.0)
 
     def finished(self, header: MicroBatch, square: float) -> None:

@@ -165,8 +165,7 @@ class Stage:
         """
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
-        if scale != 1.0:
-            of_parameters = {name: torch.div(grad, scale) for name, grad in of_parameters.items()}
+        of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters)
         if self.halved:
             self.debts[run.g] = tape.debt
@@ -175,9 +174,14 @@ class Stage:
             self.gradients.note(run.header)
         return of_inputs, of_parameters
 
-    def weight_half(self, g: int) -> dict[str, torch.Tensor]:
-        """Second half of a backward: the gradients that the first has left out, added to the batch's; by name."""
-        of_parameters = self.function.weights(self.debts.pop(g))
+    def weight_half(self, g: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        """Second half of a backward: the gradients that the first has left out, added to the batch's; by name.
+
+        Args:
+            g: micro-batch.
+            scale: of its loss, by which they are divided.
+        """
+        of_parameters = _unscaled(self.function.weights(self.debts.pop(g)), scale)
         self.gradients.add(of_parameters)
         return of_parameters
 
@@ -265,3 +269,7 @@ class Stage:
     def flight(self, updates: int) -> StageFlight:
         """What is in flight after so many updates; the next forward and update leave it as it is."""
         return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
+
+
+def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    return gradients if scale == 1.0 else {name: torch.div(grad, scale) for name, grad in gradients.items()}

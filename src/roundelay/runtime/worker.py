@@ -17,7 +17,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import Channel, Program
+from roundelay.ir.program import PER_BATCH, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.riding import Riding
@@ -328,10 +328,10 @@ _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
 def _edges(partition: Partition, channels: Iterable[Channel], riding: Riding) -> dict[int, tuple[Channel, Edge]]:
-    """Channel to what travels on it; on channels of norms that is no edge's."""
+    """Channel to what travels on it; what travels once a batch is no edge's."""
     by_ends = {(edge.source, edge.target): riding.on(edge) for edge in partition.edges}
     return {
         c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
         for c in channels
-        if c.kind != "norm"
+        if c.kind not in PER_BATCH
     }
