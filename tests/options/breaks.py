@@ -172,14 +172,6 @@ OPTIONS = (
         (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[zb-h1]",),
     ),
     Break(
-        "loss scale",
-        (
-            Edit("runtime/stage.py", "torch.full_like(loss, scale * (", "torch.full_like(loss, 1.0 * ("),
-            Edit("runtime/stage.py", "if scale != 1.0:", "if scale < 0:"),
-        ),
-        (EQUIVALENCE + "test_loss_scale.py::test_small_gradients_vanish_without_a_scale_and_last_with_one",),
-    ),
-    Break(
         "BatchNorm's statistics",
         (
             Edit(
