@@ -62,6 +62,18 @@ def test_a_job_file_that_has_changed_is_refused(capsys: Capture, workplace: Path
     assert said.code == 2
 
 
+def test_another_deadline_goes_on_and_a_loader_that_hangs_is_refused(capsys: Capture, workplace: Path) -> None:
+    asked = (*ASKED[2:], "--rules", "1f1b", "--out", "cmp")
+    first = here(capsys, "compare", MLP, *asked)
+    again = here(capsys, "compare", MLP, *asked, "--deadline-s", 70)
+    assert (again.code, again.out) == (0, first.out)
+    hangs = job_file(
+        workplace, "batches=lambda e: gone.wait(20) or mlp.batches(e)", "import threading\ngone = threading.Event()"
+    )
+    said = here(capsys, "compare", hangs, *asked[:-1], "other", "--deadline-s", 0.5)
+    one_screen(said, "the data: batches(0)", "no batch from the loader for 0.5 s", "--deadline-s")
+
+
 def test_over_processes_too(workplace: Path) -> None:
     """In a process of its own, with the live line: nothing may stand in the way of forking."""
     said = finish(start(workplace, "compare", MLP, *ASKED[2:], "--rules", "1f1b,async", "--transport", "shm"))

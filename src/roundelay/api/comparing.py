@@ -23,6 +23,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.runtime.reader import seed_everything
+from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.schedules import schedule_named
 
 EXACT = {1: "1f1b", 2: "zb-v"}
@@ -150,7 +151,7 @@ class _Comparison:
     def __init__(self, make: Make, results: Results, length: Length, choices: Mapping[str, Any]) -> None:
         self._make, self._results, self._length, self._choices = make, results, length, choices
         self._job = self._made(0)
-        self._captured = capture(self._job, seed=0)
+        self._captured = capture(self._job, seed=0, deadline_s=choices.get("deadline_s") or DEADLINE_S)
         self._extent = extent(self._job, length, None)
         self._asked: str | None = None
         self._workers: int | None = None
@@ -173,7 +174,7 @@ class _Comparison:
             "updates": self._extent.batches,
             "epochs": self._extent.epochs,
             "micro_batches": None,
-            **self._choices,
+            **{name: choice for name, choice in self._choices.items() if name != "deadline_s"},  # changes no result
             "torch": torch.__version__,
         }
         self._results.check(settings)

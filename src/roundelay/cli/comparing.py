@@ -67,6 +67,7 @@ def compare_command(
     transport: o.Transport = None,
     cuts: o.Cuts = None,
     devices: o.Devices = None,
+    deadline_s: o.Deadline = None,
     steps: o.Steps = None,
     epochs: o.Epochs = None,
     out: Out = None,
@@ -94,6 +95,7 @@ def compare_command(
         "clip": clip,
         "transport": transport,
         "devices": devices,
+        "deadline_s": deadline_s,
     }
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
