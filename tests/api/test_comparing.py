@@ -128,6 +128,13 @@ def test_a_finished_run_is_not_done_again_and_a_removed_one_comes_out_the_same(t
     assert after.outcomes["job/1f1b", 0] == before.outcomes["job/1f1b", 0]
 
 
+def test_runs_that_are_left_wait_as_long_as_is_asked_for_now(tmp_path: Path) -> None:
+    asked = {"rules": ("1f1b",), "steps": 1}
+    first = compared(tmp_path / "c", seeds=1, deadline_s=60.0, **asked)
+    more = compared(tmp_path / "c", seeds=2, deadline_s=70.0, **asked)
+    assert more.plans["1f1b"] == dataclasses.replace(first.plans["1f1b"], deadline_s=70.0)
+
+
 def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
         if isinstance(event, Begun) and event.number == 3:

@@ -182,6 +182,16 @@ def test_a_run_whose_plan_was_written_before_there_were_such_fields_goes_on(caps
     assert Plan.parse(Path("two/plan.toml").read_text()) == replace(new, read_s=0.0)
 
 
+def test_a_run_that_goes_on_waits_as_long_as_its_plan_says(
+    capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--rule", "pipedream", "--steps", 2, "--cuts", "equal", "--deadline-s", 70)
+    assert here(capsys, "train", MLP, *FAST, *options, "--out", "one").code == 0
+    monkeypatch.setattr("roundelay.cli.options.DEADLINE_S", 0.2)
+    late = job_file(workplace, "batches=lambda e: time.sleep(0.5) or mlp.batches(e)", "import time")
+    assert here(capsys, "train", late, *FAST, "--from", "one", "--steps", 1).code == 0
+
+
 @pytest.mark.parametrize("where", ["option", "plan"])
 def test_a_loader_that_hangs_is_refused_on_one_screen(capsys: Capture, workplace: Path, where: str) -> None:
     here(capsys, "plan", MLP, "--cuts", "equal", "-o", "plan.toml")

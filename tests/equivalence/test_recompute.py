@@ -262,3 +262,25 @@ def test_what_the_model_itself_checkpoints_is_run_again_where_that_changes_no_bi
         assert "recompute: not what the model checkpoints, first,blocks.0,blocks.1" in found[name][1]
     inner: Any = torch.utils.checkpoint
     assert "roundelay" not in inner._checkpoint_without_reentrant_generator.__module__
+
+
+class Writing(Blocks):
+    """The same, which writes what it checkpoints into a part of a tensor: no cut is legal around the second block."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Rows x 3."""
+        hidden: Any = checkpoint(self.blocks[0], self.first(features), use_reentrant=False)
+        made = hidden.clone()
+        made[:, :4] = checkpoint(self.blocks[1], hidden, use_reentrant=False)[:, :4]
+        out: Tensor = self.head(made)
+        return out
+
+
+def test_what_the_model_checkpoints_and_no_cut_sets_apart_is_left_out() -> None:
+    job = replace(place().job(), model=built_by(Writing)(0))
+    captured = roundelay.capture(job)
+    assert captured.checkpointed == ("blocks.0", "blocks.1")
+    choices: dict[str, Any] = {"captured": captured, "rule": "1f1b", "workers": 2, "cuts": "roofline"}
+    assert roundelay.plan(job, **choices).recompute == ("blocks.0",)
+    with pytest.raises(PlanError, match=r"'blocks\.1', which cannot be cut out of the graph"):
+        roundelay.plan(job, recompute="blocks.1", **choices)

@@ -22,10 +22,14 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import roundelay
+from roundelay.actor.machine import Run
 from roundelay.api import baseline, verifying
+from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.runtime import ahead
+from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.mortal import keep_children
 from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import first_batch, reading_s
@@ -143,6 +147,24 @@ def test_in_a_run_the_loader_is_the_first_cause_and_its_processes_end(transport:
     assert not asleep(tmp_path)
 
 
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_a_worker_that_is_ended_for_its_silence_is_not_told_of_as_killed(transport: str) -> None:
+    """Worker 1 computes for longer than the other waits for it; what its end by the launcher leaves is no cause."""
+
+    def slow(context: Context, run: Run) -> MicroBatch | None:
+        time.sleep(5.0 if run.g == 1 else 0.0)
+        return do_forward(context, run)
+
+    job = small(partial(hanging, 20))
+    captured = roundelay.capture(job)
+    made = roundelay.plan(
+        job, captured=captured, workers=2, rule="pipedream", micro_batches=1, cuts="equal", transport=transport
+    )
+    session = Session(job, captured, replace(made, deadline_s=2.0), 0, Length(steps=6))
+    with nothing_left_behind(), pytest.raises(DeadlineError, match="worker 0: got silence for 2 s"):
+        session.run(notify=lambda event: None, handlers={1: {"forward": slow}})
+
+
 def asleep(folder: Path) -> list[int]:
     """The processes that have gone to sleep, as they have noted, and are there ten seconds later."""
     noted = [int(path.name) for path in folder.iterdir()]
@@ -255,6 +277,12 @@ def lost(worker: int, other: int) -> Report:
     return failure(worker, WorkerLostError(f"worker {other}", got="gone", expected="-", remedy="-"))
 
 
+def aborted(worker: int) -> Report:
+    """Its endpoint was aborted, as the run was over."""
+    subject = f"worker {worker} sending to worker {worker + 1}"
+    return failure(worker, WorkerLostError(subject, got="an aborted endpoint", expected="an open one", remedy="-"))
+
+
 @pytest.mark.parametrize(
     "failures",
     [
@@ -262,6 +290,7 @@ def lost(worker: int, other: int) -> Report:
         [lost(2, 1), silence(1), own(0)],
         [lost(0, 1), silence(2), death(1)],
         [lost(0, 1), silence(1)],
+        [aborted(0), silence(1)],
     ],
 )
 def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Report]) -> None:

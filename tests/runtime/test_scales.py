@@ -81,3 +81,8 @@ def test_the_reference_comes_to_the_same(finite: list[bool], count: int, late: i
         if header.ends_batch:
             table.end(header.batch, finite[header.batch])
     assert given_scales(rule, finite, count, late) == wanted
+
+
+def test_where_nothing_is_scaled_no_scale_is_to_blame() -> None:
+    """A norm that clips may be no finite number; what then happens to the weights is told by the loss."""
+    assert given_scales(LossScale(), [False] * (2 * HOPELESS)) == [0.0] * (2 * HOPELESS)

@@ -205,7 +205,8 @@ class _Comparison:
         for text in dict.fromkeys(rules):
             path = self._results.plan(text)
             if path.exists():
-                plans[text] = read_plan(path, "Put the comparison into another folder by --out.")
+                plan = read_plan(path, "Put the comparison into another folder by --out.")
+                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
                 continue
             try:
                 plans[text] = self._planned(text)
@@ -268,7 +269,7 @@ class _Comparison:
 
         trained: Trained | None = None
         try:
-            captured: Captured = capture(job, seed=seed)
+            captured: Captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
             trained = Session(job, captured, plan, seed, self._length).run(notify=listen)
         except DivergedError:
             pass

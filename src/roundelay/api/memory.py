@@ -36,7 +36,8 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, predicto
     try:
         optimizer = build_optimizer(job.optimizer, named)
         for group in optimizer.param_groups:
-            group["fused"] = False  # a fused kernel refuses tensors without memory; the state is the same
+            if group.get("fused"):
+                group["fused"] = False  # a fused kernel refuses tensors without memory; the state is the same
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         optimizer.step()

@@ -9,7 +9,8 @@ from roundelay.frontend.profile import StageProfile
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
-from roundelay.lower.modules import Part, idle, parts_of, parts_within
+from roundelay.lower.modules import idle, parts_of, parts_within
+from roundelay.lower.partition import severable
 
 NONE = "none"
 """In place of names: no module, not even one that the model checkpoints."""
@@ -28,13 +29,9 @@ def names_for(captured: Captured, backward: str, asked: str | Sequence[str] | No
     names: list[str] = []
     for path in captured.checkpointed if backward == "stash" else ():
         apart = not any(path == name or path.startswith(name + ".") for name in names)
-        if apart and any(_trains(captured.graph, part) for part in parts_within(captured.graph, path)):
+        if apart and any(severable(captured.graph, part) for part in parts_within(captured.graph, path)):
             names = [*(name for name in names if not name.startswith(path + ".")), path]
     return tuple(names)
-
-
-def _trains(graph: Graph, part: Part) -> bool:
-    return any(graph.values[op.name].requires_grad for op in graph.ops[part.start : part.stop])
 
 
 def again(graph: Graph, plan: Plan) -> tuple[range, ...]:

@@ -29,6 +29,7 @@ from roundelay.runtime.launch import run
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party, attend
 from roundelay.runtime.report import Report
+from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.worker import Task, Wrap, unchanged
 from roundelay.schedules import num_workers
 
@@ -115,7 +116,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             expected="a positive number of updates, and save_to",
             remedy="Give both, or leave checkpoint_every out.",
         )
-    captured = capture(job, seed=seed)
+    captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)

@@ -30,6 +30,7 @@ from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
+from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
 
@@ -87,7 +88,7 @@ def verify(
         UsageError: something given cannot be used; a way to tamper that cannot act on this model.
         RunError: the distributed run failed.
     """
-    captured = capture(job, seed=seed)
+    captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     first = First.of(captured)
     start = None if resume is None else load_checkpoint(Path(resume), captured)

@@ -184,11 +184,9 @@ def planned(
     Raises:
         UsageError: both a plan and choices that contradict it were given.
     """
-    given_s = choices.deadline_s
-    if given_s is None:
-        given_s = DEADLINE_S if plan_file is None else read_plan(plan_file).deadline_s
+    patience_s = _patience_s(choices, plan_file, resume, leads=party is None or party.leads)
     with doing("Capturing the model ...", quiet) as tell:
-        captured = capture(job, seed=seed, deadline_s=given_s, tell=tell)
+        captured = capture(job, seed=seed, deadline_s=patience_s, tell=tell)
     if party is not None and not party.leads:
         return captured, Plan.parse(party.take("plan")), ()
     kept = None if restarted is None else restarted / "plan.toml"
@@ -215,6 +213,20 @@ def planned(
     return captured, chosen.plan, chosen.reasons
 
 
+def _patience_s(choices: Choices, plan_file: Path | None, resume: Path | None, *, leads: bool) -> float:
+    """Seconds that capturing waits for the loader: those given, or those of the plan that will be run, if it is here.
+
+    Only the leader of a party needs the plan file: its absence elsewhere is no error.
+    """
+    if choices.deadline_s is not None:
+        return choices.deadline_s
+    if plan_file is not None:
+        files = [plan_file] if leads or plan_file.is_file() else []
+    else:
+        files = [file for file in _plan_files(resume, choices) if file.is_file()]
+    return read_plan(files[0]).deadline_s if files else DEADLINE_S
+
+
 def _waiting(plan: Plan, seconds: float | None) -> Plan:
     """The plan with another deadline, if one was given."""
     return plan if seconds is None else replace(plan, deadline_s=seconds)
@@ -222,12 +234,19 @@ def _waiting(plan: Plan, seconds: float | None) -> Plan:
 
 def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
     """The plan file of the run that is continued, if it is for this model and says whatever was given."""
-    for file in (resume / "plan.toml", resume.parent / "plan.toml"):
-        if file.is_file() and choices.cuts is None:
+    for file in _plan_files(resume, choices):
+        if file.is_file():
             plan = read_plan(file)
             if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
                 return file
     return None
+
+
+def _plan_files(resume: Path | None, choices: Choices) -> tuple[Path, ...]:
+    """Where the plan of the run that is continued may lie: in its folder, or beside the checkpoint."""
+    if resume is None or choices.cuts is not None:
+        return ()
+    return resume / "plan.toml", resume.parent / "plan.toml"
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:

@@ -60,8 +60,9 @@ def parts_within(graph: Graph, path: str) -> tuple[Part, ...]:
 def _runs(graph: Graph, paths: dict[str, str]) -> Iterator[Part]:
     for path, name in paths.items():
         within = [i for i, op in enumerate(graph.ops) if _inside(op.module, path)]
-        starts = [i for i in within if i - 1 not in within]
-        stops = [i + 1 for i in within if i + 1 not in within]
+        known = set(within)
+        starts = [i for i in within if i - 1 not in known]
+        stops = [i + 1 for i in within if i + 1 not in known]
         yield from (Part(name, start, stop) for start, stop in zip(starts, stops, strict=True))
 
 

@@ -117,6 +117,11 @@ def _pieces(graph: Graph, span: _Span, parts: Sequence[Part]) -> Iterator[_Span]
         yield _Span(span.stage, start, span.stop)
 
 
+def severable(graph: Graph, part: Part) -> bool:
+    """Whether any of a part's operations can be run again, wherever stages are cut."""
+    return any(span.again for span in _pieces(graph, _Span(0, 0, len(graph.ops)), (part,)))
+
+
 def _bad_cut(graph: Graph, stage: int, name: str, why: str) -> PlanError:
     last = graph.ops[-1].name
     return PlanError(

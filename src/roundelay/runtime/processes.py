@@ -112,6 +112,7 @@ class Child:
     def __init__(self, worker: int, pid: int, pipe: int) -> None:
         self.worker, self.pid, self.pipe = worker, pid, pipe
         self.stopped = False
+        self.killed = False  # by the launcher, when the run is over: that is nobody's cause
         self._status: int | None = None
         self._lock = threading.Lock()  # two threads may ask, and a wait status can be had only once
 
@@ -178,7 +179,7 @@ class Pump:
                 if not data:
                     poller.unregister(pipe)
                     del open_pipes[pipe]
-                    if child.worker not in ended:
+                    if child.worker not in ended and not child.killed:
                         self._reports.put(_died(child))
             now = time.monotonic()
             self._watch(stopped_s, min(now - last, 2 * _TICK_S))
@@ -309,6 +310,7 @@ def _end(children: Sequence[Child], grace_s: float) -> None:
     finally:  # a second Ctrl-C ends the patience, not the clean-up
         for child in children:
             if child.status() is None:
+                child.killed = True
                 os.kill(child.pid, signal.SIGKILL)
         for child in children:
             child.wait(END_S)

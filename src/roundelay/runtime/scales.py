@@ -66,7 +66,7 @@ class Scales:
         least, most = self._spans.pop(header.batch, (self._rule.first,) * 2)
         self.in_a_row, self.newest = 0 if finite else self.in_a_row + 1, most
         if not self._rule.dynamic:
-            if self.in_a_row == HOPELESS:
+            if self._rule.on and self.in_a_row == HOPELESS:
                 raise _hopeless(header, most)
             return
         if not finite:  # what the batches behind it carry may be less already

@@ -65,10 +65,14 @@ class Tally:
 
 
 def _rank(failure: Report) -> int:
-    """0 for what a worker met itself, 1 for its death, 2 for its wait for others, 3 for another that it has lost."""
+    """0 for what a worker met itself, 1 for its death, 2 for its wait for others, 3 for what follows from such things.
+
+    That is another worker that it has lost, or its endpoint, which was aborted when the run was over.
+    """
     kind, subject = failure.data["kind"], failure.data["subject"]
     if kind == "WorkerLostError":
-        return 1 if subject.startswith(f"worker {failure.worker} ") else 3
+        own = f"worker {failure.worker} "
+        return 1 if subject.startswith(own) and not subject.startswith(f"{own}sending to ") else 3
     return 2 if kind == "DeadlineError" and subject == f"worker {failure.worker}" else 0
 
 
