@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from roundelay.cli.job_file import job_maker
 from roundelay.ir.plan import FORMAT, SINCE_1, Plan
 from roundelay.observe.metrics import read_metrics
 from roundelay.runtime.tamper import WAYS
@@ -361,3 +363,15 @@ def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytes
     shown = here(capsys, "train", MLP, "--workers", 2, "--steps", 3)
     assert "plain PyTorch, 1 thread" in shown.out
     assert "this run:" in shown.out
+
+
+def test_a_job_file_is_read_as_it_stands(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it was edited within a second and is as long as before; and nothing is left beside it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    job, before = job_file(workplace, "steps=8"), os.listdir()
+    first = job_maker(job)(0).steps
+    stamp = job.stat().st_mtime_ns
+    job.write_text(job.read_text().replace("steps=8", "steps=6"))
+    os.utime(job, ns=(stamp, stamp))
+    assert (first, job_maker(job)(0).steps) == (8, 6)
+    assert os.listdir() == before

@@ -33,3 +33,14 @@ def test_a_credit_wakes_only_those_who_wait_for_one() -> None:
     assert b.receive(0.0) == Granted(0, 4)
     threading.Timer(0.1, lambda: a.grant(1, 5)).start()
     assert b.receive(20.0) == Granted(0, 5)
+
+
+def test_credits_that_are_here_are_taken_with_a_message() -> None:
+    a, b = memory_endpoints(2)
+    for channel in (4, 5, 4):
+        a.grant(1, channel)
+    a.send(1, Message(0, (), ()))
+    assert isinstance(b.receive(1.0, credits=False), Arrived)
+    assert list(b.credits()) == [4, 5, 4]
+    with pytest.raises(DeadlineError):
+        b.receive(0.0)

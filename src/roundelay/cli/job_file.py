@@ -6,8 +6,10 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn, final
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.job import Job
@@ -51,12 +53,24 @@ def job_maker(path: Path) -> Callable[[int], Job]:
     return made
 
 
+@final
+class _Script(SourceFileLoader):
+    """Reads a file as Python reads a script: no bytecode beside it, which an edit of the same second may outlive."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        """What bytecode would be compared with."""
+        raise OSError("a script has no bytecode")
+
+
 def _module(path: Path) -> ModuleType:
     if not path.is_file():
         raise _unusable(path, "a folder" if path.is_dir() else "no such file")
-    spec = importlib.util.spec_from_file_location(f"roundelay_job_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    name = f"roundelay_job_{path.stem}"
+    if path.suffix != ".py":
         raise _unusable(path, "a file that is no Python file")
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Script(name, str(path)))
+    if spec is None or spec.loader is None:
+        raise _unusable(path, "a file that cannot be loaded")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
