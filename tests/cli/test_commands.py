@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +168,32 @@ def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Cap
     assert Plan.parse(Path("two/plan.toml").read_text()) == replace(before, deadline_s=80.0)
     said = here(capsys, "train", MLP, "--plan", "one/plan.toml", "--deadline-s", 80)
     one_screen(said, "--deadline-s beside --plan", "70.0, which the plan says")
+
+
+def test_an_option_when_a_run_goes_on_changes_what_it_says_and_nothing_else(capsys: Capture, workplace: Path) -> None:
+    options = ("--rule", "pipedream", "--micro-batches", 2, "--steps", 4, "--clip", "stage:2", "--checkpoint-every", 3)
+    said = here(capsys, "train", MLP, *FAST, *options, "--out", "one")
+    assert said.code == 0, said.err
+    before = Plan.parse(Path("one/plan.toml").read_text())
+    cuts = [stage.segments for stage in before.stages]
+
+    def after(*options: object) -> Plan:
+        said = here(capsys, "train", MLP, "--no-baseline", "--from", "one", "--steps", 2, *options)
+        assert said.code == 0, said.err
+        return Plan.parse(Path("runs/latest/plan.toml").read_text())
+
+    def changed(plan: Plan) -> set[str]:
+        odd = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(before, f.name)}
+        return odd - {"read_s", *(["stages"] if [s.segments for s in plan.stages] == cuts else [])}
+
+    plan = after("--clip", "stage:1")
+    assert changed(plan) == {"clip"}
+    plan = after("--micro-batches", 4)
+    assert changed(plan) == {"micro_batches", "edges"}
+    plan = after("--rule", "1f1b")
+    assert (plan.rule, plan.clip, plan.backward, changed(plan) & {"stages"}) == ("1f1b", "stage:2", "stash", set())
+    plan = after("--workers", 3)
+    assert (plan.rule, plan.num_stages, plan.micro_batches, plan.clip) == ("pipedream", 3, 2, "stage:2")
 
 
 def test_a_run_whose_plan_was_written_before_there_were_such_fields_goes_on(capsys: Capture, workplace: Path) -> None:

@@ -31,20 +31,6 @@ def test_whatever_is_given_is_taken_once(steps: list[int | None]) -> None:
     assert taken.take() is None
 
 
-@given(st.lists(CHANNELS), st.lists(CHANNELS))
-def test_all_that_are_there_are_taken_at_once(before: list[int], after: list[int]) -> None:
-    ring = Ring(LEAST_BYTES)
-    given, taken = CreditsGiven(ring), CreditsTaken({3: ring})
-    for part in (before, after):
-        for channel in part:
-            given.give(channel)
-        first = taken.take() if part else None
-        got = [*taken.take_all(), *([] if first is None else [first.channel])]
-        assert sorted(got) == sorted(part)
-    assert taken.take_all() == []
-    assert taken.take() is None
-
-
 def test_nothing_is_taken_of_a_giver_that_is_forgotten() -> None:
     rings = {1: Ring(LEAST_BYTES), 2: Ring(LEAST_BYTES)}
     givers = {source: CreditsGiven(ring) for source, ring in rings.items()}

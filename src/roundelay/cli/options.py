@@ -18,6 +18,7 @@ from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
+from roundelay.cli.taken_over import plan_files, taken_over
 from roundelay.debug import launched
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
@@ -205,7 +206,9 @@ def planned(
     else:
         doings = "Planning, compiling and measuring" if choices.compile else "Planning and measuring"
         with doing(f"{doings} the stages ...", quiet) as tell:
-            wanted = {"rule": "pipeoptim", **choices.given()}
+            given = choices.given()
+            kept_choices = {} if resume is None else taken_over(resume, captured.graph.fingerprint, given)
+            wanted = {"rule": "pipeoptim", **kept_choices, **given}
             chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
     show_choices(chosen.plan)
     if party is not None:
@@ -223,7 +226,7 @@ def _patience_s(choices: Choices, plan_file: Path | None, resume: Path | None, *
     if plan_file is not None:
         files = [plan_file] if leads or plan_file.is_file() else []
     else:
-        files = [file for file in _plan_files(resume, choices) if file.is_file()]
+        files = [] if resume is None else list(plan_files(resume))
     return read_plan(files[0]).deadline_s if files else DEADLINE_S
 
 
@@ -234,19 +237,11 @@ def _waiting(plan: Plan, seconds: float | None) -> Plan:
 
 def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
     """The plan file of the run that is continued, if it is for this model and says whatever was given."""
-    for file in _plan_files(resume, choices):
-        if file.is_file():
-            plan = read_plan(file)
-            if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
-                return file
+    for file in plan_files(resume) if choices.cuts is None else ():
+        plan = read_plan(file)
+        if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
+            return file
     return None
-
-
-def _plan_files(resume: Path | None, choices: Choices) -> tuple[Path, ...]:
-    """Where the plan of the run that is continued may lie: in its folder, or beside the checkpoint."""
-    if resume is None or choices.cuts is not None:
-        return ()
-    return resume / "plan.toml", resume.parent / "plan.toml"
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:

@@ -278,7 +278,7 @@ class CheckedEndpoint(Endpoint):
         return delivery
 
     def credits(self) -> Sequence[int]:
-        """All that are here."""
+        """All that have been delivered."""
         come = self._credits
         return [come.popleft().channel for _ in range(len(come))]
 

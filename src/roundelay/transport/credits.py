@@ -82,17 +82,6 @@ class CreditsTaken:
                 return count.credit
         return self.take() if self._find_new() else None
 
-    def take_all(self) -> list[int]:
-        """Channels of all credits that are there, which are then taken."""
-        self._find_new()
-        channels: list[int] = []
-        for count in self._counts:
-            given = count.counters[count.place]
-            if given != count.taken:
-                channels += [count.credit.channel] * (given - count.taken)
-                count.taken = given
-        return channels
-
     def forget(self, giver: int) -> None:
         """Take no more of `giver`'s credits."""
         del self._counters[giver]

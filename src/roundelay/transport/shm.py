@@ -24,7 +24,6 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
@@ -93,17 +92,6 @@ class ShmEndpoint(CheckedEndpoint):
         except ValueError:  # another thread has ended this endpoint, and closed what it shared
             if not self._left:
                 raise
-
-    def credits(self) -> Sequence[int]:
-        """All that are here."""
-        if not self._reading.acquire(blocking=False):  # another thread ends this endpoint
-            return ()
-        try:
-            return () if self._left else self._credited.take_all()
-        finally:
-            self._reading.release()
-            if self._left:
-                self._let_go()
 
     def _take(self, timeout_s: float, credits: bool) -> Delivery:
         deadline = time.monotonic() + timeout_s
