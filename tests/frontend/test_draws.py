@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundelay.frontend import Draw
+from roundelay.errors import DeadlineError
+from roundelay.frontend import Draw, draws
 from roundelay.frontend.draws import keyed_attention, keyed_call, keyed_dropout
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import (
@@ -247,3 +248,22 @@ def test_on_a_device_its_own_generator_is_seeded_and_put_back_beside_the_cpus(mo
     assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(first, again, other, strict=True))
     assert torch.equal(own.get_state(), states[0])
     assert torch.equal(torch.random.get_rng_state(), states[1])
+
+
+def test_the_default_generator_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "LONGEST_HELD_S", 0.1)
+    taken, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with draws.DEFAULT_GENERATOR_LOCK:
+            taken.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert taken.wait(20)
+    with pytest.raises(DeadlineError, match="default generator"):
+        keyed_call(torch.rand, 3, draw=Draw(1, 0), position=0)
+    over.set()
+    thread.join()
+    assert keyed_call(torch.rand, 3, draw=Draw(1, 0), position=0).shape == (3,)

@@ -17,11 +17,37 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
-DEFAULT_GENERATOR_LOCK = threading.RLock()
+from roundelay.errors import DeadlineError
+
+LONGEST_HELD_S = 3600.0
+"""Seconds that torch's default generator is waited for: longer than any loader or evaluation that is alive keeps it."""
+
+
+@final
+class GeneratorLock:
+    """A lock that one thread may take more than once, and that nobody waits for without end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=LONGEST_HELD_S):
+            raise DeadlineError(
+                "torch's default generator",
+                got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",
+                expected="that each of them comes to an end",
+                remedy="See why it hangs.",
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+DEFAULT_GENERATOR_LOCK = GeneratorLock()
 
 _MASK = (1 << 64) - 1
 _GENERATORS = ("cuda",)
