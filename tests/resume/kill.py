@@ -23,6 +23,7 @@ UPDATES = EPOCHS * BATCHES
 JOB = Path(__file__).with_name("job.py")
 RULES = ("1f1b", "pipedream", "pipeoptim", "cdp-v2")
 END_S = 120.0
+LATE = "the kill came too late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def play(case: Case, folder: Path, server: Server) -> Outcome:
         flying = start.flight.micro_batches
     (folder / "pause").unlink()
     if start is not None and start.position.updates == UPDATES:
-        return Outcome(tuple(killed), flying, amid, ("the kill came too late",))
+        return Outcome(tuple(killed), flying, amid, (LATE,))
     status = server.wait(_begin(case, folder, server, source, "last"), END_S)
     if status != 0:
         said = (folder / "err").read_text()[-800:]
