@@ -204,11 +204,11 @@ def planned(
                 stages = fitted(captured, chosen.plan)
                 compile_stages(job, for_plan(captured, chosen.plan), chosen.plan, stages, seed)
     else:
-        doings = "Planning, compiling and measuring" if choices.compile else "Planning and measuring"
+        given = choices.given()
+        beside = {} if resume is None else taken_over(resume, captured.graph.fingerprint, given)
+        wanted = {"rule": "pipeoptim", **beside, **given}
+        doings = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
         with doing(f"{doings} the stages ...", quiet) as tell:
-            given = choices.given()
-            kept_choices = {} if resume is None else taken_over(resume, captured.graph.fingerprint, given)
-            wanted = {"rule": "pipeoptim", **kept_choices, **given}
             chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
     show_choices(chosen.plan)
     if party is not None:

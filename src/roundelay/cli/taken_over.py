@@ -20,7 +20,7 @@ def plan_files(resume: Path) -> tuple[Path, ...]:
 
 
 def taken_over(resume: Path, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Choices of the run's plan that go together with those that are given; none if it was for another model.
+    """Choices of the run's plan that go beside those that are given; none if it was for another model.
 
     What belongs to the rule stays with it: micro-batches, predictor, mode, modules run again. Cuts and devices stay
     where the number of stages does.
@@ -31,7 +31,7 @@ def taken_over(resume: Path, model: str, given: dict[str, Any]) -> dict[str, Any
         given: on the command line, by name.
     """
     plan = next((plan for plan in map(read_plan, plan_files(resume)) if plan.model == model), None)
-    return {} if plan is None else {**_fitting(plan, given), **given}
+    return {} if plan is None else _fitting(plan, given)
 
 
 def _fitting(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
