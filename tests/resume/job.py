@@ -13,9 +13,11 @@ EPOCHS, BATCHES = 3, 10
 
 
 def full_disk(number: int) -> None:
-    """From the batch on that the file ``small`` names, no file can grow beyond a few bytes."""
+    """From the batch on that the file ``small`` names, and a first checkpoint, no file can grow beyond a few bytes."""
     small = Path("small")
     if small.exists() and number >= int(small.read_text()):
+        while not Path("full/checkpoint").exists():  # it is written beside the run, on a slow disk long behind it
+            time.sleep(0.005)
         resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, resource.RLIM_INFINITY))
 
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
+from roundelay.transport.queues import next_item
 
 LOOK_S = 0.5
 """Seconds after which a reader without a free register looks whether anybody is still there."""
@@ -164,7 +165,7 @@ class _Reader(threading.Thread, Generic[_Item]):
         began, deadline_s = monotonic(), self._registers.deadline_s
         while (left := deadline_s - (monotonic() - began)) > 0:
             with suppress(queue.Empty):
-                return self._filled.get(timeout=min(left, TELL_S))
+                return next_item(self._filled, min(left, TELL_S))
             self._registers.tell(self.asked or "the data", monotonic() - began)
         raise DeadlineError(
             f"the data: {self.asked}" if self.asked else "the data",

@@ -35,6 +35,7 @@ from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.lanes import NcclLane, open_lanes
 from roundelay.transport.nccl import NcclEndpoint
+from roundelay.transport.queues import next_item
 
 MEET_S = 30.0
 """Seconds in which the launcher's store must answer."""
@@ -214,7 +215,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
         with settled():
             while not ended and not lost:
                 try:
-                    report = outgoing.get(timeout=0.2)
+                    report = next_item(outgoing, 0.2)
                 except queue.Empty:
                     continue
                 line.send(report)

@@ -17,6 +17,7 @@ from roundelay.schedules import num_workers
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.driver import Cuda
 from roundelay.transport.memory import memory_endpoints
+from roundelay.transport.queues import next_item
 
 END_S = 5.0
 """Seconds that threads get to end once the run has ended or failed; one that computes on cannot be ended."""
@@ -60,7 +61,7 @@ def follow(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
     """Count reports until the run is over; by the handful, as being woken by each costs its sender more."""
     while not tally.over(time.monotonic()):
         try:
-            tally.take(reports.get(timeout=_TICK_S))
+            tally.take(next_item(reports, _TICK_S))
         except queue.Empty:
             continue
         time.sleep(HANDFUL_S)

@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn, TypeVar, final
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+from roundelay.transport.queues import next_item
 
 _T = TypeVar("_T")
 
@@ -252,7 +253,7 @@ class CheckedEndpoint(Endpoint):
                 self._wants_credit = False
                 return self._credits.popleft()
             try:
-                delivery = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                delivery = next_item(self._inbox, deadline - time.monotonic())
             except queue.Empty:
                 raise nothing_came(self.worker, timeout_s) from None
             self._wants_credit = False

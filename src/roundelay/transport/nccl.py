@@ -24,6 +24,7 @@ import torch
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.transport.contract import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
 from roundelay.transport.lanes import Lane, Lanes, Place, Wait, announced, expected
+from roundelay.transport.queues import next_item
 
 TICK_S = 0.2
 """Seconds after which the guard looks whether it should end."""
@@ -76,7 +77,7 @@ class NcclEndpoint(Endpoint):
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                delivery, wait = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                delivery, wait = next_item(self._inbox, deadline - time.monotonic())
             except queue.Empty:
                 raise nothing_came(self.worker, timeout_s) from None
             if isinstance(delivery, Arrived) and wait is not None:
