@@ -325,6 +325,14 @@ def test_a_tampering_that_could_not_show_is_refused(capsys: Capture) -> None:
     assert "--steps 2" in said.told
 
 
+def test_an_unknown_way_to_tamper_is_refused_before_the_job_is_read(capsys: Capture, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise RuntimeError('read')")
+    said = here(capsys, "verify", broken, "--tamper", "nonsense")
+    assert said.code == 2
+    assert "one of stash, s" in said.told
+
+
 @pytest.mark.parametrize("command", ["train", "plan", "simulate", "verify"])
 def test_help_of_each_command_has_an_example(capsys: Capture, command: str) -> None:
     said = here(capsys, command, "--help")

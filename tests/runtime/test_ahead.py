@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -136,6 +138,28 @@ def test_a_loader_that_hangs_is_told_in_time_and_left_behind(monkeypatch: pytest
         next(source)
     let_go.set()
     assert until(lambda: not readers())
+
+
+def stubborn(ready: Any) -> None:
+    """A loader's process that no SIGTERM ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.release()
+    time.sleep(SECONDS)
+
+
+def test_processes_that_do_not_answer_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KILL_S", 1.0)
+    forked = multiprocessing.get_context("fork")
+    ready = forked.Semaphore(0)
+    processes = [forked.Process(target=stubborn, args=(ready,), daemon=True) for _ in range(5)]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        assert ready.acquire(timeout=SECONDS)
+    start = time.monotonic()
+    module._end(processes)
+    assert time.monotonic() - start < 4.0  # one after the other it would be five seconds
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 5
 
 
 # --- in a run

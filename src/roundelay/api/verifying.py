@@ -88,6 +88,7 @@ def verify(
         UsageError: something given cannot be used; a way to tamper that cannot act on this model.
         RunError: the distributed run failed.
     """
+    check_way(tamper)
     captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
     chosen = plan or make_plan(job, captured=captured, seed=seed)
     first = First.of(captured)
@@ -111,6 +112,7 @@ def verify_session(
         wrap: put around every endpoint, to delay messages on purpose.
         first: what the model held before a checkpoint was loaded; needed by a session that goes on in mid-flight.
     """
+    check_way(tamper)
     origin = origin_of(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     notes: list[Note] = []
@@ -131,14 +133,23 @@ def verify_session(
     return result
 
 
+def check_way(tamper: str | None) -> None:
+    """Refuse a way to tamper that there is not; None is no way.
+
+    Raises:
+        UsageError: it is unknown.
+    """
+    if tamper is not None and tamper not in WAYS:
+        known = "one of " + ", ".join(WAYS)
+        raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
+
+
 def _victim(session: Session, way: str) -> int:
     """The stage whose worker is broken: the last one at which the way makes a difference.
 
     Raises:
-        UsageError: the way is unknown, or makes no difference anywhere.
+        UsageError: the way makes no difference anywhere.
     """
-    if way not in WAYS:
-        raise UsageError("--tamper", got=repr(way), expected="one of " + ", ".join(WAYS), remedy="Choose one of these.")
     if way != "rng" and session.extent.batches == 1:
         raise UsageError(
             f"--tamper {way}",

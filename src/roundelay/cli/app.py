@@ -19,7 +19,7 @@ from roundelay.api.origin import First
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
-from roundelay.api.verifying import length_of, verify_session
+from roundelay.api.verifying import check_way, length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.accounts import ends_of, gaps_between
 from roundelay.cli.comparing import compare_command
@@ -191,6 +191,7 @@ def verify_command(
     """Prove a run: train distributed and in the one-process reference, and compare every bit."""
     o.exclusive(steps, epochs)
     o.alone("verify")
+    check_way(tamper)
     job = load_job(job_file, seed)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
     announce("Training distributed, then in one process ...", as_json)

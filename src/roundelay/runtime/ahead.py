@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.process import BaseProcess
 from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
@@ -105,13 +106,12 @@ def note(asked: str, processes: Sequence[Any] = ()) -> None:
 
 def _end(processes: Sequence[Any]) -> None:
     """End processes that a loader has started and that do not answer; a reader that waits for them wakes up."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(KILL_S)
-        if process.is_alive():
-            process.kill()
-            process.join(KILL_S)
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        for process in processes:
+            end(process)
+        deadline = monotonic() + KILL_S  # for all of them together
+        for process in processes:
+            process.join(max(0.0, deadline - monotonic()))
 
 
 @final
