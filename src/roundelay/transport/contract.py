@@ -246,14 +246,14 @@ class CheckedEndpoint(Endpoint):
             self._inbox.put(None)
 
     def _take(self, timeout_s: float, credits: bool) -> Delivery:
-        deadline = time.monotonic() + timeout_s
+        left_s, deadline = timeout_s, time.monotonic() + timeout_s
         while True:
             self._wants_credit = credits
             if credits and self._credits:
                 self._wants_credit = False
                 return self._credits.popleft()
             try:
-                delivery = next_item(self._inbox, deadline - time.monotonic())
+                delivery = next_item(self._inbox, left_s)
             except queue.Empty:
                 raise nothing_came(self.worker, timeout_s) from None
             self._wants_credit = False
@@ -261,6 +261,7 @@ class CheckedEndpoint(Endpoint):
                 self._forget(delivery.source)
             if delivery is not None:
                 return delivery
+            left_s = deadline - time.monotonic()
 
     def _forget(self, worker: int) -> None:
         """Drop the credits of a worker that is lost: nothing follows from it."""

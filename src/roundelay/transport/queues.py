@@ -7,7 +7,6 @@ takes for "without end". A try that does not wait, made before, leaves the lock 
 
 from __future__ import annotations
 
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ def next_item(source: SimpleQueue[_Item], timeout_s: float) -> _Item:
     Raises:
         queue.Empty: none came within `timeout_s` seconds.
     """
-    with suppress(Empty):
+    try:
         return source.get_nowait()
-    return source.get(timeout=max(0.0, timeout_s))
+    except Empty:  # the lock is held now
+        return source.get(timeout=max(0.0, timeout_s))
