@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
@@ -255,12 +255,13 @@ class _Sender:
 
     def _main(self) -> None:
         torch.set_num_threads(1)
-        while (report := self._reports.get()) is not None:
-            data = to_bytes(report)
-            _write_all(self._writing, struct.pack("<Q", len(data)))
-            _write_all(self._writing, data)
-            if self._reports.empty():
-                time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
+        with suppress(BrokenPipeError):  # the launcher is gone, and this process will be in a moment
+            while (report := self._reports.get()) is not None:
+                data = to_bytes(report)
+                _write_all(self._writing, struct.pack("<Q", len(data)))
+                _write_all(self._writing, data)
+                if self._reports.empty():
+                    time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
