@@ -399,6 +399,10 @@ def test_tapes_and_what_is_owed_are_added_up_when_both_are_there() -> None:
         ("pipeoptim", "recompute", [2, 2, 2, 1]),
         ("pipeoptim", "mixed", [2, 2, 2, 1]),
         ("pipeoptim", "stash", [5, 4, 3, 1]),
+        ("lookahead", "mixed", [2, 2, 2, 2]),
+        ("lookahead", "recompute", [2, 2, 2, 2]),
+        ("lookahead", "stash", [5, 4, 3, 2]),
+        ("spectrain", "mixed", [2, 2, 3, 2]),
     ],
 )
 def test_weight_versions_alive_at_one_time(rule: str, backward: str, held: list[int]) -> None:

@@ -294,13 +294,15 @@ class _Holds:
     def __init__(self, stage: StagePlan, program: Program) -> None:
         self.stage, self.halved = stage, program.owed > 0
         read = {instruction.weights for instruction in program.instructions}
-        self.stash, self.ahead = "forward" in read, "ahead" in read
+        self.stash = "forward" in read
         #: micro-batch that waits for its backward, to the version and the distance that its forward has read
         self.alive: dict[int, tuple[int, int]] = {}
         #: backwards that wait for their second half
         self.owed = 0
         self.versions_peak = 0
         self._oldest: int | None = None  # version that a later forward may read
+        #: by opcode, version and distance of the prediction that is kept until the update
+        self._predicted: dict[str, tuple[int, int]] = {}
 
     @property
     def tape_bytes(self) -> int:
@@ -312,22 +314,22 @@ class _Holds:
         if interval.opcode == "forward":
             self.alive[interval.g] = (interval.reads, interval.distance)
             self._oldest = interval.keep
+        if interval.distance:
+            self._predicted[interval.opcode] = (interval.version, interval.distance)
         newest = interval.version
         oldest = newest if self._oldest is None else min(self._oldest, newest)
         held = {(version, 0) for version in range(oldest, newest + 1)}
-        held |= set(self.alive.values()) if self.stash else {self.alive[g] for g in self._predicted(interval.g)}
-        held |= {(newest, interval.distance)} if self.ahead else set()
+        held |= set(self.alive.values()) if self.stash else set()
+        held |= set(self._predicted.values())
         self.versions_peak = max(self.versions_peak, len(held))
+        if interval.opcode == "update":
+            self._predicted.clear()
 
     def end_of_backward(self, interval: Interval) -> None:
         """A backward takes its tape away, and leaves a debt if it was a first half."""
         if interval.opcode == "backward":
             del self.alive[interval.g]
             self.owed += self.halved
-
-    def _predicted(self, g: int) -> list[int]:
-        """The micro-batch itself, if its forward has read predicted weights."""
-        return [g] if g in self.alive and self.alive[g][1] else []
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:

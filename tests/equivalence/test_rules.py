@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,10 +22,12 @@ from roundelay.ir.rule import register_rule, rule_named, rules
 from roundelay.job import Named
 from roundelay.lower.check import programs_of
 from roundelay.planner.prove import prove
+from roundelay.runtime import predictions
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.sim import simulate
+from roundelay.weights import predict
 from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench
-from tests.equivalence.deep import every_other_on_the_last, only_the_last, own_rule
+from tests.equivalence.deep import DEEP, every_other_on_the_last, only_the_last, own_rule
 from tests.lower.plans import plan_of
 from tests.zoo import MODELS, rows
 
@@ -199,3 +203,38 @@ def test_a_running_stage_lets_old_versions_go(name: str) -> None:
     # cdp-v2 reads W[t] as soon as it is there, what it reads is its newest
     expected = {"pipedream-vertical": [0, 1, 2, 3], "pipedream-2bw": [0, 1, 1, 1]}
     assert [max(kept[k]) for k in range(4)] == expected.get(name, [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches"),
+    [
+        ("lookahead mixed", 1),
+        ("lookahead mixed", 4),
+        ("rehearse mixed", 4),
+        ("rehearse recompute", 4),
+        ("pipeoptim improved mixed", 1),
+        ("spectrain improved mixed", 1),
+    ],
+)
+def test_a_running_stage_holds_as_many_predictions_as_the_simulator_counts(
+    name: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at the moment that one more is made: whatever it takes the place of must be gone by then."""
+    alive: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    most: dict[str, int] = {}
+
+    def counted(optimizer: Optimizer, group: Any, weight: torch.Tensor, **rest: Any) -> torch.Tensor:
+        predicted = predict(optimizer, group, weight, **rest)
+        others = [ref for ref in alive.get(id(weight), []) if ref() is not None]
+        alive[id(weight)] = [*others, weakref.ref(predicted)]
+        stage = threading.current_thread().name
+        most[stage] = max(most.get(stage, 0), len(alive[id(weight)]))
+        return predicted
+
+    monkeypatch.setattr(predictions, "predict", counted)
+    place = Bench(DEEP, batches=DEEP.batches(0, 9))  # all four stages have weights
+    job = place.job(MOMENTUM)
+    plan = place.plan(VARIANTS[name], 4, micro_batches)
+    Session(job, place.captured, plan, 0, Length(steps=9)).run(notify=lambda event: None)
+    held = [w.versions_held_peak for w in simulate(plan, programs_of(plan), stream([plan.micro_batches] * 9)).workers]
+    assert sorted(most.values()) == sorted(versions - 1 for versions in held if versions > 1)

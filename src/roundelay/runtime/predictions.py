@@ -58,6 +58,7 @@ class Predictions:
         seen = self._gradients.rows if self._setting == "partial" else 0
         asked = version, distance, seen
         if opcode not in self._made or self._made[opcode][0] != asked:
+            self._made.pop(opcode, None)  # before the new one is made: both would be a version more
             other = [made for key, made in self._made.values() if key == asked]  # the other pass's
             self._made[opcode] = asked, other[0] if other else self._predict(version, distance)
         return self._made[opcode][1]
