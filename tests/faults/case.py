@@ -218,7 +218,10 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
         wrong.append("exit code 0 without a summary")
     if "Traceback" in said:
         wrong.append("a traceback")
-    if code not in (None, -signal.SIGKILL, -signal.SIGINT) and said.count(" got ") + said.count("Interrupted.") != 1:
+    silent = {None, -signal.SIGKILL, -signal.SIGINT}
+    if case.moment == "start":
+        silent.add(-signal.SIGTERM)  # it came before the command listened
+    if code not in silent and said.count(" got ") + said.count("Interrupted.") != 1:
         wrong.append("not one cause told")
     if list(folder.glob("roundelay-*")):
         wrong.append("a folder of its own is left")

@@ -46,6 +46,9 @@ PLAN_S = 900.0
 BEAT_S, SILENT_S = 1.0, 7.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
 
+LEAVE_S = 3.0
+"""Seconds that a worker which has failed, or was given up, gets to leave its connections."""
+
 NEWS_S = 0.5
 """Seconds in which the end of a process is heard of here."""
 
@@ -209,7 +212,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     device = device_of(task.plan.devices[party.rank])
     control, data = _connected(task, wrap, party, device)
     line = _Line(control, party, lambda report: None, lambda worker, error: lost.append(error))
-    _start(task, data, party.rank, outgoing.put, device)
+    worker = _start(task, data, party.rank, outgoing.put, device)
     ended, well = False, True
     try:
         with settled():
@@ -223,6 +226,8 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     finally:
         if lost or not ended:
             data.abort("the leader is gone")
+        # it tells its end before it leaves; threads that gloo wakes while the interpreter shuts down abort the process
+        worker.join(task.plan.deadline_s if ended and well and not lost else LEAVE_S)
         line.end(None if ended else "it was ended")
     if lost:
         raise lost[0]

@@ -98,7 +98,8 @@ def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], No
         pump.start()
         follow(reports, tally)
     finally:
-        _end(children, END_S if len(tally.ended) == len(children) else 0.0)
+        well = len(tally.ended) == len(children) and not tally.failures  # else who is stopped would be waited for again
+        _end(children, END_S if well else 0.0)
         pump.stop()
         while not reports.empty():
             tally.late(reports.get())

@@ -1,0 +1,35 @@
+"""What the launcher of forked workers waits for, and what it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from roundelay.errors import WorkerLostError
+from roundelay.runtime import processes
+from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.worker import Task
+from roundelay.transport.contract import Endpoint
+
+PATIENCE_S = 20.0
+
+
+def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finishes_or_stops(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
+        if worker == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        report(Report("finished", worker, {}))
+
+    monkeypatch.setattr(processes, "work", finishes_or_stops)
+    monkeypatch.setattr(processes, "num_workers", lambda plan: 2)
+    monkeypatch.setattr(processes, "STOPPED_S", 0.2)
+    monkeypatch.setattr(processes, "END_S", PATIENCE_S)
+    began = time.monotonic()
+    with pytest.raises(WorkerLostError, match="worker 1"):
+        processes._run(cast(Task, SimpleNamespace(plan=None)), lambda report: None, lambda worker: cast(Endpoint, None))
+    assert time.monotonic() - began < PATIENCE_S
