@@ -47,7 +47,7 @@ BEAT_S, SILENT_S = 1.0, 7.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
 
 LEAVE_S = 3.0
-"""Seconds that a worker which has failed, or was given up, gets to leave its connections."""
+"""Seconds that a worker which has failed, or was given up, gets to leave its connections. It tells its end before."""
 
 NEWS_S = 0.5
 """Seconds in which the end of a process is heard of here."""
@@ -188,9 +188,11 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
 
 
 def _leave(task: Task, tally: Tally, line: _Line, data: Endpoint, worker: threading.Thread) -> None:
+    """End this process's part, its worker as well: threads that gloo wakes while the interpreter shuts down abort it."""
     if tally.failures or len(tally.ended) < num_workers(task.plan):
         data.abort("the run was ended")
         line.end("the run has failed; worker 0 tells why")
+        worker.join(LEAVE_S)
     else:
         worker.join(task.plan.deadline_s)
         line.end(None)
@@ -226,7 +228,6 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     finally:
         if lost or not ended:
             data.abort("the leader is gone")
-        # it tells its end before it leaves; threads that gloo wakes while the interpreter shuts down abort the process
         worker.join(task.plan.deadline_s if ended and well and not lost else LEAVE_S)
         line.end(None if ended else "it was ended")
     if lost:
