@@ -188,7 +188,7 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
 
 
 def _leave(task: Task, tally: Tally, line: _Line, data: Endpoint, worker: threading.Thread) -> None:
-    """End this process's part, its worker as well: threads that gloo wakes while the interpreter shuts down abort it."""
+    """End this process's part, its worker too: threads that gloo wakes while the interpreter shuts down abort it."""
     if tally.failures or len(tally.ended) < num_workers(task.plan):
         data.abort("the run was ended")
         line.end("the run has failed; worker 0 tells why")
