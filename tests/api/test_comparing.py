@@ -8,6 +8,7 @@ import io
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ import torch
 from torch import nn
 
 import roundelay
+from roundelay.api import keeping
 from roundelay.api.charting import charts_of, mean_curve, write_comparison
-from roundelay.api.comparing import Begun, Compared, Ended
+from roundelay.api.comparing import Begun, Compared, Ended, Resumed
+from roundelay.api.gathering import Saved, Updated
 from roundelay.api.outcomes import Outcome, Point
 from roundelay.api.tabulating import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.variants import variants
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
+from roundelay.observe.files import present
 from tests.api import jobs
 
 RULES = ("1f1b", "pipeoptim:paper:mixed", "async")
@@ -142,10 +146,84 @@ def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         compared(tmp_path / "c", notify=stop)
-    assert len(list((tmp_path / "c" / "runs").iterdir())) == 2
+    assert len(list((tmp_path / "c" / "runs").glob("*.json"))) == 2
     ended: list[Ended] = []
     compared(tmp_path / "c", notify=lambda event: ended.append(event) if isinstance(event, Ended) else None)
     assert len(ended) == 4
+
+
+# --- a run that is interrupted
+
+UNDER_WAY = Path("runs", "job--pipeoptim.seed0")
+ONE_RUN: dict[str, Any] = {"rules": ("pipeoptim",), "seeds": 1, "epochs": 4, "steps": None, "micro_batches": 1}
+
+
+def slowly(epoch: int) -> Iterator[Any]:
+    """Five batches; a checkpoint of one epoch is written before the next one ends."""
+    for batch in jobs.loader(epoch):
+        time.sleep(0.03)
+        yield batch
+
+
+def weighed(seed: int) -> roundelay.Job:
+    """Its metric is one of the weights."""
+    size = lambda model: {"size": sum(float(p.abs().sum()) for p in model.parameters())}  # noqa: E731
+    return jobs.make(network(), batches=slowly, evaluate=size)
+
+
+def values(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
+    return {name: [(point.updates, point.value) for point in points] for name, points in outcome.curves.items()}
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A comparison of one run, which was ended within an epoch and had a checkpoint of an earlier one."""
+    monkeypatch.setattr(keeping, "INTERIM_S", 0.0)
+    folder = tmp_path / "c"
+
+    def stop(event: Any) -> None:
+        if isinstance(event, Updated) and event.update >= 7 and present(folder / UNDER_WAY / "checkpoint").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compared(folder, weighed, notify=stop, **ONE_RUN)
+    return folder
+
+
+@pytest.mark.parametrize("evaluated", [True, False], ids=["", "before-the-evaluation"])
+def test_a_run_that_is_interrupted_goes_on_behind_its_last_checkpoint(interrupted: Path, evaluated: bool) -> None:
+    """To the bit, with every evaluation, though other updates were in flight, and times without the interruption."""
+    (whole,) = compared(interrupted.parent / "whole", weighed, **ONE_RUN).outcomes.values()
+    log = interrupted / UNDER_WAY / "told.jsonl"
+    if not evaluated:
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(line for line in lines if '"evaluated"' not in line))
+    told: list[Any] = []
+    (gone_on,) = compared(interrupted, weighed, notify=told.append, **ONE_RUN).outcomes.values()
+    (resumed,) = (event for event in told if isinstance(event, Resumed))
+    assert resumed.updates in (5, 10, 15)
+    assert [event.update for event in told if isinstance(event, Updated)] == list(range(resumed.updates, 20))
+    made, expected = values(gone_on), values(whole)
+    assert made["loss"] == expected["loss"]
+    assert made["size"] == [point for point in expected["size"] if evaluated or point[0] >= resumed.updates]
+    seconds = [point.seconds for point in gone_on.curves["loss"]]
+    assert seconds == sorted(seconds)
+    assert 0.0 < gone_on.samples_per_second < 8 / 0.03
+    assert not (interrupted / UNDER_WAY).exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", '{"update": 0}\n', '{"kind": "updated", "update": 0, "metrics": {}}\n'])
+def test_an_unfinished_run_that_is_damaged_is_told_with_its_remedy(interrupted: Path, text: str) -> None:
+    (interrupted / UNDER_WAY / "told.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=r"unfinished run.*Remove this folder"):
+        compared(interrupted, weighed, **ONE_RUN)
+
+
+def test_a_run_shorter_than_a_minute_writes_no_checkpoint(tmp_path: Path) -> None:
+    told: list[Any] = []
+    compared(tmp_path / "c", weighed, notify=told.append, **ONE_RUN)
+    assert any(isinstance(event, Updated) for event in told)
+    assert not any(isinstance(event, Saved) for event in told)
 
 
 def test_more_rules_and_seeds_go_into_the_same_folder(tmp_path: Path) -> None:

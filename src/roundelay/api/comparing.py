@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from roundelay.api.gathering import Evaluated, Event, Updated
+from roundelay.api.gathering import Evaluated, Event, Updated, samples_per_second
 from roundelay.api.length import Length, extent
 from roundelay.api.outcomes import LOSS, TRAINING, Outcome, Point, Results, write
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
-from roundelay.api.training import Session, Trained
+from roundelay.api.training import Session
+from roundelay.api.under_way import UnderWay
 from roundelay.api.variants import Variant, variants
 from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError
 from roundelay.frontend import Captured
@@ -60,7 +61,14 @@ class Ended:
     outcome: Outcome
 
 
-Told = Callable[[Begun | Ended | Event], None]
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The run that has begun was interrupted before, and goes on after so many updates."""
+
+    updates: int
+
+
+Told = Callable[[Begun | Resumed | Ended | Event], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +149,7 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     return Compared(variants=lines, seeds=tuple(range(seeds)), plans=plans, refused=refused, outcomes=outcomes)
 
 
-def _unheard(event: Begun | Ended | Event) -> None:
+def _unheard(event: Begun | Resumed | Ended | Event) -> None:
     """Nobody listens."""
 
 
@@ -250,36 +258,38 @@ class _Comparison:
                     updates=self._extent.batches,
                 )
             )
-            outcome = self._run(line, seed, plans[line.rule_text], notify)
-            self._results.keep(line, outcome)
+            with UnderWay(self._results.under_way(line, seed)) as so_far:
+                outcome = self._run(line, seed, plans[line.rule_text], so_far, notify)
+                self._results.keep(line, outcome)
+                so_far.remove()
             outcomes[line.name, seed] = outcome
             notify(Ended(outcome))
         return outcomes
 
-    def _run(self, line: Variant, seed: int, plan: Plan, notify: Told) -> Outcome:
-        """One run, with a job of its own: nothing that another run has changed is met again."""
+    def _run(self, line: Variant, seed: int, plan: Plan, so_far: UnderWay, notify: Told) -> Outcome:
+        """One run, or what is left of it, with a job of its own: nothing that another run has changed is met again."""
         job, factory = self._made(seed), line.factory()
         job = job if factory is None else replace(job, optimizer=factory)
-        events: list[Updated | Evaluated] = []
 
         def listen(event: Event) -> None:
-            if isinstance(event, Updated | Evaluated):
-                events.append(event)
-            notify(event)
+            notify(so_far.note(event) if isinstance(event, Updated | Evaluated) else event)
 
-        trained: Trained | None = None
+        diverged = False
         try:
             captured: Captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
-            trained = Session(job, captured, plan, seed, self._length).run(notify=listen)
+            session = so_far.rest(Session(job, captured, plan, seed, self._length))
+            if session.start is not None:
+                notify(Resumed(session.start.position.updates))
+            session.run(notify=listen, saving=so_far.saving)
         except DivergedError:
-            pass
-        updates = [event for event in events if isinstance(event, Updated)]
+            diverged = True
+        updates = [event for event in so_far.events if isinstance(event, Updated)]
         return Outcome(
             variant=line.name,
             seed=seed,
-            curves=_curves(updates, [event for event in events if isinstance(event, Evaluated)]),
-            samples_per_second=math.nan if trained is None else trained.samples_per_second,
-            diverged=len(updates) if trained is None else None,
+            curves=_curves(updates, [event for event in so_far.events if isinstance(event, Evaluated)]),
+            samples_per_second=math.nan if diverged else samples_per_second(updates),
+            diverged=len(updates) if diverged else None,
         )
 
 

@@ -242,11 +242,7 @@ class Gatherer:
 
     def samples_per_second(self) -> float:
         """Over the whole run, its first tenth left out as a warm-up."""
-        skip = max(1, len(self.times) // 10)
-        if len(self.times) <= skip:
-            return 0.0
-        seconds = self.times[-1] - self.times[skip - 1]
-        return sum(u.rows for u in self.updates[skip:]) / seconds if seconds > 0 else 0.0
+        return samples_per_second(self.updates)
 
     def _state(self, report: Report) -> None:
         header = MicroBatch.of(tuple(report.data["header"]))
@@ -255,6 +251,15 @@ class Gatherer:
         if len(parts) < self.num_stages:
             return
         self.on_snapshot(_joined(header, sorted(self._states.pop(header.g), key=lambda r: r.data["stage"])))
+
+
+def samples_per_second(updates: Sequence[Updated]) -> float:
+    """Over all updates of a run, its first tenth left out as a warm-up."""
+    skip = max(1, len(updates) // 10)
+    if len(updates) <= skip:
+        return 0.0
+    seconds = updates[-1].seconds - updates[skip - 1].seconds
+    return sum(update.rows for update in updates[skip:]) / seconds if seconds > 0 else 0.0
 
 
 def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
 
@@ -28,6 +30,25 @@ ABANDON_S = 3.0
 """Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
 
 
+INTERIM_S = 60.0
+"""Seconds that lie at least between two checkpoints that are for an interruption only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Where checkpoints go: after every epoch, at the end, and after every ``every`` updates if that is not 0.
+
+    Args:
+        path: their folder.
+        every: updates from one to the next.
+        interim: they are for an interruption only: at most one in :data:`INTERIM_S` seconds, and none at the end.
+    """
+
+    path: Path
+    every: int = 0
+    interim: bool = False
+
+
 class Kept(Protocol):
     """The training whose states are kept."""
 
@@ -46,12 +67,13 @@ class Keeper:
 
     Args:
         session: the training.
-        save_to: where checkpoints go, if anywhere.
+        saving: where checkpoints go, if anywhere.
         evaluates: whether to call the job's ``evaluate``.
     """
 
-    def __init__(self, session: Kept, save_to: Path | None, *, evaluates: bool) -> None:
-        self._session, self._save_to, self._evaluates = session, save_to, evaluates
+    def __init__(self, session: Kept, saving: Saving | None, *, evaluates: bool) -> None:
+        self._session, self._saving, self._evaluates = session, saving, evaluates
+        self._saved_at = time.monotonic()
         self._background, self._told = Background(), queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
         self._lock = threading.Lock()
@@ -103,11 +125,19 @@ class Keeper:
 
     def _keep(self, snapshot: Snapshot, position: Position) -> None:
         put(self._session.captured, snapshot)
-        if self._save_to is not None:
-            self._told.put(self._save(self._save_to, snapshot, position))
+        if self._saving is not None and (not self._saving.interim or self._is_time(snapshot.header)):
+            self._told.put(self._save(self._saving.path, snapshot, position))
+            self._saved_at = time.monotonic()
         if self._evaluates and not _is_between(snapshot.header):
-            self.evaluations.append(evaluate(self._session.job, self._session.captured.model, snapshot.header))
+            self.evaluations.append(self._evaluate(snapshot.header))
             self._told.put(self.evaluations[-1])
+
+    def _is_time(self, header: MicroBatch) -> bool:
+        """Whether to write a checkpoint that is for an interruption only."""
+        return not header.final and time.monotonic() - self._saved_at >= INTERIM_S
+
+    def _evaluate(self, header: MicroBatch) -> Evaluated:
+        return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
 
     def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
         """Write a checkpoint. One that cannot be written is told; the last of a run must be written."""
@@ -158,8 +188,14 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
             buffer.copy_(snapshot.buffers.get(name, buffer))
 
 
-def evaluate(job: Job, model: torch.nn.Module, header: MicroBatch) -> Evaluated:
+def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Evaluated:
     """Call the job's ``evaluate`` on its own model.
+
+    Args:
+        job: the job.
+        model: its model.
+        updates: that its weights have seen.
+        epoch: of the last of them.
 
     Raises:
         UserCodeError: it raises, or returns something else than numbers by name.
@@ -170,12 +206,12 @@ def evaluate(job: Job, model: torch.nn.Module, header: MicroBatch) -> Evaluated:
             metrics = {name: float(value) for name, value in job.evaluate(model).items()}
     except Exception as error:  # the person's own code
         raise UserCodeError(
-            f"Job(evaluate=...) after update {header.batch}",
+            f"Job(evaluate=...) after update {updates - 1}",
             got=f"{type(error).__name__}: {error}",
             expected="a dict of names to numbers",
             remedy="Correct the function; it gets the original module in eval mode.",
         ) from error
-    return Evaluated(header.batch + 1, header.epoch, metrics)
+    return Evaluated(updates, epoch, metrics)
 
 
 @contextmanager

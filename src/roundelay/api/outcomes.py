@@ -175,6 +175,10 @@ class Results:
         """
         write(self._place(variant, outcome.seed), outcome.text())
 
+    def under_way(self, variant: Variant, seed: int) -> Path:
+        """The folder of a run that is not finished."""
+        return self._place(variant, seed).with_suffix("")
+
     def _place(self, variant: Variant, seed: int) -> Path:
         return self.path / "runs" / f"{_file_name(variant.name)}.seed{seed}.json"
 

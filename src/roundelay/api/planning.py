@@ -352,7 +352,8 @@ def _reading(plan: Plan) -> str:
     told = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by a thread of worker 0 while the stages compute"
     if plan.read_s <= slowest:
         return told
-    return f"{told}; warning: the slowest stage takes {slowest * 1e3:.3g} ms, so the loader sets the rate"
+    passes = f"{slowest * 1e3:.3g} ms (forward_s + backward_s)"
+    return f"{told}; warning: no stage takes more than {passes}, so the loader sets the rate"
 
 
 FAR = 7

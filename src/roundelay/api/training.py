@@ -10,7 +10,7 @@ from typing import Any
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.continuing import changed, initial, order_of
 from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
-from roundelay.api.keeping import Keeper
+from roundelay.api.keeping import Keeper, Saving
 from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
@@ -32,14 +32,6 @@ from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.worker import Task, Wrap, unchanged
 from roundelay.schedules import num_workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """Where checkpoints go: after every epoch, at the end, and after every ``every`` updates if that is not 0."""
-
-    path: Path
-    every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +194,7 @@ class Session:
         """
         self._compile(party)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
-        keeper = Keeper(
-            self, None if saving is None else saving.path, evaluates=self.job.evaluate is not None and not audit
-        )
+        keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and not audit)
 
         def listen(report: Report) -> None:
             gatherer.take(report)

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from roundelay.api.charting import Written, write_comparison
-from roundelay.api.comparing import Begun, Ended, compare
+from roundelay.api.comparing import Begun, Ended, Resumed, compare
 from roundelay.api.gathering import Event, Updated
 from roundelay.api.tabulating import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.variants import OPTIMIZERS, numbers, pairs
@@ -34,7 +34,8 @@ Rules = Annotated[
 Optimizers = Annotated[
     str | None,
     typer.Option(
-        help=f"Any of {', '.join(OPTIMIZERS)}, in place of the job's own, whose scheduler stays. [default: the job's]"
+        help=f"Any of {', '.join(OPTIMIZERS)}, in place of the job's own and its parameter groups; the scheduler "
+        "stays. [default: the job's]"
     ),
 ]
 Rates = Annotated[list[str] | None, typer.Option("--lr", help="Learning rate of an optimizer: adamw=1e-3.")]
@@ -44,6 +45,8 @@ TimeTo = Annotated[
 Better = Annotated[
     list[str] | None, typer.Option(help="Whether more is better in a metric whose name does not say so: score=low.")
 ]
+Steps = Annotated[int | None, typer.Option(help="Updates of every run. [default: the job's own number; one epoch]")]
+Epochs = Annotated[int | None, typer.Option(help="Epochs of every run, instead of --steps.")]
 Out = Annotated[
     Path | None, typer.Option(help="The comparison's folder; what is finished there is kept. [default: compare/JOB]")
 ]
@@ -68,8 +71,8 @@ def compare_command(
     cuts: o.Cuts = None,
     devices: o.Devices = None,
     deadline_s: o.Deadline = None,
-    steps: o.Steps = None,
-    epochs: o.Epochs = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
     out: Out = None,
     as_json: o.Json = False,
 ) -> None:
@@ -130,7 +133,7 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _live(quiet: bool) -> Iterator[Callable[[Begun | Ended | Event], None]]:
+def _live(quiet: bool) -> Iterator[Callable[[Begun | Resumed | Ended | Event], None]]:
     """The live line of a comparison, as what is to be notified."""
     line = _Line()
     try:
@@ -155,10 +158,13 @@ class _Line:
         self._began = time.perf_counter()
         self._run: Begun | None = None
 
-    def note(self, event: Begun | Ended | Event) -> None:
+    def note(self, event: Begun | Resumed | Ended | Event) -> None:
         """Show what an event tells."""
         if isinstance(event, Begun):
             self._begin(event)
+        elif isinstance(event, Resumed) and self._run is not None:
+            where = f"{self._run.variant.name} seed {self._run.seed}"
+            stderr.print(f"{where} was interrupted; it goes on after update {event.updates}.", markup=False)
         elif isinstance(event, Updated):
             self._update(event)
         elif isinstance(event, Ended):

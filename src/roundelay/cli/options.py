@@ -68,7 +68,7 @@ Clip = Annotated[
     str | None,
     typer.Option(
         help="Clip gradients: stage:NORM, each stage by its own norm; previous:NORM, by all gradients' norm of an "
-        "earlier batch; global:NORM, of the same batch (gpipe, 1f1b). [default: none]",
+        "earlier batch; global:NORM, of the same batch (rules that flush). [default: none]",
         metavar="BY:NORM",
     ),
 ]

@@ -16,11 +16,11 @@ from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
 from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Skipped, Updated
-from roundelay.api.keeping import evaluating
+from roundelay.api.keeping import Saving, evaluating
 from roundelay.api.length import Length
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
-from roundelay.api.training import Saving, Session, Trained, load_checkpoint
+from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.cli.accounts import accounts, gaps_between, loads_of, show_accounts, spans_of, stage_names
 from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run

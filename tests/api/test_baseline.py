@@ -1,0 +1,36 @@
+"""Plain PyTorch beside a run is the loop that everybody writes: it waits for its loader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD
+
+from roundelay.api.baseline import measure
+from roundelay.job import Job
+
+ROWS, LOAD_S = 4, 0.03
+
+
+def slowly(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ten batches, each of which takes a while to load."""
+    for _ in range(10):
+        time.sleep(LOAD_S)
+        yield torch.randn(ROWS, 6), torch.zeros(ROWS, dtype=torch.long)
+
+
+def test_what_the_loader_takes_counts() -> None:
+    job = Job(
+        model=nn.Linear(6, 3),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
+        batches=slowly,
+        optimizer=partial(SGD, lr=0.05),
+    )
+    found = measure(job, 0, 1)
+    assert found is not None
+    assert 0.0 < found.samples_per_second <= ROWS / LOAD_S
