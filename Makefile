@@ -40,8 +40,8 @@ verify-rules: $(DONE) ## The first of these alone; SHORT=--short takes minutes
 models: $(DONE) ## Verify networks and library models under each rule on 2 to 4 stages, print the table
 	@$(BIN)/python -m tests.models.table
 
-options: $(DONE) ## Verify each option under each rule; ignore each one and see its test fail
-	@$(BIN)/python -m tests.options.every_rule
+options: $(DONE) ## Verify each option under each rule; ignore each one, see its test fail; OPTIONS=--compile compiles too
+	@$(BIN)/python -m tests.options.every_rule $(OPTIONS)
 	@$(BIN)/python -m tests.options.table
 
 bench: $(DONE) ## Run the short form of every benchmark; the machine must be quiet
