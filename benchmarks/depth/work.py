@@ -2,7 +2,7 @@
 
 The simulator's throughput (`run.py`) counts no arithmetic of predictions. A prediction passes over all weights of a
 stage once, whatever the rows, and a forward and a backward take time for each row: so few rows are the worst case.
-Eight threads share the cores, and what counts is the time of all of them together, as a slope over the
+Eight processes share the cores, and what counts is the time of all of them together, as a slope over the
 number of updates.
 """
 
@@ -24,6 +24,7 @@ from roundelay.api.training import Length, Session
 D, WIDTH, HIDDEN = 8, 128, 512
 RULES = {
     "1f1b": ("1f1b", None, None),
+    "async mixed": ("async", None, "mixed"),
     "pipeoptim mixed": ("pipeoptim", "improved", "mixed"),
     "lookahead mixed": ("lookahead", None, "mixed"),
     "rehearse mixed": ("rehearse", None, "mixed"),
@@ -69,7 +70,7 @@ def session(rows: int, name: str, updates: int) -> Session:
         predictor=predictor,
         backward=backward,
         micro_batches=D,
-        transport="memory",
+        transport="shm",
         cuts="equal",
     )
     return Session(made, captured, plan, 0, Length(steps=updates))
@@ -79,9 +80,9 @@ def cpu_ms(rows: int, name: str, updates: int) -> float:
     """Milliseconds of CPU time per update, of all workers together."""
     used = []
     for count in (updates // 4, updates):
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         session(rows, name, count).run(notify=lambda event: None)
-        after = resource.getrusage(resource.RUSAGE_SELF)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return 1e3 * (used[1] - used[0]) / (updates - updates // 4)
 

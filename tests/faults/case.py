@@ -140,9 +140,11 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
         folder: where the run may write.
         server: starts the commands.
         go_on: whether to continue from the checkpoint that is left.
+        end_s: seconds in which everything must have ended.
+        epochs: of the run, if nothing strikes it.
     """
     pid = server.train(
-        folder, "--workers", case.workers, "--transport", case.transport, "--epochs", EPOCHS, "--out", "run"
+        folder, "--workers", case.workers, "--transport", case.transport, "--epochs", epochs, "--out", "run"
     )
     try:
         _until(_reached(case, folder, pid), pid)

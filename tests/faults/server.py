@@ -24,6 +24,8 @@ from roundelay.cli import app
 def begin(argv: list[str], folder: str) -> int:
     pid = os.fork()
     if pid:
+        while os.getpgid(pid) != pid:  # else whoever looks for the group at once finds nobody in it
+            time.sleep(0.0005)
         return pid
     os.setsid()
     os.chdir(folder)

@@ -61,7 +61,7 @@ def test_a_signal_to_a_worker_is_told_with_its_number(
 
 
 def test_a_run_restarts_from_its_checkpoint_by_itself(tmp_path: Path, server: Server) -> None:
-    epochs = 20
+    epochs = 40
     how = ("--workers", 2, "--transport", "gloo", "--epochs", epochs)
     pid = server.train(tmp_path, *how, "--out", "run", "--restarts", 2)
     metrics = tmp_path / "run" / "metrics.jsonl"
