@@ -90,7 +90,7 @@ def cpu_ms(rows: int, name: str, updates: int) -> float:
 def main() -> None:
     what = asked(__doc__ or "", 5)
     updates = 16
-    sizes = (2,) if what.short else (2, 32)
+    sizes = (2,) if what.short else (2, 16)
     rows, numbers = [], {}
     for size in sizes:
         found = alternate({name: functools.partial(cpu_ms, size, name, updates) for name in RULES}, what.repeats)
