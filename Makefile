@@ -49,7 +49,7 @@ bench: $(DONE) ## Run the short form of every benchmark; the machine must be qui
 	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.$$name.run --short $(BENCH) || exit 1; \
 	done
 
-faults: $(DONE) ## Strike 120 runs with signals and errors at random moments, and print the table
+faults: $(DONE) ## Strike 160 runs with signals and errors at random moments, and print the table
 	@$(BIN)/python -m tests.faults.table
 
 resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit

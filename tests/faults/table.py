@@ -1,4 +1,4 @@
-"""Strike many runs at random and print the table: ``python -m tests.faults.table --cases 120``."""
+"""Strike many runs at random and print the table: ``python -m tests.faults.table --cases 160``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.case import Case, Outcome, Server, draw, play
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=120)
+    parser.add_argument("--cases", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
