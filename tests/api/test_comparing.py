@@ -182,8 +182,12 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "c"
 
     def stop(event: Any) -> None:
-        if isinstance(event, Updated) and event.update >= 7 and present(folder / UNDER_WAY / "checkpoint").exists():
-            raise KeyboardInterrupt
+        if isinstance(event, Updated) and event.update >= 7:
+            patience = time.monotonic() + 3.0  # a slow disk
+            while time.monotonic() < patience:
+                if present(folder / UNDER_WAY / "checkpoint").exists():
+                    raise KeyboardInterrupt
+                time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
         compared(folder, weighed, notify=stop, **ONE_RUN)
