@@ -240,10 +240,6 @@ class Gatherer:
         seen = sum(u.rows for u in self.updates[first + 1 :]) + (rows if first < len(self.times) - 1 else 0)
         return seen / (now - self.times[first]) if now > self.times[first] else 0.0
 
-    def samples_per_second(self) -> float:
-        """Over the whole run, its first tenth left out as a warm-up."""
-        return samples_per_second(self.updates)
-
     def _state(self, report: Report) -> None:
         header = MicroBatch.of(tuple(report.data["header"]))
         parts = self._states[header.g]

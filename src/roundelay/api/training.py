@@ -9,7 +9,7 @@ from typing import Any
 
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.continuing import changed, initial, order_of
-from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated
+from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated, samples_per_second
 from roundelay.api.keeping import Keeper, Saving
 from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
@@ -218,7 +218,7 @@ class Session:
             updates=tuple(gatherer.updates),
             evaluations=tuple(keeper.evaluations),
             snapshot=last,
-            samples_per_second=gatherer.samples_per_second(),
+            samples_per_second=samples_per_second(gatherer.updates),
             micro_losses=gatherer.micro_losses,
             micro_metrics=gatherer.micro_metrics,
             micro_scales=gatherer.micro_scales,
