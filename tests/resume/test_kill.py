@@ -10,7 +10,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from roundelay.observe.checkpoint import load
 from tests.faults.case import Server, members
 from tests.resume.job import BATCHES
-from tests.resume.kill import END_S, JOB, LATE, Case, differences, losses_told, play, whole
+from tests.resume.kill import END_S, JOB, Case, differences, losses_told, play, whole
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes"),
@@ -40,12 +39,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_process_is_killed_and_the_run_goes_on(case: Case, tmp_path: Path, server: Server) -> None:
-    for attempt in range(4):  # on a busy machine a kill may come when the run is over, and then shows nothing
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        outcome = play(replace(case, seed=case.seed + attempt), folder, server)
-        if outcome.faults != (LATE,):
-            break
+    outcome = play(case, tmp_path, server)
     assert not outcome.faults, outcome
     assert outcome.amid or not case.amid, "no kill fell into a checkpoint"
 
