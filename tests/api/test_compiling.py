@@ -14,6 +14,7 @@ from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
 from roundelay.errors import PlanError
 from roundelay.frontend.compiled import Compiled, _key
+from roundelay.frontend.precision import DTYPES
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from tests.api.jobs import make
@@ -62,6 +63,44 @@ def test_a_compiled_run_equals_the_reference_bit_for_bit_where_its_shapes_are_kn
     share = {"memory": 2, "gloo": 1}[transport]  # forked workers count for themselves
     assert found == [8] * (share * 2 * 5)
     assert plain == [5] * (share * 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "backward", "precision"),
+    [("1f1b", "stash", "fp16"), ("pipeoptim", "recompute", "bf16"), ("pipedream", "stash", "bf16")],
+)
+def test_a_compiled_run_computes_in_the_precision_of_its_plan(
+    rule: str, backward: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: set[torch.dtype] = set()
+    original = Compiled.__call__
+
+    def noted(self: Compiled, *args: Any) -> Any:
+        results = original(self, *args)
+        if _key(args) in self.known:
+            made.update(result.dtype for result in results)
+        return results
+
+    monkeypatch.setattr(Compiled, "__call__", noted)
+    asked = {"rule": rule, "backward": backward, "workers": 2}
+    lowered = asked | {"precision": precision} | ({"loss_scale": "256"} if precision == "fp16" else {})
+    compiled, plain, full = (_losses(fields) for fields in (lowered | {"compile": True}, lowered, asked))
+    assert made == {DTYPES[precision]}
+    assert torch.allclose(compiled, plain, rtol=5e-3)
+    assert not torch.allclose(compiled, full, rtol=1e-6)
+
+
+def _losses(fields: dict[str, Any]) -> Tensor:
+    """Losses of a run, which equals its reference."""
+    result = verify_session(_session(fields))
+    assert result.equal, result.difference
+    return torch.tensor([update.loss for update in _session(fields).run(notify=lambda event: None).updates])
+
+
+def _session(fields: dict[str, Any]) -> Session:
+    job = make(model(), batches=batches)
+    captured = capture(job)
+    return Session(job, captured, plan(job, captured=captured, **fields), 0, Length(steps=STEPS))
 
 
 def test_the_plan_says_it_and_its_text_keeps_it(planned: tuple[Job, Any, Plan]) -> None:

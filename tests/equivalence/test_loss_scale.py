@@ -258,7 +258,6 @@ def test_only_rules_that_flush_wait_for_the_news() -> None:
         ({"precision": "bf16", "loss_scale": "1024"}, "loss_scale of the plan: got 1024 beside precision bf16"),
         ({"loss_scale": "dynamic"}, "loss_scale of the plan: got dynamic beside precision fp32"),
         ({"precision": "fp16", "loss_scale": "1000"}, "loss_scale of the plan: got '1000'"),
-        ({"precision": "fp16", "loss_scale": "2", "compile": True}, "precision of the plan: got fp16 beside compile"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], why: str) -> None:

@@ -213,6 +213,17 @@ OPTIONS = (
         ("tests/api/test_compiling.py", "-k", "compiled_run_equals"),
     ),
     Break(
+        "--compile in a lower precision",
+        (
+            Edit(
+                "frontend/compiled.py",
+                "with _settings(self.saves_all), self.autocast():",
+                "with _settings(self.saves_all):",
+            ),
+        ),
+        ("tests/api/test_compiling.py", "-k", "precision_of_its_plan"),
+    ),
+    Break(
         "metrics beside the loss",
         (Edit("runtime/handlers.py", 'told["metrics"] = ', 'told["unheard"] = '),),
         (EQUIVALENCE + "test_metrics.py::test_they_are_those_of_the_whole_batch",),

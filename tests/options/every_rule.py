@@ -95,8 +95,12 @@ OPTIONS = {
     "BatchNorm": Option(model="norm", ends="counted"),
     "metrics": Option(model="told", ends="same"),
 }
-COMPILED = {"compile": Option(plan={"compile": True})}
-"""Asked for apart: takes minutes more."""
+COMPILED = {
+    "compile": Option(plan={"compile": True}),
+    "compile bf16": Option(plan={"compile": True, "precision": "bf16"}, beside="compile"),
+    "compile fp16": Option(plan={"compile": True, "precision": "fp16", "loss_scale": "1024"}, beside="compile"),
+}
+"""Asked for apart: take minutes more."""
 
 
 def _frozen() -> Bench:
@@ -139,13 +143,16 @@ def _plan(line: str, option: str) -> Plan:
 
 
 def refused(line: str, option: str) -> bool:
-    """Whether a rule must refuse an option: no norm of a batch's own without a flush, no compiled halves, and nothing
-    that a mode does already.
+    """Whether a rule must refuse an option: no norm of a batch's own without a flush, no compiled halves, no compiled
+    tape in which weights are to be exchanged for others that are cast, and nothing that a mode does already.
     """
-    if option == "recompute" and LINES[line].backward == "recompute":
-        return True
-    schedule = schedule_named(rule_named(LINES[line].rule).schedule)
-    return (schedule.halved and option == "compile") or (option == "clip global" and schedule.window != "batch")
+    schedule, mode = schedule_named(rule_named(LINES[line].rule).schedule), LINES[line].backward
+    return (
+        (option == "recompute" and mode == "recompute")
+        or (option in COMPILED and schedule.halved)
+        or (option in ("compile bf16", "compile fp16") and mode == "mixed")
+        or (option == "clip global" and schedule.window != "batch")
+    )
 
 
 def outcome(line: str, option: str) -> str:

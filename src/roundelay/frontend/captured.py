@@ -53,7 +53,7 @@ class Captured:
     _describe: Callable[[], Graph]
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
-    _compiled: dict[tuple[SegmentSpec, torch.device, bool], Compiled] = field(default_factory=dict)
+    _compiled: dict[tuple[SegmentSpec, torch.device, str, bool], Compiled] = field(default_factory=dict)
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
@@ -197,11 +197,10 @@ class Captured:
     def _segment(self, spec: SegmentSpec, device: torch.device) -> Segment:
         if (spec, device) not in self._pieces:
             self._pieces[spec, device] = placed(_piece(self._exported, self.graph, spec), device)
-        call = self._call_of(spec, device)
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
-        return Segment(spec, self._lowered(call, device), trainable, wanted, mutated, casts=self.precision != FULL)
+        return Segment(spec, self._call_of(spec, device), trainable, wanted, mutated, casts=self.precision != FULL)
 
     def _lowered(self, call: Call, device: torch.device) -> Call:
         return call if self.precision == FULL else Lowered(call, self.precision, device)
@@ -211,11 +210,13 @@ class Captured:
         return changed(made, call=self._lowered(made.call, device))
 
     def _call_of(self, spec: SegmentSpec, device: torch.device) -> Call:
+        piece = self._pieces[spec, device]
+        plain = self._lowered(piece.forward, device)
         if self.mode is None:
-            return self._pieces[spec, device].forward
-        key = (spec, device, self.mode == "mixed")
+            return plain
+        key = (spec, device, self.precision, saves_all := self.mode == "mixed")
         if key not in self._compiled:
-            self._compiled[key] = Compiled(self._pieces[spec, device], saves_all=self.mode == "mixed")
+            self._compiled[key] = Compiled(piece, plain, partial(autocast, self.precision, device), saves_all=saves_all)
         return self._compiled[key]
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -36,18 +36,27 @@ class Compiled:
 
     Args:
         piece: the segment as a graph of parameters, buffers, inputs and the draw key.
+        plain: what computes it uncompiled, in the precision of the plan.
+        autocast: makes the context in which the compiler sees that precision's casts, and compiles them in.
         saves_all: the tape holds all that backward needs, and nothing is computed again.
     """
 
-    def __init__(self, piece: torch.fx.GraphModule, *, saves_all: bool) -> None:
-        self.piece, self.saves_all = piece, saves_all
+    def __init__(
+        self,
+        piece: torch.fx.GraphModule,
+        plain: Call,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *,
+        saves_all: bool,
+    ) -> None:
+        self.piece, self.plain, self.autocast, self.saves_all = piece, plain, autocast, saves_all
         #: shapes of a call's tensors to the compiled function
         self.known: dict[Key, Call] = {}
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Call it; see :attr:`roundelay.frontend.segment.Segment.call`."""
         made = self.known.get(_key(args))
-        results: Sequence[Any] = self.piece.forward(*args) if made is None else made(*_tensors(args))
+        results: Sequence[Any] = self.plain(*args) if made is None else made(*_tensors(args))
         return results
 
     def learn(self, *args: Any) -> Sequence[Any]:
@@ -75,7 +84,7 @@ class Compiled:
                 warnings.simplefilter("ignore")  # of torch's to torch: deprecations within inductor
                 from torch._inductor.compile_fx import compile_fx  # imports for seconds: only who compiles waits
 
-                with _settings(self.saves_all):
+                with _settings(self.saves_all), self.autocast():
                     made: Any = compile_fx(graph, _tensors(args))
         except Exception as error:  # whatever torch, the compiler or an operator without a lowering says
             raise self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}") from error

@@ -134,12 +134,12 @@ def check_precision(plan: Plan) -> None:
         PlanError: naming the field.
     """
     _one_of("precision", plan.precision, PRECISIONS, "in which stages compute")
-    if plan.precision != PRECISIONS[0] and plan.compile:
+    if plan.precision != PRECISIONS[0] and plan.compile and plan.backward == "mixed":
         raise PlanError(
             "precision of the plan",
-            got=f"{plan.precision} beside compile = true",
-            expected="fp32: compiled stages have been tried in single precision only",
-            remedy="Leave --precision or --compile out.",
+            got=f"{plan.precision} beside compile = true and backward mode mixed",
+            expected="fp32: the tape of a compiled stage holds casts of the forward's weights, and nothing tells which",
+            remedy="Leave --precision or --compile out, or choose another mode by --backward where the rule has one.",
         )
 
 
