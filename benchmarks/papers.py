@@ -92,6 +92,17 @@ class Found:
         values = self.values(title, pick)
         return self.case.scale * statistics.fmean(values) if values else math.nan
 
+    def gap(self, below: str, above: str, pick: Callable[[Outcome, str], float]) -> str:
+        """How far one line is above another: mean and standard error over the seeds that both have finished."""
+        low, high = (
+            {o.seed: self.case.scale * pick(o, self.case.metric) for o in self.outcomes[title] if o.diverged is None}
+            for title in (below, above)
+        )
+        gaps = [high[seed] - low[seed] for seed in low.keys() & high.keys()]
+        if len(gaps) < 2:
+            return f"{gaps[0]:+.1f}" if gaps else "–"
+        return f"{statistics.fmean(gaps):+.1f} ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
+
     def text(self, title: str, pick: Callable[[Outcome, str], float]) -> str:
         """Mean ± standard deviation over seeds."""
         values = [self.case.scale * value for value in self.values(title, pick)]
@@ -112,6 +123,11 @@ def last(outcome: Outcome, name: str) -> float:
 def best(outcome: Outcome, name: str) -> float:
     """The highest value of a metric in a run."""
     return max(point.value for point in measure_of(outcome, name))
+
+
+def average(outcome: Outcome, name: str) -> float:
+    """A metric's mean over the evaluations of a run, which tells how soon it learns beside how far."""
+    return statistics.fmean(point.value for point in measure_of(outcome, name))
 
 
 def updates_to(outcome: Outcome, name: str, target: float) -> float:

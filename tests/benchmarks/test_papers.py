@@ -81,7 +81,19 @@ def test_an_order_that_does_not_hold_is_said(two_bw: float, holds: str) -> None:
     values = {paper.GPIPE: 0.95, paper.PIPEDREAM: 0.8, paper.TWO_BW: two_bw, paper.SPECTRAIN: 0.92}
     values |= {paper.PIPEOPTIM: 0.93, "CDP-v2": 0.94}
     found = Found(case(), {title: [outcome(value)] for title, value in values.items()})
-    assert f"}} {holds}; PipeOptim is +2.0 below" in pipeoptim.ordered(found)
+    said = pipeoptim.ordered(found, papers.last)
+    assert f"}} {holds}; over PipeDream-2BW, by seed: PipeDream {80 - 100 * two_bw:+.1f}, SpecTrain" in said
+    assert said.endswith("over PipeOptim: GPipe +2.0.")
+
+
+def test_a_gap_is_that_of_runs_with_the_same_seed() -> None:
+    low = [replace(outcome(value), seed=seed) for seed, value in enumerate((0.1, 0.5, 0.2))]
+    high = [replace(outcome(0.0, value), seed=seed) for seed, value in ((1, 0.6), (0, 0.4))]
+    lost = replace(outcome(0.9, diverged=1), seed=2)
+    found = Found(case(), {"low": low, "high": [*high, lost], "none": [lost]})
+    assert found.gap("low", "high", papers.last) == "+20.0 ± 10.0"
+    assert found.gap("low", "high", papers.average) == "-5.0 ± 15.0"
+    assert found.gap("low", "none", papers.last) == "–"
 
 
 def test_every_line_of_the_papers_is_a_rule_that_can_be_planned() -> None:
