@@ -72,22 +72,38 @@ def test_a_compiled_run_equals_the_reference_bit_for_bit_where_its_shapes_are_kn
 def test_a_compiled_run_computes_in_the_precision_of_its_plan(
     rule: str, backward: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: set[torch.dtype] = set()
+    made = _dtypes_made(monkeypatch)
+    asked = {"rule": rule, "backward": backward, "workers": 2}
+    lowered = asked | {"precision": precision} | ({"loss_scale": "256"} if precision == "fp16" else {})
+    compiled, plain, full = (_losses(fields) for fields in (lowered | {"compile": True}, lowered, asked))
+    assert made == {(True, DTYPES[precision]), (False, DTYPES[precision])}
+    assert torch.allclose(compiled, plain, rtol=5e-3)
+    assert not torch.allclose(compiled, full, rtol=1e-6)
+
+
+def test_a_model_that_is_compiled_in_two_precisions_computes_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _dtypes_made(monkeypatch)
+    job = make(model(), batches=batches)
+    captured = capture(job)
+    for precision, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        chosen = plan(job, captured=captured, workers=2, rule="1f1b", precision=precision, compile=True, cuts="equal")
+        Session(job, captured, chosen, 0, Length(steps=3)).run(notify=lambda event: None)
+        assert made == {(True, dtype), (False, dtype)}
+        made.clear()
+
+
+def _dtypes_made(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, torch.dtype]]:
+    """Filled with what segments give from now on: whether compiled, and the dtype."""
+    made: set[tuple[bool, torch.dtype]] = set()
     original = Compiled.__call__
 
     def noted(self: Compiled, *args: Any) -> Any:
         results = original(self, *args)
-        if _key(args) in self.known:
-            made.update(result.dtype for result in results)
+        made.update((_key(args) in self.known, result.dtype) for result in results)
         return results
 
     monkeypatch.setattr(Compiled, "__call__", noted)
-    asked = {"rule": rule, "backward": backward, "workers": 2}
-    lowered = asked | {"precision": precision} | ({"loss_scale": "256"} if precision == "fp16" else {})
-    compiled, plain, full = (_losses(fields) for fields in (lowered | {"compile": True}, lowered, asked))
-    assert made == {DTYPES[precision]}
-    assert torch.allclose(compiled, plain, rtol=5e-3)
-    assert not torch.allclose(compiled, full, rtol=1e-6)
+    return made
 
 
 def _losses(fields: dict[str, Any]) -> Tensor:

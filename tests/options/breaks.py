@@ -224,6 +224,20 @@ OPTIONS = (
         ("tests/api/test_compiling.py", "-k", "precision_of_its_plan"),
     ),
     Break(
+        "--compile in a lower precision, short batches",
+        (
+            Edit(
+                "frontend/compiled.py", "self.plain(*args) if made is None", "self.piece.forward(*args) if made is None"
+            ),
+        ),
+        ("tests/api/test_compiling.py", "-k", "precision_of_its_plan"),
+    ),
+    Break(
+        "--compile in two precisions",
+        (Edit("frontend/captured.py", "device, self.precision, saves_all :=", "device, FULL, saves_all :="),),
+        ("tests/api/test_compiling.py", "-k", "two_precisions"),
+    ),
+    Break(
         "metrics beside the loss",
         (Edit("runtime/handlers.py", 'told["metrics"] = ', 'told["unheard"] = '),),
         (EQUIVALENCE + "test_metrics.py::test_they_are_those_of_the_whole_batch",),

@@ -67,14 +67,14 @@ class Option:
         job: fields of the job that do.
         model: a key of :data:`BENCHES`.
         ends: what is expected of the run's end: ``other`` weights than without it, the ``same``, or a key's own check.
-        beside: another option that is there with and without it; none unless told.
+        beside: options whose ends it is told from: none unless told, or what it is made of.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     model: str = "plain"
     ends: str = "other"
-    beside: str = ""
+    beside: tuple[str, ...] = ("",)
 
 
 TOO_LARGE = "dynamic:4194304:2"
@@ -90,15 +90,17 @@ OPTIONS = {
     "bf16": Option(plan={"precision": "bf16"}),
     "recompute": Option(plan={"recompute": ("all",)}, ends="recomputed"),
     "fp16": Option(plan={"precision": "fp16", "loss_scale": "1024"}),
-    "loss scale": Option(plan={"precision": "fp16", "loss_scale": TOO_LARGE}, beside="fp16"),
+    "loss scale": Option(plan={"precision": "fp16", "loss_scale": TOO_LARGE}, beside=("fp16",)),
     "frozen": Option(model="frozen", ends="frozen"),
     "BatchNorm": Option(model="norm", ends="counted"),
     "metrics": Option(model="told", ends="same"),
 }
 COMPILED = {
     "compile": Option(plan={"compile": True}),
-    "compile bf16": Option(plan={"compile": True, "precision": "bf16"}, beside="compile"),
-    "compile fp16": Option(plan={"compile": True, "precision": "fp16", "loss_scale": "1024"}, beside="compile"),
+    "compile bf16": Option(plan={"compile": True, "precision": "bf16"}, beside=("compile", "bf16")),
+    "compile fp16": Option(
+        plan={"compile": True, "precision": "fp16", "loss_scale": "1024"}, beside=("compile", "fp16")
+    ),
 }
 """Asked for apart: take minutes more."""
 
@@ -171,7 +173,7 @@ def outcome(line: str, option: str) -> str:
 def _ends(option: Option, line: str, bits: str) -> str:
     """What is wrong with the end of a run."""
     if option.ends in ("other", "same"):
-        same = bits == ran(line, option.beside)[1]
+        same = any(bits == ran(line, name)[1] for name in option.beside)
         found = "those" if same else "others than those"
         return "" if same == (option.ends == "same") else f"the weights are {found} without it"
     if option.ends == "recomputed":
