@@ -16,8 +16,9 @@ import pytest
 
 from roundelay.observe.checkpoint import load
 from tests.faults.case import Server, members
+from tests.resume import kill
 from tests.resume.job import BATCHES
-from tests.resume.kill import END_S, JOB, Case, differences, losses_told, play, whole
+from tests.resume.kill import END_S, JOB, LATE, Case, Outcome, differences, losses_told, play, whole
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes"),
@@ -42,6 +43,22 @@ def test_every_process_is_killed_and_the_run_goes_on(case: Case, tmp_path: Path,
     outcome = play(case, tmp_path, server)
     assert not outcome.faults, outcome
     assert outcome.amid or not case.amid, "no kill fell into a checkpoint"
+
+
+@pytest.mark.parametrize(("late", "played"), [(0, 1), (2, 3), (9, 5)])
+def test_a_kill_that_came_too_late_shows_nothing_and_is_played_again_at_other_moments(
+    late: int, played: int, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def once(case: Case, folder: Path, server: Server) -> Outcome:
+        seeds.append(case.seed)
+        return Outcome((), 0, 0, (LATE,) if len(seeds) <= late else ("another fault",))
+
+    monkeypatch.setattr(kill, "play_once", once)
+    outcome = play(CASES[0], tmp_path, server)
+    assert outcome.faults == ((LATE,) if late > played else ("another fault",))
+    assert len(set(seeds)) == len(seeds) == played
 
 
 @pytest.mark.parametrize(("rule", "micro_batches"), [("pipeoptim", 1), ("cdp-v2", 3)])
