@@ -2,8 +2,8 @@
 
 D = 2 and D = 4 stages of one 16 x 16 linear layer each, 8 micro-batches of 4 rows, SGD, processes over gloo. CPU time
 is that of the processes, user and system, as a slope over the number of steps, so that start and end do not count.
-Beside ours and torch's stand loops written out by hand for this model (`bare.py`, `kept.py`): what is left when all
-else is.
+Beside ours and torch's stand loops written out by hand for this model (`bare.py`, `kept.py`), what is left when all
+else is; and our own worker with only its computing written out by hand (`ours.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from benchmarks import rival
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.overhead import bare, kept
+from benchmarks.overhead.ours import handlers
 from benchmarks.schedule.run import WIDTH, M, job
 from roundelay import capture, plan
 from roundelay.api.training import Length, Session
@@ -48,12 +49,13 @@ def session(rule: str, transport: str, size: int, updates: int) -> Session:
     return Session(made, captured, chosen, 0, Length(steps=updates))
 
 
-def ours(rule: str, transport: str, size: int, steps: int) -> float:
+def ours(rule: str, transport: str, size: int, steps: int, *, by_hand: bool = False) -> float:
     """Milliseconds of CPU time per worker and micro-batch."""
     used = []
     for updates in (steps // 4, steps):
+        own = handlers(size, M, WIDTH) if by_hand else None
         before = _cpu(transport)
-        session(rule, transport, size, updates).run(notify=lambda event: None)
+        session(rule, transport, size, updates).run(notify=lambda event: None, handlers=own)
         used.append(_cpu(transport) - before)
     return 1e3 * (used[1] - used[0]) / ((steps - steps // 4) * M * size)
 
@@ -74,7 +76,9 @@ def main() -> None:
         for name, least in BY_HAND.items():
             candidates[f"D = {size}: by hand, {name}"] = functools.partial(least, size, M, steps, WIDTH)
         for transport in TRANSPORTS:
-            candidates[f"D = {size}: ours, {transport}"] = functools.partial(ours, "1f1b", transport, size, 2 * steps)
+            mine = functools.partial(ours, "1f1b", transport, size, 2 * steps)
+            candidates[f"D = {size}: ours, {transport}"] = mine
+            candidates[f"D = {size}: ours, {transport}, computing by hand"] = functools.partial(mine, by_hand=True)
     found = alternate(candidates, what.repeats)
     rows = []
     for name, values in found.items():

@@ -144,7 +144,7 @@ class Gatherer:
         num_stages: stages, each of which hands over its own state.
         num_workers: D.
         notify: told of every update.
-        on_snapshot: told when every stage has handed over its state of one version.
+        on_snapshot: told when every stage has handed over its state of one version, and each epoch's first batch.
         rates: from an update's number to its learning rates.
     """
 
@@ -153,7 +153,7 @@ class Gatherer:
         num_stages: int,
         num_workers: int,
         notify: Notify,
-        on_snapshot: Callable[[Snapshot], None],
+        on_snapshot: Callable[[Snapshot, Mapping[int, int]], None],
         rates: Rates,
     ) -> None:
         self.num_stages, self.notify, self.on_snapshot, self.rates = num_stages, notify, on_snapshot, rates
@@ -246,7 +246,8 @@ class Gatherer:
         parts.append(report)
         if len(parts) < self.num_stages:
             return
-        self.on_snapshot(_joined(header, sorted(self._states.pop(header.g), key=lambda r: r.data["stage"])))
+        whole = _joined(header, sorted(self._states.pop(header.g), key=lambda r: r.data["stage"]))
+        self.on_snapshot(whole, self.epoch_starts)
 
 
 def samples_per_second(updates: Sequence[Updated]) -> float:

@@ -200,11 +200,8 @@ class Session:
             gatherer.take(report)
             keeper.pass_on(notify)
 
-        def on_snapshot(snapshot: Snapshot) -> None:
-            keeper.keep(snapshot, gatherer.epoch_starts)
-
         rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
-        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, on_snapshot, rates.at)
+        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, rates.at)
         if self.drained is not None:
             notify(self.drained)
         try:
