@@ -26,7 +26,7 @@ from roundelay.api.charting import write_comparison
 from roundelay.api.comparing import Begun, Compared
 from roundelay.api.outcomes import Outcome
 from roundelay.api.tabulating import Aims, measure_of
-from roundelay.errors import RoundelayError
+from roundelay.errors import RoundelayError, UsageError
 from roundelay.job import OptimizerFactory
 
 D = 4
@@ -215,33 +215,70 @@ def beside(found: Iterable[Found], titles: Sequence[str], pick: Callable[[Outcom
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asked for: names of parts, seeds, the folder of runs, and whether the short form."""
+    """What the command line asked for: names of parts, seeds, the folder of runs, and whether the short form.
+
+    Of the cases and rules all, if none are named: of cases, parts of their titles; of rules, with predictor and mode.
+    """
 
     parts: Sequence[str]
     seeds: int
     out: Path
     short: bool
+    cases: Sequence[str] = ()
+    rules: Sequence[str] = ()
 
     def run(self, cases: Sequence[Case]) -> list[Found]:
         """Run the cases; in the short form the first one only, for an epoch, so without the paper's figures."""
         if self.short:
             cases = [replace(case, epochs=1, paper={}) for case in cases[:1]]
-        return [run(case, self.seeds, self.out) for case in cases]
+        return [run(case, self.seeds, self.out) for case in self.wanted(cases)]
+
+    def wanted(self, cases: Sequence[Case]) -> list[Case]:
+        """The cases, with the lines, that were asked for.
+
+        Raises:
+            UsageError: something named is of none.
+        """
+        titles, rules = [case.title for case in cases], {line.rule for case in cases for line in case.lines}
+        strange = [part for part in self.cases if not any(part in title for title in titles)]
+        if strange := [*strange, *(rule for rule in self.rules if rule not in rules)]:
+            raise UsageError(
+                "--case and --rule",
+                got=", ".join(strange),
+                expected=f"parts of {', '.join(map(repr, titles))}, and rules among {', '.join(sorted(rules))}",
+                remedy="Name some of these, or leave both options out to run all.",
+            )
+        named = [case for case in cases if not self.cases or any(part in case.title for part in self.cases)]
+        return [replace(case, lines=lines) for case in named if (lines := self._lines(case))]
+
+    def _lines(self, case: Case) -> list[Line]:
+        return [line for line in case.lines if not self.rules or line.rule in self.rules]
 
 
-def asked(description: str, parts: Sequence[str], short_parts: Sequence[str], out: str) -> Asked:
-    """Parse the command line."""
+def asked(
+    description: str, parts: Sequence[str], short_parts: Sequence[str], out: str, narrowed: Sequence[str] = ()
+) -> Asked:
+    """Parse the command line; of the ``narrowed`` parts it may ask for some cases and rules only."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--table", "--figure", dest="parts", action="append", choices=parts, help="default: all")
     parser.add_argument("--seeds", type=int, help="default: 5, in the short form 1")
+    several = {"action": "append", "default": []}
+    if narrowed:
+        parser.add_argument("--case", dest="cases", **several, help=f"of {', '.join(narrowed)}: part of a title")
+        parser.add_argument("--rule", dest="rules", **several, help="of the same: RULE[:PREDICTOR][:MODE]")
+    else:
+        parser.set_defaults(cases=[], rules=[])
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder of the runs; default: {out}")
     parser.add_argument("--short", action="store_true", help="the form that `make bench` runs: shows that it works")
     parser.add_argument("--anyway", action="store_true", help="taken for the sake of `make bench`: nothing is timed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     chosen = args.parts or (short_parts if args.short else parts)
+    if (args.cases or args.rules) and (whole := [name for name in chosen if name not in narrowed]):
+        parser.error(f"--case and --rule are for {', '.join(narrowed)}, not for {', '.join(whole)}")
     out_folder = args.out / "short" if args.short else args.out
-    return Asked(chosen, args.seeds or (1 if args.short else 5), out_folder, args.short)
+    seeds = args.seeds or (1 if args.short else 5)
+    return Asked(chosen, seeds, out_folder, args.short, args.cases, args.rules)
 
 
 def tell(parts: Mapping[str, Callable[[Asked], str]], what: Asked) -> None:

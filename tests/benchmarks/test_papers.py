@@ -86,6 +86,25 @@ def test_an_order_that_does_not_hold_is_said(two_bw: float, holds: str) -> None:
     assert said.endswith("over PipeOptim: GPipe +2.0.")
 
 
+def test_an_order_of_some_rules_is_not_said_to_hold() -> None:
+    values = {paper.TWO_BW: 0.9, paper.PIPEOPTIM: 0.93}
+    found = Found(case(), {title: [outcome(value)] for title, value in values.items()})
+    said = pipeoptim.ordered(found, papers.last)
+    assert said.endswith("is not asked of all rules; over PipeDream-2BW, by seed: PipeOptim +3.0.")
+    assert "nothing to order" in pipeoptim.ordered(Found(case(), {}), papers.last)
+
+
+def test_only_the_cases_and_rules_that_were_named_are_run() -> None:
+    asked = papers.Asked([], 1, Path(), False, ["0.02"], ["gpipe", "cdp-v2"])
+    (one,) = asked.wanted(pipeoptim.on_digits())
+    assert "0.02" in one.title
+    assert [line.rule for line in one.lines] == ["gpipe", "cdp-v2"]
+    assert [len(one.lines) for one in papers.Asked([], 1, Path(), False).wanted([case(), case()])] == [2, 2]
+    for wrong in (replace(asked, cases=["0.01", "0.03"]), replace(asked, rules=["gpipe", "0.03"])):
+        with pytest.raises(UsageError, match=r"got 0\.03;"):
+            wrong.wanted(pipeoptim.on_digits())
+
+
 def test_a_gap_is_that_of_runs_with_the_same_seed() -> None:
     low = [replace(outcome(value), seed=seed) for seed, value in enumerate((0.1, 0.5, 0.2))]
     high = [replace(outcome(0.0, value), seed=seed) for seed, value in ((1, 0.6), (0, 0.4))]
