@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
+import pytest
+
+import roundelay
+from roundelay.api import training
+from roundelay.api.gathering import Gatherer
 from roundelay.runtime.garbage import EVERY, GROWTH, settled
+from tests.api.jobs import make
 
 
 class Node:
@@ -33,3 +40,22 @@ def test_the_garbage_of_many_runs_is_collected() -> None:
         with settled():
             left.append(weakref.ref(Node()))
     assert sum(one() is not None for one in left) < 0.7 * runs
+
+
+def test_what_a_run_has_told_goes_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Gatherer]] = []
+
+    def gatherer(*given: Any) -> Gatherer:
+        one = Gatherer(*given)
+        made.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(training, "Gatherer", gatherer)
+    gc.disable()
+    try:
+        job = make()
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="memory"), steps=2)
+        assert len(made) == 1
+        assert made[0]() is None
+    finally:
+        gc.enable()
