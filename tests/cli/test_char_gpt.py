@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 import roundelay
 from roundelay.cli.job_file import load_job
 from roundelay.ir.graph import Graph
@@ -13,6 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
 STEPS = 40
 
 
+@pytest.mark.timeout(400)  # ten seconds of two cores, or minutes on a busy machine
 def test_the_default_job_falls_below_the_unigram_entropy_within_its_first_updates() -> None:
     job = load_job(EXAMPLE, 0)
     captured = roundelay.capture(job)

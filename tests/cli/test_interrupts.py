@@ -18,9 +18,11 @@ from tests.cli.harness import SCREEN_LINES, Said, finish, job_file, start
 #: Seconds that a command may take to come to life on a busy machine, and to end.
 START_S, END_S = 60.0, 10.0
 SLOW = """
-import time
+import pathlib, time
 
 def slow(epoch):
+    while epoch > 1 and pathlib.Path("../hold").exists():
+        time.sleep(0.05)
     for batch in mlp.batches(epoch):
         time.sleep(0.05)
         yield batch
@@ -117,7 +119,7 @@ def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         assert ended(process).code == 130
     with running(workplace, "train", job, *OPTIONS) as process:
-        time.sleep(0.5)  # torch is being loaded
+        until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)  # being loaded
         os.kill(process.pid, signal.SIGINT)
         said = ended(process)
     assert said.code in (130, -signal.SIGINT)
@@ -161,11 +163,14 @@ def test_a_killed_worker_is_told_by_name_and_signal_and_a_killed_launcher_takes_
 
 
 def test_two_runs_at_once_work_and_nobody_outside_can_reach_them(workplace: Path) -> None:
+    hold = workplace / "hold"  # the first may not be over before the second trains
+    hold.touch()
     with two_in_training(workplace, "--transport", "gloo", "--steps", 30) as runs:
         for _, process in runs:
             members = group(process)
             assert len(members) == 3
             assert all(address in LOOPBACK for address in listeners(members)), listeners(members)
+        hold.unlink()
         assert [finish(process).code for _, process in runs] == [0, 0]
 
 
