@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -221,13 +220,13 @@ def test_a_running_stage_holds_as_many_predictions_as_the_simulator_counts(
 ) -> None:
     """Counted at the moment that one more is made: whatever it takes the place of must be gone by then."""
     alive: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-    most: dict[str, int] = {}
+    most: dict[int, int] = {}
 
     def counted(optimizer: Optimizer, group: Any, weight: torch.Tensor, **rest: Any) -> torch.Tensor:
         predicted = predict(optimizer, group, weight, **rest)
         others = [ref for ref in alive.get(id(weight), []) if ref() is not None]
         alive[id(weight)] = [*others, weakref.ref(predicted)]
-        stage = threading.current_thread().name
+        stage = id(optimizer)  # each stage has its own
         most[stage] = max(most.get(stage, 0), len(alive[id(weight)]))
         return predicted
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, final
@@ -126,9 +126,16 @@ class Device(ABC):
 
 @final
 class Host(Device):
-    """The CPU: everything is as it is."""
+    """The CPU: everything is as it is.
+
+    Args:
+        watch: put around the handlers.
+    """
 
     place = torch.device(CPU)
+
+    def __init__(self, watch: Callable[[Handlers], Handlers] = lambda handlers: handlers) -> None:
+        self._watch = watch
 
     def active(self) -> AbstractContextManager[Any]:
         """Nothing changes."""
@@ -143,8 +150,8 @@ class Host(Device):
         return data
 
     def watched(self, handlers: Handlers) -> Handlers:
-        """The handlers themselves."""
-        return handlers
+        """As whoever made this device wants it; else the handlers themselves."""
+        return self._watch(handlers)
 
     def spans(self, told: list[Told], dropped: int) -> list[Told]:
         """As they are."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from roundelay.runtime.device import Device, device_of
+from roundelay.runtime.device import HOST, Device, Host, device_of
+from roundelay.runtime.pool import Pool
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.streams import streamed
 from roundelay.runtime.tally import Listener, Tally
-from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.schedules import num_workers
 from roundelay.transport.contract import Endpoint
 from roundelay.transport.driver import Cuda
@@ -28,33 +31,57 @@ HANDFUL_S = 0.01
 _TICK_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class _Gang:
+    """Threads that are to be started, the endpoints of the workers that they carry on, and what ends the threads."""
+
+    threads: Sequence[threading.Thread]
+    endpoints: Sequence[Endpoint]
+    stop: Callable[[], object]
+
+
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     size = num_workers(task.plan)
     devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
-    handing = streamed(memory_endpoints(size), devices, Cuda())
-    endpoints = [wrap(endpoint) for endpoint in handing]
-    threads = [
-        threading.Thread(target=_main, args=(task, k, end, reports.put, device), name=f"worker {k}", daemon=True)
-        for k, (end, device) in enumerate(zip(endpoints, devices, strict=True))
-    ]
+    shared = wrap is unchanged and all(device is HOST for device in devices)
+    gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)
     tally = Tally(size, listen)
     try:
-        for thread in threads:
+        for thread in gang.threads:
             thread.start()
         follow(reports, tally)
     finally:
         if tally.failures or len(tally.ended) < size:
-            for endpoint in endpoints:
+            for endpoint in gang.endpoints:
                 endpoint.abort("the run was ended")
         deadline = time.monotonic() + END_S
-        for thread in threads:
+        for thread in gang.threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
+        gang.stop()
         while not reports.empty():
             tally.late(reports.get())
     tally.raise_failure()
+
+
+def _shared(task: Task, size: int, report: Reporter) -> _Gang:
+    """Threads that share the workers, all on the CPU."""
+    pool = Pool(size, task.plan.deadline_s)
+    endpoints, device = memory_endpoints(size, pool.wake), Host(pool.paced)
+    loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
+    return _Gang(pool.threads(endpoints, loops), endpoints, pool.stop)
+
+
+def _own(task: Task, devices: Sequence[Device], wrap: Wrap, report: Reporter) -> _Gang:
+    """A thread of its own for every worker: a device is current in one thread, and another endpoint may wait."""
+    endpoints = [wrap(endpoint) for endpoint in streamed(memory_endpoints(len(devices)), devices, Cuda())]
+    threads = [
+        threading.Thread(target=_main, args=(task, k, endpoint, report, device), name=f"worker {k}", daemon=True)
+        for k, (endpoint, device) in enumerate(zip(endpoints, devices, strict=True))
+    ]
+    return _Gang(threads, endpoints, lambda: None)
 
 
 def follow(reports: queue.SimpleQueue[Report], tally: Tally) -> None:

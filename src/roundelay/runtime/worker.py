@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -95,9 +95,20 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
         report: where it tells losses, progress, states and its end. An error is told as ``failed`` and not raised.
         device: where it computes.
     """
+    for _ in working(task, worker, endpoint, report, device):
+        pass
+
+
+def working(
+    task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST
+) -> Generator[bool, None, None]:
+    """:func:`work`, which pauses wherever it is about to wait, and tells whether a credit would do.
+
+    Whoever carries it on may do so in another thread; then it waits, if there is still nothing to take.
+    """
     try:
         with device.active():
-            _Worker(task, worker, endpoint, report, device).run()
+            yield from _Worker(task, worker, endpoint, report, device).run()
         endpoint.close()
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
@@ -127,7 +138,7 @@ class _Worker:
         self.handlers = {
             stage: device.watched({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
-        self.resident = resident_bytes()
+        self.resident, self.thread = resident_bytes(), threading.get_native_id()
         self.registers = Registers(program.registers, task.plan.deadline_s)
         data = read(
             task.job.batches,
@@ -162,19 +173,20 @@ class _Worker:
             riding,
         )
 
-    def run(self) -> None:
+    def run(self) -> Generator[bool, None, None]:
         """To the end of the program; the loader's own processes, if it has any, end with it."""
         with closing(self.data):
-            self.execute()
+            yield from self.execute()
 
-    def execute(self) -> None:
-        """The program, and what it leaves to tell."""
+    def execute(self) -> Generator[bool, None, None]:
+        """The program, and what it leaves to tell; pauses before it waits."""
         machine = self.machine
         while not machine.halted:
             run = machine.fire()
             if run is not None:
                 self.carry_out(run)
             elif not machine.halted:
+                yield machine.wants_credit
                 self.wait()
         self._tell_events()
         self.report(Report("finished", self.worker, self._summary()))
@@ -291,7 +303,7 @@ class _Worker:
     def _summary(self) -> dict[str, object]:
         return {
             "pid": os.getpid(),
-            "thread": threading.get_native_id(),
+            "thread": self.thread,
             "busy_s": self.device.busy_s(self.tally.busy_s),
             "wall_s": time.perf_counter() - self.tally.started,
             "updates": self.tally.updates,
