@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 
+import roundelay
+from roundelay.actor.machine import Run
+from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError
+from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime import pool as pool_module
+from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.pool import Pool
 from roundelay.transport.contract import Arrived, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
+from tests.api.jobs import make
 
 FAR_S = 60.0
 Loop = Generator[bool, None, None]
@@ -230,3 +236,27 @@ def test_threads_that_wait_end_when_the_run_is_given_up() -> None:
     for thread in threads:
         thread.join(10.0)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_run_over_memory_shares_its_threads_unless_its_endpoints_are_wrapped(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LONG_S", math.inf)
+    seen: set[tuple[int, str]] = set()
+
+    def forward(context: Context, run: Run) -> MicroBatch | None:
+        seen.add((context.worker, threading.current_thread().name))
+        return do_forward(context, run)
+
+    job = make()
+    captured = roundelay.capture(job)
+    plan = roundelay.plan(job, captured=captured, workers=4, transport="memory")
+    Session(job, captured, plan, 0, Length(steps=30)).run(
+        notify=lambda event: None,
+        handlers={k: {"forward": forward} for k in range(4)},
+        wrap=None if shared else lambda endpoint: endpoint,
+    )
+    own = {(k, f"worker {k}") for k in range(4)}
+    assert {worker for worker, _ in seen} == {0, 1, 2, 3}
+    assert (seen == own) is not shared
