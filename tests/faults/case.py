@@ -122,14 +122,17 @@ class Server:
 
 
 def members(leader: int) -> list[int]:
-    """Processes of a group that have not ended: a launcher, then its workers in the order of their forks."""
+    """Processes of a group that have not ended: a launcher, then its workers in the order of their forks.
+
+    The system counts processes upwards and begins anew at the largest number.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == leader and fields[0] != "Z":
                 found.append(int(entry.name))
-    return sorted(found, key=lambda pid: (pid != leader, pid))
+    return sorted(found, key=lambda pid: (pid < leader, pid))
 
 
 def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = END_S, epochs: int = EPOCHS) -> Outcome:

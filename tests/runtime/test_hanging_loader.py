@@ -267,6 +267,12 @@ def silence(worker: int) -> Report:
     return failure(worker, DeadlineError(f"worker {worker}", got="silence", expected="a message", remedy="Look."))
 
 
+def unmet(worker: int) -> Report:
+    """It could not connect to the others."""
+    subject = f"worker {worker} meeting the others at /store"
+    return failure(worker, DeadlineError(subject, got="a broken connection", expected="3 workers", remedy="Look."))
+
+
 def death(worker: int) -> Report:
     """It is gone."""
     return failure(worker, WorkerLostError(f"worker {worker} (process 9)", got="SIGKILL", expected="-", remedy="-"))
@@ -291,6 +297,8 @@ def aborted(worker: int) -> Report:
         [lost(0, 1), silence(2), death(1)],
         [lost(0, 1), silence(1)],
         [aborted(0), silence(1)],
+        [unmet(0), unmet(2), death(1)],
+        [lost(0, 1), unmet(1)],
     ],
 )
 def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Report]) -> None:

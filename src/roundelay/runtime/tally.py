@@ -67,13 +67,14 @@ class Tally:
 def _rank(failure: Report) -> int:
     """0 for what a worker met itself, 1 for its death, 2 for its wait for others, 3 for what follows from such things.
 
-    That is another worker that it has lost, or its endpoint, which was aborted when the run was over.
+    A wait is that for a message, but also for the others to be met or to take what was sent. What follows is another
+    worker that it has lost, or its endpoint, which was aborted when the run was over.
     """
     kind, subject = failure.data["kind"], failure.data["subject"]
     if kind == "WorkerLostError":
         own = f"worker {failure.worker} "
         return 1 if subject.startswith(own) and not subject.startswith(f"{own}sending to ") else 3
-    return 2 if kind == "DeadlineError" and subject == f"worker {failure.worker}" else 0
+    return 2 if kind == "DeadlineError" and f"{subject} ".startswith(f"worker {failure.worker} ") else 0
 
 
 def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
