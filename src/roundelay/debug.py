@@ -103,6 +103,10 @@ def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: now[name] for name in sorted(now) if name.startswith("ROUNDELAY_") or name in others}
 
 
+LEADER = 0
+"""Number of the one of a launcher's processes that shows and writes what they do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """This process is one of several that a launcher started together.
@@ -161,6 +165,12 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
             remedy="Set GLOO_SOCKET_IFNAME on every host, for example to eth0.",
         )
     return found
+
+
+def leads(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a person looks at this process: it was started by hand, or is the launcher's :data:`LEADER`."""
+    now = os.environ if environment is None else environment
+    return "TORCHELASTIC_RUN_ID" not in now or now.get("RANK") == str(LEADER)
 
 
 def _launcher(got: str, expected: str) -> UsageError:

@@ -15,12 +15,12 @@ from tests.cli.harness import here, job_file, one_screen
 Capture = pytest.CaptureFixture[str]
 
 BEFORE = """
-import os, sys, threading
+import asyncio, os, sys, threading
 
 HOME = os.getpid()
 
 def on_worker():
-    return os.getpid() != HOME or threading.current_thread().name.startswith("worker")
+    return os.getpid() != HOME or threading.current_thread().name.startswith(("worker", "roundelay-"))
 
 class Break(torch.autograd.Function):
     '''The identity; what it does in a run depends on the values.'''
@@ -61,6 +61,9 @@ def leave(outputs, batch):
         sys.exit(0)
     return mlp.loss(outputs, batch)
 
+def cancel():
+    raise asyncio.CancelledError("by the loader's own loop")  # no Exception
+
 def first(outputs, batch):
     return fail("at once") if on_worker() else mlp.loss(outputs, batch)
 
@@ -89,6 +92,7 @@ CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "an exit in the loss": ("loss=leave", False, ("stage 1, forward of micro-batch 0", "SystemExit")),
     "the backward": ("loss=way", True, ("stage 1, backward of micro-batch 0", "no way back")),
     "the loader": ("batches=at(3, lambda b: fail('no disk'))", True, ("batch 3 of batches(0)", "no disk")),
+    "a cancelled loader": ("batches=at(3, lambda b: cancel())", True, ("batch 3 of batches(0)", "CancelledError")),
     "a batch that is none": ("batches=at(3, lambda b: 7)", True, ("stage 0, read of micro-batch 3", "without any")),
     "a batch without rows": (
         "batches=at(3, lambda b: {k: v[:0] for k, v in b.items()})",

@@ -6,10 +6,11 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import roundelay
 from roundelay.actor.machine import Run
@@ -17,14 +18,14 @@ from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime import pool as pool_module
-from roundelay.runtime.handlers import Context, do_forward
+from roundelay.runtime.handlers import Context, Handler, do_forward
 from roundelay.runtime.pool import Pool
+from roundelay.runtime.worker import Loop, Wrap
 from roundelay.transport.contract import Arrived, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
 from tests.api.jobs import make
 
 FAR_S = 60.0
-Loop = Generator[bool, None, None]
 Make = Callable[[MemoryEndpoint, Callable[[Any, Any], Any]], Loop]
 
 
@@ -32,7 +33,7 @@ def play(loops: list[Make], act: Callable[[Any, Any], Any], deadline_s: float = 
     """Run loops that do ``act`` between what they send and receive, to their end; all threads."""
     pool = Pool(len(loops), deadline_s)
     endpoints = memory_endpoints(len(loops), pool.wake)
-    made = [loop(end, pool.paced({"act": act})["act"]) for loop, end in zip(loops, endpoints, strict=True)]
+    made = [loop(end, pool.yielding({"act": act})["act"]) for loop, end in zip(loops, endpoints, strict=True)]
     threads = pool.threads(endpoints, made)
     for thread in threads:
         thread.start()
@@ -50,10 +51,7 @@ def around(times: int, *, first: bool = False) -> Make:
         behind = (end.worker + 1) % (len(end._others) + 1)
         for n in range(times):
             if not (first and n == 0):
-                while not end.news(False):
-                    yield False
-                delivery = end.receive(1.0, False)
-                assert isinstance(delivery, Arrived)
+                yield from wait_for(end)
             act(end.worker, None)
             end.send(behind, Message(0, (n,), ()))
 
@@ -104,15 +102,11 @@ def test_long_instructions_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
             for to in (1, 2, 3):
                 end.send(to, Message(0, (n,), ()))
             for _ in range(3):
-                while not end.news(False):
-                    yield False
-                end.receive(1.0, False)
+                yield from wait_for(end)
 
     def spoke(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
         for n in range(20):
-            while not end.news(False):
-                yield False
-            end.receive(1.0, False)
+            yield from wait_for(end)
             act(end.worker, None)  # waits until all three are at it
             end.send(0, Message(0, (n,), ()))
 
@@ -121,6 +115,7 @@ def test_long_instructions_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nobody_waits_long_behind_an_instruction_that_was_expected_to_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on meanwhile as if the thread that is in it were not there."""
     monkeypatch.setattr(pool_module, "LONG_S", math.inf)
     gone_on = threading.Event()
     heard: list[bool] = []
@@ -132,11 +127,41 @@ def test_nobody_waits_long_behind_an_instruction_that_was_expected_to_be_short(m
 
     def answers(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
         end.send(0, Message(0, (), ()))
-        yield from wait_for(end)
+        for n in range(3000):
+            yield from wait_for(end)
+            end.send(2, Message(0, (n,), ()))
         gone_on.set()
 
-    play([blocks, answers], lambda *_: heard.append(gone_on.wait(10.0)))
+    def echoes(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
+        for n in range(2999):
+            yield from wait_for(end)
+            end.send(1, Message(0, (n,), ()))
+
+    play([blocks, answers, echoes], lambda *_: heard.append(gone_on.wait(10.0)))
     assert heard == [True]
+
+
+def test_what_was_quick_once_is_still_known_to_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was slow once is not."""
+    pool = Pool(1, FAR_S)
+    pool._seats[threading.get_ident()] = pool_module._Seat(at_work=True)
+    left: list[int] = []
+    monkeypatch.setattr(Pool, "_leave", lambda pool, seat: left.append(1))
+
+    def leaves(seconds: list[float]) -> list[int]:
+        """Whether it was left to another thread to go on, by execution."""
+        taken = iter(seconds)
+        found = []
+        run = pool.yielding({"act": lambda *_: time.sleep(next(taken))})["act"]
+        for _ in seconds:
+            left.clear()
+            run(None, None)  # type: ignore[arg-type]
+            found.append(len(left))
+        return found
+
+    slow = 4 * pool_module.LONG_S
+    assert leaves([slow, slow, 0.0, slow, slow, slow, slow]) == [1, 1, 1, 0, 0, 0, 1]
+    assert leaves([0.0, slow, 0.0, 0.0]) == [1, 0, 0, 0]
 
 
 def waits() -> Loop:
@@ -146,10 +171,9 @@ def waits() -> Loop:
 
 
 def wait_for(end: MemoryEndpoint) -> Loop:
-    """Until there is a message, which is taken."""
-    while not end.news(False):
-        yield False
-    end.receive(1.0, False)
+    """Until there is a message, which is taken; as a worker does, who looks for no reason why it was carried on."""
+    yield False
+    assert isinstance(end.receive(1.0, False), Arrived)
 
 
 def test_a_credit_resumes_only_who_wants_one() -> None:
@@ -182,6 +206,32 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
     ends[0].grant(1, 6)
     time.sleep(0.05)
     assert resumed == [False, True]
+    pool.stop()
+    for thread in threads:
+        thread.join(10.0)
+
+
+def test_a_wake_up_with_nothing_left_to_see_resumes_nobody() -> None:
+    """A sender puts a message down; the receiver, at work, takes it and pauses again; only then the sender tells it."""
+    resumed: list[bool] = []
+    pool = Pool(2, FAR_S)
+    ends = memory_endpoints(2, pool.wake)
+
+    def taker() -> Loop:
+        yield from wait_for(ends[1])
+        resumed.append(True)
+        yield from waits()
+
+    threads = pool.threads(ends, [waits(), taker()])
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    pool.wake(1, False)
+    time.sleep(0.05)
+    assert resumed == []
+    ends[0].send(1, Message(0, (), ()))
+    time.sleep(0.05)
+    assert resumed == [True]
     pool.stop()
     for thread in threads:
         thread.join(10.0)
@@ -249,14 +299,32 @@ def test_a_run_over_memory_shares_its_threads_unless_its_endpoints_are_wrapped(
         seen.add((context.worker, threading.current_thread().name))
         return do_forward(context, run)
 
-    job = make()
-    captured = roundelay.capture(job)
-    plan = roundelay.plan(job, captured=captured, workers=4, transport="memory")
-    Session(job, captured, plan, 0, Length(steps=30)).run(
-        notify=lambda event: None,
-        handlers={k: {"forward": forward} for k in range(4)},
-        wrap=None if shared else lambda endpoint: endpoint,
-    )
+    train(forward, None if shared else lambda endpoint: endpoint)
     own = {(k, f"worker {k}") for k in range(4)}
     assert {worker for worker, _ in seen} == {0, 1, 2, 3}
     assert (seen == own) is not shared
+
+
+def test_what_an_instruction_leaves_set_in_its_thread_is_no_other_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor its own: which thread comes next is chance."""
+    monkeypatch.setattr(pool_module, "LONG_S", math.inf)
+    seen: set[tuple[bool, int]] = set()
+
+    def forward(context: Context, run: Run) -> MicroBatch | None:
+        seen.add((torch.is_grad_enabled(), torch.get_num_threads()))
+        header = do_forward(context, run)
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(2)
+        return header
+
+    train(forward)
+    assert seen == {(True, 1)}
+
+
+def train(forward: Handler, wrap: Wrap | None = None) -> None:
+    """Thirty updates on four workers over memory."""
+    job = make()
+    captured = roundelay.capture(job)
+    plan = roundelay.plan(job, captured=captured, workers=4, transport="memory")
+    handlers = {k: {"forward": forward} for k in range(4)}
+    Session(job, captured, plan, 0, Length(steps=30)).run(notify=lambda event: None, handlers=handlers, wrap=wrap)

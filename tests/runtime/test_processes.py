@@ -1,4 +1,4 @@
-"""What a worker's process says when nobody listens any more."""
+"""What a worker's process says when nobody listens any more, and a launcher that cannot read what it hears."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import threading
 
 import pytest
 
+import roundelay
+from roundelay.errors import InternalError
 from roundelay.runtime import processes
 from roundelay.runtime.report import Report
+from tests.api.jobs import make
 
 
 def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +28,15 @@ def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.Mon
     finally:
         os.close(writing)
     assert not told
+
+
+def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread that reads them is gone, and would be waited for without end."""
+
+    def fails(body: bytes) -> Report:
+        raise MemoryError("no room for a state")
+
+    job = make()
+    monkeypatch.setattr(processes, "from_bytes", fails)
+    with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)

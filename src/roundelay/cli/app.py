@@ -244,22 +244,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and are remembered.
+    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and the first is remembered.
 
     A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
     interrupt; what the person did is then still the cause to tell.
     """
 
     def __init__(self) -> None:
-        self.last: int | None = None
+        self.first: int | None = None
 
     def listen(self) -> None:
         """Take both signals from now on."""
         signal.signal(signal.SIGINT, self._raise)
         signal.signal(signal.SIGTERM, self._raise)
 
+    def leave_to(self, handler: signal.Handlers) -> None:
+        """Have both handled so from now on, if one has come: this process is about to end."""
+        if self.first is not None:
+            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGTERM, handler)
+
     def _raise(self, number: int, frame: object) -> None:
-        self.last = number
+        self.first = self.first or number
         raise KeyboardInterrupt
 
 
@@ -290,7 +296,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        if _SIGNALS.last == signal.SIGINT:  # not SIGTERM: a launcher sends it because of this very error
+        if _SIGNALS.first == signal.SIGINT:  # not SIGTERM: a launcher sends it because of this very error
             return _interrupted()
         show_error(error, as_json, traced)
         return error.exit_code
@@ -302,7 +308,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         error.show()  # type: ignore[attr-defined]
         return int(getattr(error, "exit_code", 2))
     except Exception as error:
-        if _SIGNALS.last is not None:
+        if _SIGNALS.first is not None:
             return _interrupted()
         if traced:
             raise
@@ -311,9 +317,12 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
 
 
 def _interrupted() -> int:
-    stderr.show_cursor()
-    stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
-    return 128 + (_SIGNALS.last or signal.SIGINT)
+    _SIGNALS.leave_to(signal.SIG_IGN)  # a launcher that Ctrl-C meets, too, sends SIGTERM then
+    if debug.leads():
+        stderr.show_cursor()
+        stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
+    _SIGNALS.leave_to(signal.SIG_DFL)  # an end that hangs can still be ended
+    return 128 + (_SIGNALS.first or signal.SIGINT)
 
 
 def _bug(error: Exception) -> InternalError:

@@ -25,7 +25,7 @@ from roundelay.cli.accounts import accounts, gaps_between, loads_of, show_accoun
 from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
-from roundelay.errors import UsageError, UserCodeError
+from roundelay.errors import UsageError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -141,13 +141,19 @@ def attend_job(
     resume: Path | None,
     out: Path | None,
 ) -> int:
-    """Run one worker of a party that another process leads, which shows and writes everything; the exit code."""
+    """Run one worker of a party that another process leads, which shows and writes everything; the exit code.
+
+    Raises:
+        WorkerLostError: the leader is gone, and this is the member that tells so.
+    """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
     try:
         return 0 if _rest(session, out, party).attend(party) else 1
-    except KeyboardInterrupt:  # a terminal's Ctrl-C meets every process; the leader says so
-        return 130
+    except WorkerLostError:
+        if party.deputy:
+            raise
+        return 1
 
 
 def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:

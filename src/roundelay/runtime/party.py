@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from roundelay.debug import Launched
+from roundelay.debug import LEADER, Launched
 from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.runtime.device import Device, device_of
@@ -43,7 +43,7 @@ MEET_S = 30.0
 PLAN_S = 900.0
 """Seconds that the leader may take to capture and plan."""
 
-BEAT_S, SILENT_S = 1.0, 7.0
+BEAT_S, SILENT_S = 1.0, 5.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
 
 LEAVE_S = 3.0
@@ -53,12 +53,14 @@ NEWS_S = 0.5
 """Seconds in which the end of a process is heard of here."""
 
 _REPORT, _BEAT = 0, 1
-_LEADER = 0
+_LEADER_TELLS = "the run has failed; worker 0 tells why"
 
 
 @final
 class Party:
     """This process's membership: its number, the others', and whether it is the one that a person looks at.
+
+    The leader tells what ends a run. Of a leader that is lost *one* member tells, the deputy.
 
     Args:
         place: how the launcher started it.
@@ -70,7 +72,7 @@ class Party:
     def __init__(self, place: Launched) -> None:
         self.rank, self.size, self.restart = place.rank, place.size, place.restart
         self.others = (*range(place.rank), *range(place.rank + 1, place.size))
-        self.leads = place.rank == _LEADER
+        self.leads, self.deputy = place.rank == LEADER, place.rank == LEADER + 1
         self._interface = place.interface if place.nodes > 1 else None
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -191,7 +193,7 @@ def _leave(task: Task, tally: Tally, line: _Line, data: Endpoint, worker: thread
     """End this process's part, its worker too: threads that gloo wakes while the interpreter shuts down abort it."""
     if tally.failures or len(tally.ended) < num_workers(task.plan):
         data.abort("the run was ended")
-        line.end("the run has failed; worker 0 tells why")
+        line.end(_LEADER_TELLS)
         worker.join(LEAVE_S)
     else:
         worker.join(task.plan.deadline_s)
@@ -204,10 +206,10 @@ def _drain(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
 
 
 def attend(task: Task, party: Party, wrap: Wrap) -> bool:
-    """Run one other worker in this process; whether all went well. What went wrong here, the leader tells.
+    """Run one other worker in this process; whether all went well. What went wrong, the leader tells.
 
     Raises:
-        WorkerLostError: the leader is gone.
+        WorkerLostError: the leader is gone, and has told nothing.
     """
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[WorkerLostError] = []
@@ -225,14 +227,18 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
                     continue
                 line.send(report)
                 ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
+    except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to tell
+        time.sleep(NEWS_S)
+        if not lost:
+            raise
     finally:
         if lost or not ended:
             data.abort("the leader is gone")
         worker.join(task.plan.deadline_s if ended and well and not lost else LEAVE_S)
         line.end(None if ended else "it was ended")
-    if lost:
+    if lost and lost[0].got != _LEADER_TELLS:
         raise lost[0]
-    return well
+    return well and not lost
 
 
 def _connected(task: Task, wrap: Wrap, party: Party, device: Device) -> tuple[Endpoint, Endpoint]:
@@ -268,7 +274,7 @@ class _Line:
         self._endpoint, self._on_report, self._on_lost = endpoint, on_report, on_lost
         self._party = party
         party.tell_where()
-        self._others = party.others if party.leads else (_LEADER,)
+        self._others = party.others if party.leads else (LEADER,)
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -279,7 +285,7 @@ class _Line:
         """Send a report to the leader."""
         blob = torch.frombuffer(bytearray(to_bytes(report)), dtype=torch.uint8)
         with self._lock:
-            self._endpoint.send(_LEADER, Message(_REPORT, (), (blob,)))
+            self._endpoint.send(LEADER, Message(_REPORT, (), (blob,)))
 
     def end(self, reason: str | None) -> None:
         """Leave in good order, or with a reason."""

@@ -6,8 +6,9 @@ thread that has done all that one worker can do goes on with another that has be
 it. Only before an instruction that is known to take long, or is not known yet, what else can go on is handed to another
 thread: stages that compute for long do so side by side. There are as many threads as workers, so that as many can.
 
-What is computed depends on none of this: order and versions are the machine's (:mod:`roundelay.actor.machine`). OneFlow
-binds several actors to a thread as well (Sect. 5).
+A thread is *at work* while it carries a worker on, and *away* while it does so in something long: one at a time is at
+work, any number are away. What is computed depends on none of this: order and versions are the machine's
+(:mod:`roundelay.actor.machine`). OneFlow binds several actors to a thread as well (Sect. 5).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -25,16 +27,25 @@ from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.device import Handlers
 from roundelay.runtime.handlers import Context, Handler
+from roundelay.runtime.worker import Loop
 from roundelay.transport.memory import MemoryEndpoint
 
 LONG_S = 0.0005
 """An instruction that takes longer is worth a thread of its own."""
 
-FADES = 1.02
-"""By so much an instruction is expected to take longer than its last fastest one; what is slow now is soon known."""
+RECENT = 3
+"""An instruction is expected to take as long as the shortest of so many: one that was held up once is not long yet."""
 
 LOOK_S = 0.005
-"""So often it is looked whether a worker waits behind an instruction that takes longer than expected."""
+"""So often it is looked whether a thread is in something that takes longer than expected."""
+
+
+@dataclass(slots=True)
+class _Seat:
+    """What is known of one thread."""
+
+    at_work: bool = False
+    progress: int = 0  # turns begun and instructions ended
 
 
 @final
@@ -49,82 +60,86 @@ class Pool:
     def __init__(self, num_workers: int, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._endpoints: Sequence[MemoryEndpoint] = ()
-        self._loops: Sequence[Generator[bool, None, None]] = ()
+        self._loops: Sequence[Loop] = ()
         self._changed = threading.Condition()
         self._ready: deque[int] = deque()  # workers that can go on
         self._idle = [False] * num_workers
         self._wants_credit = [False] * num_workers  # of those that are idle
-        self._since = [0.0] * num_workers
-        self._left = num_workers  # that have not ended
-        self._quick = num_workers  # threads that carry a worker on, and are in no long instruction
-        self._stuck = False  # whether one of them is, against expectation
-        self._carried_out = 0  # instructions, roughly: threads may count at the same time
-        self._own: set[int] = set()  # identities of the threads
+        self._since = [0.0] * num_workers  # of those that are idle
+        self._unfinished = num_workers  # workers that have not ended
+        self._at_work = 0  # threads
+        self._seats: dict[int, _Seat] = {}  # by the thread's identity
 
-    def threads(
-        self, endpoints: Sequence[MemoryEndpoint], loops: Sequence[Generator[bool, None, None]]
-    ) -> list[threading.Thread]:
-        """A thread for each worker, and one that looks after them; they end when all workers have ended.
+    def threads(self, endpoints: Sequence[MemoryEndpoint], loops: Sequence[Loop]) -> list[threading.Thread]:
+        """One that looks after the others, and one for each worker; they end when all workers have ended.
 
         Args:
             endpoints: of the workers; they tell :meth:`wake`.
-            loops: of the workers, which pause where they would wait.
+            loops: of the workers.
         """
         self._endpoints, self._loops = endpoints, loops
         mains = [
-            threading.Thread(target=self._main, args=(k,), name=f"worker {k}", daemon=True) for k in range(len(loops))
+            threading.Thread(target=self._main, args=(k,), name=f"roundelay-{k}", daemon=True)
+            for k in range(len(loops))
         ]
-        return [*mains, threading.Thread(target=self._look_after, name="roundelay-pool", daemon=True)]
+        return [threading.Thread(target=self._look_after, name="roundelay-pool", daemon=True), *mains]
 
     def stop(self) -> None:
         """The run is over, or given up: threads that wait end, and the others when they are back."""
         with self._changed:
-            self._left = 0
+            self._unfinished = 0
             self._changed.notify_all()
 
     def wake(self, worker: int, credit: bool) -> None:
         """Something has come for a worker: it can go on, sooner or later, when a thread of the pool has time for it."""
         if self._idle[worker] and (not credit or self._wants_credit[worker]):
-            self._resume(worker, told=threading.get_ident() not in self._own)
+            self._resume(worker, wake_thread=threading.get_ident() not in self._seats)
 
-    def paced(self, handlers: Handlers) -> Handlers:
+    def yielding(self, handlers: Handlers) -> Handlers:
         """Handlers that give what else can go on to another thread before they do what takes long."""
-        return {opcode: self._paced(handler) for opcode, handler in handlers.items()}
+        return {opcode: self._yielding(handler) for opcode, handler in handlers.items()}
 
-    def _paced(self, handler: Handler) -> Handler:
-        expected_s = math.inf
+    def _yielding(self, handler: Handler) -> Handler:
+        recent = deque([math.inf], RECENT)  # seconds
 
         def run(context: Context, run: Run) -> MicroBatch | None:
-            nonlocal expected_s
-            long = expected_s > LONG_S
-            if long:
-                self._leave(-1)
+            seat = self._seats[threading.get_ident()]
+            _settle()
+            if min(recent) > LONG_S:
+                self._leave(seat)
             start = time.perf_counter()
             try:
-                header = handler(context, run)
+                return handler(context, run)
             finally:
-                if long:
-                    self._leave(1)
-            expected_s = min(FADES * expected_s, time.perf_counter() - start)
-            self._carried_out += 1
-            return header
+                recent.append(time.perf_counter() - start)
+                seat.progress += 1
+                if not seat.at_work:
+                    self._begin(seat)
 
         return run
 
-    def _leave(self, count: int) -> None:
-        """This thread begins something long, or is back."""
+    def _begin(self, seat: _Seat) -> None:
+        """A thread is at work; perhaps beside another, if it was away."""
         with self._changed:
-            self._quick += count
-            if self._ready and not self._quick:
+            self._at_work += not seat.at_work
+            seat.at_work = True
+
+    def _leave(self, seat: _Seat) -> None:
+        """A thread is at work no more; if nobody is, another comes to what can go on."""
+        with self._changed:
+            self._at_work -= seat.at_work
+            seat.at_work = False
+            if self._ready and not self._at_work:
                 self._changed.notify()
 
     def _main(self, worker: int) -> None:
-        self._own.add(threading.get_ident())
-        torch.set_num_threads(1)  # the number of intra-op threads is each thread's own where OpenMP keeps it
+        seat = self._seats[threading.get_ident()] = _Seat()
+        self._begin(seat)
         given: int | None = worker
         while given is not None:
+            _settle()
             self._carry_on(given)
-            given = self._next()
+            given = self._next(seat)
 
     def _carry_on(self, worker: int) -> None:
         """Until there is nothing left to do for this worker."""
@@ -138,46 +153,65 @@ class Pool:
                 self._resume(worker)
             return
         with self._changed:
-            self._left -= 1
+            self._unfinished -= 1
             self._changed.notify_all()
 
-    def _resume(self, worker: int, *, told: bool = False) -> None:
-        """Put a worker that is idle among those that can go on.
+    def _resume(self, worker: int, *, wake_thread: bool = False) -> None:
+        """Put a worker that is idle among those that can go on, if it can.
+
+        What it was to be told of may be gone by now: another thread may have carried it on to its next pause. While it
+        is idle nobody takes anything from its endpoint, so what is there now will be there.
 
         Args:
             worker: its number.
-            told: wake a thread for it; else one that is at work takes it when it has time.
+            wake_thread: wake a thread for it; else one that is at work takes it when it has time.
         """
         with self._changed:
-            if self._idle[worker]:
+            if not self._idle[worker]:
+                return
+            if self._endpoints[worker].news(self._wants_credit[worker]) or self._late(worker):
                 self._idle[worker] = False
                 self._ready.append(worker)
-                if told:
+                if wake_thread:
                     self._changed.notify()
 
-    def _next(self) -> int | None:
-        """A worker that can go on, once no other thread could carry it on as soon; None when all have ended."""
+    def _late(self, worker: int) -> bool:
+        return time.monotonic() - self._since[worker] > self._deadline_s
+
+    def _next(self, seat: _Seat) -> int | None:
+        """A worker that can go on, when no thread is at work that would come to it; None when all have ended."""
         with self._changed:
-            self._quick -= 1
-            while self._left > 0 and not (self._ready and (self._stuck or not self._quick)):
+            self._at_work -= seat.at_work
+            seat.at_work = False
+            while self._unfinished > 0 and (self._at_work or not self._ready):
                 self._changed.wait()
-            if self._left <= 0:
+            if self._unfinished <= 0:
                 return None
-            self._quick += 1
-            self._stuck = False
+            self._at_work += 1
+            seat.at_work = True
+            seat.progress += 1
             return self._ready.popleft()
 
     def _look_after(self) -> None:
-        """Wake a thread for a worker that is kept waiting by another, and workers for which nothing has come."""
-        seen = -1
-        while self._left > 0:
+        """Hand over what waits behind a thread that is in something long unexpectedly; tell who waits in vain."""
+        seen: dict[int, int] = {}
+        while self._unfinished > 0:
             time.sleep(LOOK_S)
-            if self._carried_out == seen and self._ready:
-                with self._changed:
-                    self._stuck = True
-                    self._changed.notify()
-            seen = self._carried_out
-            late = time.monotonic() - self._deadline_s
-            for worker, since in enumerate(self._since):
-                if self._idle[worker] and since < late:
-                    self._resume(worker, told=True)
+            for identity, seat in list(self._seats.items()):
+                if self._ready and seat.at_work and seen.get(identity) == seat.progress:
+                    self._leave(seat)
+                seen[identity] = seat.progress
+            for worker in range(len(self._idle)):
+                if self._idle[worker] and self._late(worker):
+                    self._resume(worker, wake_thread=True)
+
+
+def _settle() -> None:
+    """Torch's defaults of a thread, whatever other code has left there: it is not this worker's alone.
+
+    The number of intra-op threads is each thread's own where OpenMP keeps it.
+    """
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from typing import final
 
 import torch
 
-from roundelay.errors import RoundelayError, WorkerLostError
+from roundelay.errors import InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.mortal import die_with, keep_children
 from roundelay.runtime.report import Report, from_bytes, to_bytes
 from roundelay.runtime.tally import Listener, Tally, failure
@@ -161,6 +161,12 @@ class Pump:
             os.close(child.pipe)
 
     def _main(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # else the launcher would wait for what nobody reads
+            self._reports.put(failure(self._children[0].worker, _unread(error)))
+
+    def _listen(self) -> None:
         open_pipes = {child.pipe: (child, bytearray()) for child in self._children}
         poller = select.poll()  # select knows the first 1024 files only
         for pipe in open_pipes:
@@ -279,6 +285,15 @@ def _take_reports(buffer: bytearray) -> Iterator[Report]:
         body = bytes(buffer[8 : 8 + size])
         del buffer[: 8 + size]
         yield from_bytes(body)
+
+
+def _unread(error: Exception) -> InternalError:
+    return InternalError(
+        "the launcher",
+        got=f"{type(error).__name__}: {error}",
+        expected="reports of its workers that it can read",
+        remedy="If memory ran out, it holds the newest state of all stages; else report this as a bug.",
+    )
 
 
 def _died(child: Child) -> Report:

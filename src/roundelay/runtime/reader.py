@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from asyncio import CancelledError
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -250,7 +251,7 @@ def user_code(what: str, iterator: Any = None) -> Iterator[None]:
         yield
     except RoundelayError:
         raise
-    except Exception as error:  # the person's own loader
+    except (Exception, SystemExit, CancelledError) as error:  # the person's own loader; not Ctrl-C
         raise UserCodeError(
             what,
             got=f"{type(error).__name__}: {error}",

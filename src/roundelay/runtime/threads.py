@@ -57,10 +57,12 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
             for endpoint in gang.endpoints:
                 endpoint.abort("the run was ended")
         deadline = time.monotonic() + END_S
-        for thread in gang.threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        gang.stop()
+        try:
+            for thread in gang.threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+        finally:  # a second Ctrl-C ends the patience
+            gang.stop()
         while not reports.empty():
             tally.late(reports.get())
     tally.raise_failure()
@@ -69,7 +71,7 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
 def _shared(task: Task, size: int, report: Reporter) -> _Gang:
     """Threads that share the workers, all on the CPU."""
     pool = Pool(size, task.plan.deadline_s)
-    endpoints, device = memory_endpoints(size, pool.wake), Host(pool.paced)
+    endpoints, device = memory_endpoints(size, pool.wake), Host(pool.yielding)
     loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
     return _Gang(pool.threads(endpoints, loops), endpoints, pool.stop)
 

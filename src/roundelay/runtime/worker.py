@@ -37,6 +37,12 @@ from roundelay.runtime.tally import failure
 from roundelay.schedules import workers_of
 from roundelay.transport.contract import Arrived, Endpoint, Granted, Lost, Message
 
+Loop = Generator[bool, None, None]
+"""A worker, carried on by ``next``: pauses wherever it is about to wait, and tells whether a credit would do.
+
+It may be carried on in any thread, and only when something has come, or is late.
+"""
+
 Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
 
@@ -99,13 +105,8 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
         pass
 
 
-def working(
-    task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST
-) -> Generator[bool, None, None]:
-    """:func:`work`, which pauses wherever it is about to wait, and tells whether a credit would do.
-
-    Whoever carries it on may do so in another thread; then it waits, if there is still nothing to take.
-    """
+def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
+    """:func:`work` in parts. With an endpoint that waits it need not be known whether something has come."""
     try:
         with device.active():
             yield from _Worker(task, worker, endpoint, report, device).run()
@@ -114,7 +115,9 @@ def working(
         _fail(error, worker, endpoint, report)
     except MemoryError as error:
         _fail(out_of_memory(worker, error), worker, endpoint, report)
-    except (Exception, SystemExit) as error:  # nothing may end a worker in silence
+    except GeneratorExit:  # given up: the run is over
+        raise
+    except BaseException as error:  # nothing may end a worker in silence
         _fail(unexpected(f"worker {worker}", error), worker, endpoint, report)
 
 
@@ -173,12 +176,12 @@ class _Worker:
             riding,
         )
 
-    def run(self) -> Generator[bool, None, None]:
+    def run(self) -> Loop:
         """To the end of the program; the loader's own processes, if it has any, end with it."""
         with closing(self.data):
             yield from self.execute()
 
-    def execute(self) -> Generator[bool, None, None]:
+    def execute(self) -> Loop:
         """The program, and what it leaves to tell; pauses before it waits."""
         machine = self.machine
         while not machine.halted:
@@ -197,7 +200,7 @@ class _Worker:
         start = time.perf_counter()
         try:
             header = self.handlers[run.stage][opcode](context, run)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # a loader that was cancelled, for one
             told = explained(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
             if told is error:
                 raise
