@@ -3,8 +3,9 @@
 Four transformer blocks on D = 4 workers, AdamW. A worker's ledger: the weights in every version that is alive, their
 gradients and two moments, the tapes in flight and the unread messages, as the simulator reckons them from the plan;
 with `recompute` also the one tape that is made again. The largest batch is found by planning again and again; then it
-is run, and the ledger is held against what each process has really written, less what it writes for a batch of one row
-per micro-batch.
+is run beside the smallest (one row per micro-batch), and what the ledger says that the larger one needs beyond the
+smaller is held against what each process has written beyond it by the end, and against what its resident memory has at
+most grown to beyond it.
 """
 
 from __future__ import annotations
@@ -86,11 +87,18 @@ def largest(rule: Sequence[Any], budget: int, most: int) -> int:
     return low * rule[2]
 
 
-def measured(rule: Sequence[Any], rows: int) -> list[int]:
-    """Bytes that each worker's process has written by the end of a short run."""
+def measured(rule: Sequence[Any], rows: int) -> tuple[list[int], list[int]]:
+    """Bytes of each worker's process in a short run: written by its end, and resident at most less at the start."""
     made, captured, plan = planned(rule[0], rule[1], rule[2], rows)
     trained = Session(made, captured, plan, 0, Length(steps=6)).run(notify=lambda event: None)
-    return [int(trained.workers[k]["private_bytes"] or 0) for k in range(D)]
+    told = [trained.workers[k] for k in range(D)]
+    written = [int(one["private_bytes"] or 0) for one in told]
+    return written, [int(one["peak_rss_bytes"] or 0) - int(one["rss_at_start_bytes"] or 0) for one in told]
+
+
+def beyond(larger: Sequence[int], smaller: Sequence[int]) -> str:
+    """The differences by worker, in MiB."""
+    return " ".join(f"{(a - b) / MIB:.1f}" for a, b in zip(larger, smaller, strict=True))
 
 
 def main() -> None:
@@ -99,18 +107,23 @@ def main() -> None:
     rows, numbers = [], {}
     for rule in RULES:
         found = largest(rule, budget, 8 if rule[2] > 1 else 32)
-        told, real = needed(rule, found), measured(rule, found)
-        idle = measured(rule, rule[2])
+        told, least = needed(rule, found), needed(rule, rule[2])
+        written, peak = measured(rule, found)
+        written_least, peak_least = measured(rule, rule[2])
         rows.append(
             [
                 f"{rule[0]} {rule[1]}" + (f", M = {rule[2]}" if rule[2] > 1 else ""),
                 str(found),
                 " ".join(f"{value / MIB:.1f}" for value in told),
-                " ".join(f"{(value - least) / MIB:.1f}" for value, least in zip(real, idle, strict=True)),
+                beyond(told, least),
+                beyond(written, written_least),
+                beyond(peak, peak_least),
             ]
         )
-        numbers[" ".join(map(str, rule))] = {"rows": found, "ledger": told, "private": real, "private of least": idle}
-    columns = ["rule", "largest batch, rows", "ledger by worker, MiB", "written beyond the least, MiB"]
+        both = {"ledger": (told, least), "private": (written, written_least), "peak rss": (peak, peak_least)}
+        numbers[" ".join(map(str, rule))] = {"rows": found, **both}
+    columns = ["rule", "largest batch, rows", "ledger by worker, MiB"]
+    columns += [f"{what}, beyond the least, MiB" for what in ("ledger", "written", "resident at most")]
     report(what, f"Budget: {budget / MIB:.0f} MiB per worker.\n\n" + table(columns, rows), numbers)
 
 

@@ -1,9 +1,9 @@
 """What the runtime itself costs: CPU time per worker and micro-batch with stages of next to no work.
 
-D = 2 and D = 4 stages of one 16 x 16 linear layer each, 8 micro-batches of 4 rows, SGD, processes over gloo. CPU time
-is that of the processes, user and system, as a slope over the number of steps, so that start and end do not count.
-Beside ours and torch's stand loops written out by hand for this model (`bare.py`, `kept.py`), what is left when all
-else is; and our own worker with only its computing written out by hand (`ours.py`).
+D = 2 and D = 4 stages of one 16 x 16 linear layer each, 8 micro-batches of 4 rows, SGD; ours over memory, shm and gloo,
+torch's over gloo. CPU time is that of the processes, user and system, as a slope over the number of steps, so that
+start and end do not count. Beside ours and torch's stand loops written out by hand for this model (`bare.py`,
+`kept.py`), what is left when all else is; and our own worker with only its computing written out by hand (`ours.py`).
 """
 
 from __future__ import annotations

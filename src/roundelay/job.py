@@ -34,6 +34,9 @@ class Job:
         weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
             :func:`roundelay.empty_weights`, and no process ever holds it whole.
         steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; else one epoch.
+
+    What is called in a run is called on workers. Over ``memory`` these share threads, so a worker's next call may come
+    in another one: code that is bound to its thread (an open sqlite3 connection) asks for ``transport="shm"``.
     """
 
     model: torch.nn.Module

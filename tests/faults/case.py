@@ -74,13 +74,17 @@ def draw(seed: int) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a case: exit code (negative: the signal), seconds to the end, what was said, what is wrong."""
+    """What came of a case: exit code (negative: the signal), seconds to the end, what was said, what is wrong.
+
+    ``late``: the run had ended before; ``went_on``: another continued from its checkpoint.
+    """
 
     code: int | None
     seconds: float
     late: bool
     said: str
     faults: tuple[str, ...]
+    went_on: bool = False
 
 
 class Server:
@@ -167,9 +171,10 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     over = code in (0, -signal.SIGTERM, -signal.SIGINT)  # a signal may also meet an interpreter that is shutting down
     late = over and (folder / "run" / "summary.json").exists()
     faults = () if late else (*_judge(case, folder, code, said), *(f"process {pid} is left" for pid in left))
-    if go_on and not faults:
+    went_on = go_on and not faults and present(folder / "run" / "checkpoint").exists()
+    if went_on:
         faults = _goes_on(folder, case, server)
-    return Outcome(code, seconds, late, said, tuple(faults))
+    return Outcome(code, seconds, late, said, tuple(faults), went_on)
 
 
 def _reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
@@ -228,6 +233,8 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
         silent.add(-signal.SIGTERM)  # it came before the command listened
     if code not in silent and said.count(" got ") + said.count("Interrupted.") != 1:
         wrong.append("not one cause told")
+    if code not in silent and _cause(case) not in said:
+        wrong.append("not this cause told")
     if list(folder.glob("roundelay-*")):
         wrong.append("a folder of its own is left")
     checkpoint = folder / "run" / "checkpoint"
@@ -239,9 +246,14 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
     return wrong
 
 
+def _cause(case: Case) -> str:
+    """Words of the one cause."""
+    if case.fault in MISTAKES:
+        return {"exception": "a deliberate mistake", "memory": "memory"}[case.fault]
+    return "Interrupted." if case.victim < 0 else f"worker {case.victim} (process"
+
+
 def _goes_on(folder: Path, case: Case, server: Server) -> tuple[str, ...]:
-    if not present(folder / "run" / "checkpoint").exists():
-        return ()
     for mistake in MISTAKES:
         for where in ("read", "loss"):
             (folder / f"{where}-{mistake}").unlink(missing_ok=True)

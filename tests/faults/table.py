@@ -12,7 +12,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.faults.case import Case, Outcome, Server, draw, play
+from tests.faults.case import MOMENTS, Case, Outcome, Server, draw, play
+
+SHARED = Path("/dev/shm")
 
 
 def main() -> None:
@@ -21,7 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    began = time.monotonic()
+    began, shared = time.monotonic(), _shared()
     cases: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(asked.cases):
         cases.put(asked.seed + number)
@@ -33,14 +35,23 @@ def main() -> None:
         thread.join()
     wrong = [(seed, case, outcome) for seed, case, outcome in sorted(done, key=lambda d: d[0]) if outcome.faults]
     print(table(done))
+    print(f"\n{by_moment(done)}")
+    left = sorted(_shared() - shared)
+    if left:
+        print(f"\nLeft in {SHARED}: {left}")
     for seed, case, outcome in wrong:
         print(f"\nseed {seed}, {case}\n  exit code {outcome.code}: {'; '.join(outcome.faults)}\n{outcome.said}")
-    late = sum(outcome.late for _, _, outcome in done)
+    late, went_on = (sum(getattr(outcome, name) for _, _, outcome in done) for name in ("late", "went_on"))
     print(
-        f"\n{len(done)} faults, {late} of them behind the run's end, {len(wrong)} wrong, "
+        f"\n{len(done)} faults, {late} of them behind the run's end, {went_on} runs gone on with, {len(wrong)} wrong, "
         f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}"
     )
-    sys.exit(1 if wrong or len(done) < asked.cases else 0)
+    sys.exit(1 if wrong or left or len(done) < asked.cases else 0)
+
+
+def _shared() -> set[str]:
+    """Names of what lies in shared memory."""
+    return {entry.name for entry in SHARED.glob("*")}
 
 
 def _work(cases: queue.SimpleQueue[int], done: list[tuple[int, Case, Outcome]]) -> None:
@@ -70,6 +81,18 @@ def table(done: list[tuple[int, Case, Outcome]]) -> str:
         counts = len(outcomes), sum(o.late for o in outcomes), sum(bool(o.faults) for o in outcomes)
         slowest = max((o.seconds for o in outcomes if not o.late), default=0.0)
         lines.append(f"| {transport} | {fault} | {victim} | {counts[0]} | {counts[1]} | {counts[2]} | {slowest:.1f} |")
+    return "\n".join(lines)
+
+
+def by_moment(done: list[tuple[int, Case, Outcome]]) -> str:
+    """Markdown: a row for each moment."""
+    rows: dict[str, list[Outcome]] = {moment: [] for moment in MOMENTS}
+    for _, case, outcome in done:
+        rows[case.moment].append(outcome)
+    lines = ["| moment | cases | behind the end | wrong | gone on with |", "|---|---|---|---|---|"]
+    for moment, outcomes in rows.items():
+        counts = [sum(map(bool, (getattr(o, name) for o in outcomes))) for name in ("late", "faults", "went_on")]
+        lines.append(f"| {moment} | {len(outcomes)} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines)
 
 

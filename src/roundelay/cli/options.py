@@ -88,7 +88,9 @@ LossScale = Annotated[
 ]
 Compile = Annotated[
     bool | None,
-    typer.Option("--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler and minutes."),
+    typer.Option(
+        "--compile", help="Compile the stages by torch's inductor first; needs a C++ compiler, and seconds to minutes."
+    ),
 ]
 Transport = Annotated[
     str | None,
