@@ -34,8 +34,8 @@ LONG_S = 0.0005
 """An instruction that takes longer is worth a thread of its own."""
 
 RECENT = 32
-"""An instruction is expected to take as long as the shortest of so many: where two threads are at work many are held up,
-which does not make them long. One that is long but had nothing to do for once is known again after so many.
+"""An instruction is expected to take as long as the shortest of so many: where two threads are at work many are held
+up, which does not make them long. One that is long but had nothing to do for once is known again after so many.
 """
 
 LOOK_S = 0.005
