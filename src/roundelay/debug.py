@@ -113,6 +113,8 @@ class Launched:
 
     Args:
         rank: its number, and its worker's.
+        local_rank: its number on its host.
+        host_rank: number of its host; the leader's is 0.
         size: how many there are.
         nodes: on how many hosts.
         host: where the launcher's store listens.
@@ -123,6 +125,8 @@ class Launched:
     """
 
     rank: int
+    local_rank: int
+    host_rank: int
     size: int
     nodes: int
     host: str
@@ -130,6 +134,11 @@ class Launched:
     run: str
     restart: int
     interface: str | None
+
+    @property
+    def deputy(self) -> bool:
+        """Whether it is the first on its host beside the leader."""
+        return self.local_rank == (1 if self.host_rank == 0 else 0)
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
@@ -147,6 +156,8 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
         restart = int(now["TORCHELASTIC_RESTART_COUNT"])
         found = Launched(
             rank=int(now["RANK"]),
+            local_rank=int(now["LOCAL_RANK"]),
+            host_rank=int(now["GROUP_RANK"]),
             size=int(now["WORLD_SIZE"]),
             nodes=int(now["GROUP_WORLD_SIZE"]),
             host=now["MASTER_ADDR"],

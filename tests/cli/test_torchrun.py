@@ -33,6 +33,8 @@ def slow(epoch):
 """
 LAUNCHED = {
     "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
     "WORLD_SIZE": "2",
     "GROUP_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
@@ -219,14 +221,19 @@ def test_of_a_member_that_is_killed_another_tells(workplace: Path, rank: str) ->
         assert one_cause(out).startswith(f"worker {rank} of the launcher's got its connection broke")
 
 
-def test_an_interrupt_of_all_is_told_once(workplace: Path) -> None:
-    """By the leader; each member has heard it, and a second signal from the launcher."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_that_is_asked_for_is_told_once(workplace: Path, number: signal.Signals) -> None:
+    """By the leader. Ctrl-C every process hears, and a second signal from the launcher; a scheduler ends that."""
     with in_training(workplace) as (process, _):
-        os.killpg(process.pid, signal.SIGINT)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         out, _ = process.communicate(timeout=END_S)
         assert process.returncode != 0
         assert out.count("Interrupted.") == 1
         assert "of the launcher's" not in out
+        assert "╭" not in out.split("Interrupted.")[1]
 
 
 def one_cause(said: str) -> str:

@@ -249,7 +249,7 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
 def _cause(case: Case) -> str:
     """Words of the one cause."""
     if case.fault in MISTAKES:
-        return {"exception": "a deliberate mistake", "memory": "memory"}[case.fault]
+        return {"exception": "a deliberate mistake", "memory": "can't allocate memory"}[case.fault]
     return "Interrupted." if case.victim < 0 else f"worker {case.victim} (process"
 
 

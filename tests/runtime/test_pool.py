@@ -145,15 +145,16 @@ def test_what_was_quick_once_is_soon_known_to_be_long(monkeypatch: pytest.Monkey
     """And what was slow once is not."""
     monkeypatch.setattr(pool_module, "RECENT", 3)
     pool = Pool(1, FAR_S)
-    pool._seats[threading.get_ident()] = pool_module._Seat(at_work=True)
+    pool._by_identity[threading.get_ident()] = pool._seats[0]
     left: list[int] = []
     monkeypatch.setattr(Pool, "_leave", lambda pool, seat: left.append(1))
 
     def leaves(seconds: list[float]) -> list[int]:
         """Whether it was left to another thread to go on, by execution."""
-        taken = iter(seconds)
+        clock = itertools.accumulate(value for each in seconds for value in (0.0, each))
+        monkeypatch.setattr(pool_module.time, "perf_counter", lambda: next(clock))
         found = []
-        run = pool.yielding({"act": lambda *_: time.sleep(next(taken))})["act"]
+        run = pool.yielding({"act": lambda *_: None})["act"]
         for _ in seconds:
             left.clear()
             run(None, None)  # type: ignore[arg-type]
@@ -233,6 +234,29 @@ def test_a_wake_up_with_nothing_left_to_see_resumes_nobody() -> None:
     ends[0].send(1, Message(0, (), ()))
     time.sleep(0.05)
     assert resumed == [True]
+    pool.stop()
+    for thread in threads:
+        thread.join(10.0)
+
+
+def test_a_worker_that_nobody_was_told_of_is_carried_on_at_the_next_look() -> None:
+    """A thread that counted as away for a moment, outside of its instructions, tells nobody what it sends."""
+    gone_on = threading.Event()
+    pool = Pool(2, FAR_S)
+    ends = memory_endpoints(2, lambda worker, credit: None)
+
+    def taker() -> Loop:
+        yield from wait_for(ends[1])
+        gone_on.set()
+        yield from waits()
+
+    threads = pool.threads(ends, [waits(), taker()])
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    ends[0].send(1, Message(0, (), ()))
+    pool._resume(1)
+    assert gone_on.wait(5.0)
     pool.stop()
     for thread in threads:
         thread.join(10.0)

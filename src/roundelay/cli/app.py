@@ -252,15 +252,17 @@ class _Signals:
 
     def __init__(self) -> None:
         self.first: int | None = None
+        self._listens = False  # not where a test calls a command
 
     def listen(self) -> None:
         """Take both signals from now on."""
+        self._listens = True
         signal.signal(signal.SIGINT, self._raise)
         signal.signal(signal.SIGTERM, self._raise)
 
     def leave_to(self, handler: signal.Handlers) -> None:
-        """Have both handled so from now on, if one has come: this process is about to end."""
-        if self.first is not None:
+        """Have both handled so from now on: this process is about to end."""
+        if self._listens:
             signal.signal(signal.SIGINT, handler)
             signal.signal(signal.SIGTERM, handler)
 
@@ -298,7 +300,9 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     except RoundelayError as error:
         if _SIGNALS.first == signal.SIGINT:  # not SIGTERM: a launcher sends it because of this very error
             return _interrupted()
+        _SIGNALS.leave_to(signal.SIG_IGN)  # a launcher may end this process while it tells why
         show_error(error, as_json, traced)
+        _SIGNALS.leave_to(signal.SIG_DFL)
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code

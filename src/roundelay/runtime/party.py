@@ -52,15 +52,17 @@ LEAVE_S = 3.0
 NEWS_S = 0.5
 """Seconds in which the end of a process is heard of here."""
 
+_TURN_S = 0.1
 _REPORT, _BEAT = 0, 1
 _LEADER_TELLS = "the run has failed; worker 0 tells why"
+_ENDED = "it was ended"
 
 
 @final
 class Party:
     """This process's membership: its number, the others', and whether it is the one that a person looks at.
 
-    The leader tells what ends a run. Of a leader that is lost *one* member tells, the deputy.
+    The leader tells what ends a run. Of a leader that is lost one member on each host tells, its deputy.
 
     Args:
         place: how the launcher started it.
@@ -72,7 +74,7 @@ class Party:
     def __init__(self, place: Launched) -> None:
         self.rank, self.size, self.restart = place.rank, place.size, place.restart
         self.others = (*range(place.rank), *range(place.rank + 1, place.size))
-        self.leads, self.deputy = place.rank == LEADER, place.rank == LEADER + 1
+        self.leads, self.deputy = place.rank == LEADER, place.deputy
         self._interface = place.interface if place.nodes > 1 else None
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -175,16 +177,22 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
     control, data = _connected(task, wrap, party, device)
     line = _Line(control, party, reports.put, lambda worker, lost: reports.put(failure(worker, lost)))
     worker = _start(task, data, party.rank, reports.put, device)
+    causes: list[Report] = []
     try:
         try:
             follow(reports, tally)
+        except KeyboardInterrupt:
+            time.sleep(NEWS_S)
+            _drain(reports, tally)
+            raise
         finally:
+            causes = [f for f in tally.failures if f.data["got"] != _ENDED]
             _leave(task, tally, line, data, worker)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
-        time.sleep(NEWS_S)
-        _drain(reports, tally)
-        tally.raise_failure()
-        raise
+        _leave(task, tally, line, data, worker)  # which it may have cut short
+        if not causes:
+            raise
+        tally.failures[:] = causes
     _drain(reports, tally)
     tally.raise_failure()
 
@@ -218,24 +226,32 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     line = _Line(control, party, lambda report: None, lambda worker, error: lost.append(error))
     worker = _start(task, data, party.rank, outgoing.put, device)
     ended, well = False, True
+
+    def leave() -> None:
+        if lost or not ended:
+            data.abort("the leader is gone" if lost else _ENDED)
+        worker.join(task.plan.deadline_s if ended and well and not lost else LEAVE_S)
+        line.end(None if ended else _ENDED)
+
     try:
-        with settled():
-            while not ended and not lost:
-                try:
-                    report = next_item(outgoing, 0.2)
-                except queue.Empty:
-                    continue
-                line.send(report)
-                ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
+        try:
+            with settled():
+                while not ended and not lost:
+                    try:
+                        report = next_item(outgoing, 0.2)
+                    except queue.Empty:
+                        continue
+                    line.send(report)
+                    ended, well = report.kind in ("finished", "failed"), report.kind != "failed"
+        except KeyboardInterrupt:
+            time.sleep(NEWS_S)
+            raise
+        finally:
+            leave()
     except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to tell
-        time.sleep(NEWS_S)
+        leave()  # which it may have cut short
         if not lost:
             raise
-    finally:
-        if lost or not ended:
-            data.abort("the leader is gone")
-        worker.join(task.plan.deadline_s if ended and well and not lost else LEAVE_S)
-        line.end(None if ended else "it was ended")
     if lost and lost[0].got != _LEADER_TELLS:
         raise lost[0]
     return well and not lost
@@ -275,7 +291,7 @@ class _Line:
         self._party = party
         party.tell_where()
         self._others = party.others if party.leads else (LEADER,)
-        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._silent_s = dict.fromkeys(self._others, 0.0)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._main, name="control", daemon=True)
@@ -297,7 +313,13 @@ class _Line:
             self._endpoint.abort(reason)
 
     def _main(self) -> None:
-        beat = 0.0
+        try:
+            self._watch()
+        except Exception as error:  # else nobody would hear, or be heard, any more
+            self._on_lost(self._party.rank, _deaf(self._party.rank, error))
+
+    def _watch(self) -> None:
+        beat, last = 0.0, time.monotonic()
         while not self._ending.is_set():
             now = time.monotonic()
             if now - beat >= BEAT_S:
@@ -305,31 +327,47 @@ class _Line:
                 with self._lock:
                     for other in self._others:
                         self._endpoint.grant(other, _BEAT)
-            self._hear()
-            for other in [k for k, heard in self._heard.items() if time.monotonic() - heard > SILENT_S]:
+            for other in self._silent_s:  # time in which this process could hear: it may have been stopped itself
+                self._silent_s[other] += min(now - last, 2 * _TURN_S)
+            last = now
+            wait_s = _TURN_S
+            while self._hear(wait_s):
+                wait_s = 0.0
+            for other in [k for k, silent_s in self._silent_s.items() if silent_s > SILENT_S]:
                 ended = ", and was ended" if self._party.end(other) else ""
                 self._lose(other, f"silence for {SILENT_S:g} s{ended}")
 
-    def _hear(self) -> None:
+    def _hear(self, wait_s: float) -> bool:
+        """Take the next delivery; whether one came."""
         try:
-            delivery = self._endpoint.receive(0.1)
+            delivery = self._endpoint.receive(wait_s)
         except DeadlineError:
-            return
-        if delivery.source in self._heard:
-            self._heard[delivery.source] = time.monotonic()
+            return False
+        if delivery.source in self._silent_s:
+            self._silent_s[delivery.source] = 0.0
         if isinstance(delivery, Arrived):
             value = delivery.message.values[0]
             assert isinstance(value, torch.Tensor)
             report = from_bytes(value.numpy().tobytes())
             if report.kind in ("finished", "failed"):
-                self._heard.pop(delivery.source, None)  # it may leave now
+                self._silent_s.pop(delivery.source, None)  # it may leave now
             self._on_report(report)
         elif not isinstance(delivery, Granted):
             self._lose(delivery.source, delivery.reason)
+        return True
 
     def _lose(self, other: int, how: str) -> None:
-        if self._heard.pop(other, None) is not None:
+        if self._silent_s.pop(other, None) is not None:
             self._on_lost(other, _lost(other, how))
+
+
+def _deaf(worker: int, error: Exception) -> WorkerLostError:
+    return WorkerLostError(
+        f"the control line of worker {worker}",
+        got=f"{type(error).__name__}: {error}",
+        expected="reports and beats that it can read",
+        remedy="If memory ran out, the leader holds the newest state of all stages; else report this as a bug.",
+    )
 
 
 def _lost(worker: int, how: str) -> WorkerLostError:

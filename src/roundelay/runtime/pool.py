@@ -70,7 +70,8 @@ class Pool:
         self._since = [0.0] * num_workers  # of those that are idle
         self._unfinished = num_workers  # workers that have not ended
         self._at_work = 0  # threads
-        self._seats: dict[int, _Seat] = {}  # by the thread's identity
+        self._seats = [_Seat() for _ in range(num_workers)]  # of the threads
+        self._by_identity: dict[int, _Seat] = {}
 
     def threads(self, endpoints: Sequence[MemoryEndpoint], loops: Sequence[Loop]) -> list[threading.Thread]:
         """One that looks after the others, and one for each worker; they end when all workers have ended.
@@ -95,7 +96,7 @@ class Pool:
     def wake(self, worker: int, credit: bool) -> None:
         """Something has come for a worker: it can go on, sooner or later, when a thread of the pool has time for it."""
         if self._idle[worker] and (not credit or self._wants_credit[worker]):
-            self._resume(worker, wake_thread=threading.get_ident() not in self._seats)
+            self._resume(worker, wake_thread=threading.get_ident() not in self._by_identity)
 
     def yielding(self, handlers: Handlers) -> Handlers:
         """Handlers that give what else can go on to another thread before they do what takes long."""
@@ -105,7 +106,7 @@ class Pool:
         recent = deque([math.inf], RECENT)  # seconds
 
         def run(context: Context, run: Run) -> MicroBatch | None:
-            seat = self._seats[threading.get_ident()]
+            seat = self._by_identity[threading.get_ident()]
             _settle()
             if min(recent) > LONG_S:
                 self._leave(seat)
@@ -135,7 +136,7 @@ class Pool:
                 self._changed.notify()
 
     def _main(self, worker: int) -> None:
-        seat = self._seats[threading.get_ident()] = _Seat()
+        seat = self._by_identity[threading.get_ident()] = self._seats[worker]
         self._begin(seat)
         given: int | None = worker
         while given is not None:
@@ -196,20 +197,23 @@ class Pool:
 
     def _look_after(self) -> None:
         """Hand over what waits behind a thread that is in something long unexpectedly; tell who waits in vain."""
-        seen: dict[int, int] = {}
+        seen = [-1] * len(self._seats)
         while self._unfinished > 0:
             time.sleep(LOOK_S)
-            for identity, seat in list(self._seats.items()):
-                if self._ready and seat.at_work and seen.get(identity) == seat.progress:
+            for number, seat in enumerate(self._seats):
+                if seat.at_work and seen[number] == seat.progress and self._ready:
                     self._leave(seat)
-                seen[identity] = seat.progress
+                seen[number] = seat.progress
+            with self._changed:  # one that was away for a moment outside of its instructions told nobody what it sent
+                if self._ready and not self._at_work:
+                    self._changed.notify()
             for worker in range(len(self._idle)):
                 if self._idle[worker] and self._late(worker):
                     self._resume(worker, wake_thread=True)
 
 
 def _settle() -> None:
-    """Torch's defaults of a thread, whatever other code has left there: it is not this worker's alone.
+    """Record gradients, on one intra-op thread, whatever other code has left set in this thread: it is shared.
 
     The number of intra-op threads is each thread's own where OpenMP keeps it.
     """

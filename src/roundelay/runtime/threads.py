@@ -53,11 +53,11 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
             thread.start()
         follow(reports, tally)
     finally:
-        if tally.failures or len(tally.ended) < size:
-            for endpoint in gang.endpoints:
-                endpoint.abort("the run was ended")
         deadline = time.monotonic() + END_S
         try:
+            if tally.failures or len(tally.ended) < size:
+                for endpoint in gang.endpoints:
+                    endpoint.abort("the run was ended")
             for thread in gang.threads:
                 if thread.ident is not None:
                     thread.join(max(0.0, deadline - time.monotonic()))
