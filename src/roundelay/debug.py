@@ -138,7 +138,7 @@ class Launched:
     @property
     def deputy(self) -> bool:
         """Whether it is the first on its host beside the leader."""
-        return self.local_rank == (1 if self.host_rank == 0 else 0)
+        return self.local_rank == int(self.host_rank == 0)
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
