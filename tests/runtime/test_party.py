@@ -66,6 +66,7 @@ class _Control:
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Granted | Arrived] = queue.SimpleQueue()
+        self.beats = 0
 
     def receive(self, timeout_s: float) -> Granted | Arrived:
         try:
@@ -74,7 +75,7 @@ class _Control:
             raise DeadlineError("the line", got="nothing", expected="a delivery", remedy="Wait.") from None
 
     def grant(self, other: int, channel: int) -> None:
-        pass
+        self.beats += 1
 
     def abort(self, reason: str) -> None:
         pass
@@ -123,6 +124,22 @@ def test_a_report_that_takes_long_to_read_makes_nobody_silent(monkeypatch: pytes
     with line(monkeypatch, slowly) as (told, ended):
         time.sleep(1.2)
     assert (told, ended) == ([], [])
+
+
+def test_whoever_always_hears_something_beats_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flooded(_Control):
+        def receive(self, timeout_s: float) -> Granted | Arrived:
+            time.sleep(0.001)
+            return Granted(1, 1)
+
+    monkeypatch.setattr(members, "BEAT_S", 0.1)
+    control = Flooded()
+    leader = SimpleNamespace(rank=0, leads=True, others=(1,), tell_where=lambda: None, end=lambda worker: True)
+    made = members._Line(cast(Endpoint, control), cast(Party, leader), lambda report: None, lambda worker, lost: None)
+    time.sleep(1.0)
+    beats = control.beats
+    made._ending.set()
+    assert beats >= 3
 
 
 def test_a_report_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,7 +331,7 @@ class _Line:
                 self._silent_s[other] += min(now - last, 2 * _TURN_S)
             last = now
             wait_s = _TURN_S
-            while self._hear(wait_s):
+            while self._hear(wait_s) and time.monotonic() - now < BEAT_S:  # or others would miss this one's beats
                 wait_s = 0.0
             for other in [k for k, silent_s in self._silent_s.items() if silent_s > SILENT_S]:
                 ended = ", and was ended" if self._party.end(other) else ""
