@@ -148,7 +148,7 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
         UsageError: the launcher's variables are incomplete, or its store would have to be opened by us.
     """
     now = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" not in now:
+    if not is_launched(now):
         return None
     if now.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise _launcher("a launcher without a store of its own", "one that keeps a store")
@@ -178,10 +178,15 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     return found
 
 
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this process."""
+    return "TORCHELASTIC_RUN_ID" in (os.environ if environment is None else environment)
+
+
 def leads(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a person looks at this process: it was started by hand, or is the launcher's :data:`LEADER`."""
     now = os.environ if environment is None else environment
-    return "TORCHELASTIC_RUN_ID" not in now or now.get("RANK") == str(LEADER)
+    return not is_launched(now) or now.get("RANK") == str(LEADER)
 
 
 def _launcher(got: str, expected: str) -> UsageError:

@@ -102,6 +102,15 @@ def test_ctrl_c_in_it_is_no_error_of_the_persons_code(transport: str) -> None:
         train(transport, epochs=100_000, on_update=interrupt)
 
 
+def test_a_worker_alone_ends_with_its_run() -> None:
+    """It waits for nobody, so nobody but itself can notice."""
+    job = make()
+    plan = roundelay.plan(job, workers=1, rule="pipedream", micro_batches=2)
+    with pytest.raises(UserCodeError):
+        roundelay.train(job, plan=plan, epochs=100_000, on_update=lambda updated: 1 / 0)
+    assert [one.name for one in threading.enumerate() if one.name.startswith("roundelay")] == []
+
+
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Behind the job that stands above it."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

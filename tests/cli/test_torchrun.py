@@ -24,6 +24,7 @@ from tests.cli.jobs import mlp
 
 Capture = pytest.CaptureFixture[str]
 END_S = 100.0
+SOON_S = 15.0  # ten, had a test the machine to itself
 SLOW = """
 import time
 def slow(epoch):
@@ -204,9 +205,7 @@ def test_a_member_that_is_stopped_does_not_hold_up_the_others(workplace: Path, r
     """The launcher alone would wait for 30 seconds more."""
     with in_training(workplace) as (process, ranks):
         os.kill(ranks[rank], signal.SIGSTOP)
-        start = time.monotonic()
-        out, _ = process.communicate(timeout=END_S)
-        assert time.monotonic() - start < 15.0  # ten, had the test the machine to itself
+        out, _ = process.communicate(timeout=SOON_S)
         assert process.returncode == 1
         assert one_cause(out) == f"worker {rank} of the launcher's got silence for 5 s, and was ended"
 
@@ -216,7 +215,7 @@ def test_of_a_member_that_is_killed_another_tells(workplace: Path, rank: str) ->
     """Of the leader, too, who otherwise tells everything."""
     with in_training(workplace) as (process, ranks):
         os.kill(ranks[rank], signal.SIGKILL)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=SOON_S)
         assert process.returncode == 1
         assert one_cause(out).startswith(f"worker {rank} of the launcher's got its connection broke")
 
@@ -229,11 +228,72 @@ def test_an_end_that_is_asked_for_is_told_once(workplace: Path, number: signal.S
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=SOON_S)
         assert process.returncode != 0
         assert out.count("Interrupted.") == 1
         assert "of the launcher's" not in out
         assert "╭" not in out.split("Interrupted.")[1]
+
+
+WAITS = """
+import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(60)
+"""
+
+
+def test_a_member_that_waits_for_the_plan_ends_with_its_launcher(workplace: Path) -> None:
+    """It hears the launcher's signal while it waits inside torch; else the launcher would wait for 30 seconds more."""
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job_file(workplace, "", WAITS))
+    with ending(process):
+        deadline = time.monotonic() + END_S
+        while len(members := pids_of("roundelay train", process)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        while sum(map(_cpu_s, members)) < 2.0 or not all(map(_rests, members)):  # torch has been loaded by then
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=SOON_S)
+        assert out.count("Interrupted.") == 1
+        assert "terminate called" not in out
+
+
+def _rests(pid: int) -> bool:
+    before = _cpu_s(pid)
+    time.sleep(1.0)
+    return _cpu_s(pid) - before < 0.1
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process, as the system counts it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+FAILS = """
+import os, time
+
+def wrong(outputs, batch):
+    if os.path.exists("evaluates"):
+        raise ZeroDivisionError("a deliberate mistake")
+    return mlp.loss(outputs, batch)
+
+def slow(model):
+    open("evaluates", "w").close()
+    time.sleep(10)
+    return {}
+"""
+
+
+def test_a_cause_is_told_though_the_launcher_ends_the_leader_while_it_leaves(workplace: Path) -> None:
+    """The leader gives its evaluation three seconds; the member has told its error and ends before."""
+    job = job_file(workplace, "loss=wrong, evaluate=slow", FAILS)
+    process = torchrun(
+        workplace, ["--standalone", "--nproc-per-node", "2"], job, "--epochs", 1000, "--no-baseline", "--out", "run"
+    )
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+        assert "a deliberate mistake" in one_cause(out)
 
 
 def one_cause(said: str) -> str:

@@ -131,6 +131,11 @@ class Counting(Endpoint):
         self._inner.abort(reason)
 
     @property
+    def aborted(self) -> bool:
+        """As it is."""
+        return self._inner.aborted
+
+    @property
     def bytes_sent(self) -> dict[int, int]:
         """As it is."""
         return self._inner.bytes_sent

@@ -1,46 +1,44 @@
-"""A member of a party that does not lead, and the line on which the leader hears the others."""
+"""A member of a party that does not lead."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import torch
 
 from roundelay.debug import Launched
-from roundelay.errors import DeadlineError
+from roundelay.errors import DeadlineError, WorkerLostError
+from roundelay.runtime import line
 from roundelay.runtime import party as members
+from roundelay.runtime.line import Line, OnDeaf, OnLost
 from roundelay.runtime.party import Party, attend
 from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime.tally import failure
 from roundelay.runtime.worker import Task, unchanged
-from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
+from roundelay.transport.contract import Arrived, Endpoint, Message
 from roundelay.transport.memory import memory_endpoints
-from roundelay.transport.queues import next_item
 
 
 class _Member:
     """Worker 1 of two, whose connections are queues."""
 
-    rank, leads, others = 1, False, (0,)
+    rank = 1
 
     def __init__(self) -> None:
-        self.ends = [memory_endpoints(2), memory_endpoints(2)]
+        self.reports, self.beats, self.frames = (memory_endpoints(2) for _ in range(3))
 
-    def endpoint(self, line: str, deadline_s: float) -> Endpoint:
-        return self.ends[0][1]
+    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
+        return Line(self.reports[1], self.beats[1], (0,), lambda rank: False, on_report, on_lost, on_deaf)
 
     def data(self, plan: object, device: object) -> Endpoint:
-        return self.ends[1][1]
+        return self.frames[1]
 
-    def tell_where(self) -> None:
-        pass
+
+TASK = cast(Task, SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0)))
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])
@@ -54,107 +52,69 @@ def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch
         left.set()
 
     monkeypatch.setattr(members, "work", tells_and_leaves_late)
-    member = _Member()
-    threading.Thread(target=member.ends[0][0].close, daemon=True).start()  # the leader's end of the control line
-    task = SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0))
-    assert attend(cast(Task, task), cast(Party, member), unchanged) == (kind == "finished")
+    assert attend(TASK, cast(Party, _Member()), unchanged) == (kind == "finished")
     assert left.is_set(), "threads that outlive the main one abort the process while the interpreter shuts down"
 
 
-class _Control:
-    """The leader's end of the control line; workers 1 and 2 beat."""
+def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader tells it; what the others would see of it is no cause."""
 
-    def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Granted | Arrived] = queue.SimpleQueue()
-        self.beats = 0
-
-    def receive(self, timeout_s: float) -> Granted | Arrived:
-        try:
-            return next_item(self.queue, timeout_s) if timeout_s else self.queue.get_nowait()
-        except queue.Empty:
-            raise DeadlineError("the line", got="nothing", expected="a delivery", remedy="Wait.") from None
-
-    def grant(self, other: int, channel: int) -> None:
-        self.beats += 1
-
-    def abort(self, reason: str) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def line(monkeypatch: pytest.MonkeyPatch, read: Callable[[bytes], Report]) -> Iterator[tuple[list[str], list[int]]]:
-    """What a leader's line tells, and whom it ends, of two workers that beat; one report comes, read as is said."""
-    monkeypatch.setattr(members, "SILENT_S", 0.3)
-    monkeypatch.setattr(members, "from_bytes", read)
-    control, over = _Control(), threading.Event()
-    told: list[str] = []
-    ended: list[int] = []
-
-    def end(worker: int) -> bool:
-        ended.append(worker)
-        return True
-
-    def beat() -> None:
-        while not over.wait(0.05):
-            for worker in (1, 2):
-                control.queue.put(Granted(worker, 1))
-
-    leader = SimpleNamespace(rank=0, leads=True, others=(1, 2), tell_where=lambda: None, end=end)
-    made = members._Line(
-        cast(Endpoint, control), cast(Party, leader), lambda report: None, lambda worker, lost: told.append(str(lost))
-    )
-    beating = threading.Thread(target=beat)
-    beating.start()
-    control.queue.put(Arrived(1, Message(0, (), (torch.zeros(4, dtype=torch.uint8),))))
-    try:
-        yield told, ended
-    finally:
-        over.set()
-        beating.join()
-        made.end("over")
-
-
-def test_a_report_that_takes_long_to_read_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' beats wait behind it."""
-
-    def slowly(body: bytes) -> Report:
-        time.sleep(0.8)
-        return Report("progress", 1, {})
-
-    with line(monkeypatch, slowly) as (told, ended):
-        time.sleep(1.2)
-    assert (told, ended) == ([], [])
-
-
-def test_whoever_always_hears_something_beats_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flooded(_Control):
-        def receive(self, timeout_s: float) -> Granted | Arrived:
-            time.sleep(0.001)
-            return Granted(1, 1)
-
-    monkeypatch.setattr(members, "BEAT_S", 0.1)
-    control = Flooded()
-    leader = SimpleNamespace(rank=0, leads=True, others=(1,), tell_where=lambda: None, end=lambda worker: True)
-    made = members._Line(cast(Endpoint, control), cast(Party, leader), lambda report: None, lambda worker, lost: None)
-    time.sleep(1.0)
-    beats = control.beats
-    made._ending.set()
-    assert beats >= 3
-
-
-def test_a_report_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nobody would hear the others, or be heard, any more."""
-
-    def fails(body: bytes) -> Report:
+    def fails(message: Message) -> Report:
         raise MemoryError("no room")
 
-    with line(monkeypatch, fails) as (told, ended):
-        deadline = time.monotonic() + 5.0
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert len(told) == 1
-    assert "the control line of worker 0: got MemoryError: no room" in told[0]
-    assert ended == []
+    monkeypatch.setattr(line, "report_of", fails)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: time.sleep(0.1))
+    member = _Member()
+    member.reports[0].send(1, Message(0, (), ()))
+    assert not attend(TASK, cast(Party, member), unchanged)
+    monkeypatch.undo()
+    told = member.reports[0].receive(1.0)
+    assert isinstance(told, Arrived)
+    assert line.report_of(told.message).data["subject"] == "the control line of worker 1"
+
+
+def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile its process hears signals and beats."""
+
+    def fails(plan: object, device: object) -> Endpoint:
+        raise DeadlineError("worker 1 meeting the others", got="nobody", expected="two", remedy="Wait.")
+
+    member = _Member()
+    monkeypatch.setattr(member, "data", fails)
+    assert not attend(TASK, cast(Party, member), unchanged)
+    told = member.reports[0].receive(1.0)
+    assert isinstance(told, Arrived)
+    assert line.report_of(told.message).data["got"] == "nobody"
+
+
+def test_who_is_ended_while_its_worker_connects_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    connects, worked = threading.Event(), threading.Event()
+
+    def late(plan: object, device: object) -> Endpoint:
+        connects.wait(10.0)
+        return member.frames[1]
+
+    member = _Member()
+    monkeypatch.setattr(member, "data", late)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
+    member.reports[0].abort("the run has failed; worker 0 tells why")
+    threading.Timer(1.0, connects.set).start()
+    assert not attend(TASK, cast(Party, member), unchanged)
+    assert worked.wait(10.0)
+    assert member.frames[1].aborted, "or it would wait for the others until its deadline"
+
+
+def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own connections to a leader that is killed may break first."""
+    member = _Member()
+
+    def fails(task: Task, rank: int, endpoint: Endpoint, report: Reporter, device: object) -> None:
+        threading.Timer(0.6, member.reports[0].abort, ["its connection broke"]).start()
+        report(failure(1, WorkerLostError("worker 0", got="an end", expected="a living worker", remedy="Look.")))
+
+    monkeypatch.setattr(members, "work", fails)
+    with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
+        attend(TASK, cast(Party, member), unchanged)
 
 
 @pytest.mark.parametrize(

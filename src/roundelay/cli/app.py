@@ -247,7 +247,8 @@ class _Signals:
     """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and the first is remembered.
 
     A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
-    interrupt; what the person did is then still the cause to tell.
+    interrupt; what the person did is then still the cause to tell. A launcher that has lost one process ends the others
+    by SIGTERM: where an error is on its way to be told, the first of these changes nothing.
     """
 
     def __init__(self) -> None:
@@ -267,8 +268,10 @@ class _Signals:
             signal.signal(signal.SIGTERM, handler)
 
     def _raise(self, number: int, frame: object) -> None:
-        self.first = self.first or number
-        raise KeyboardInterrupt
+        first, self.first = self.first is None, self.first or number
+        ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
+        if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
+            raise KeyboardInterrupt
 
 
 _SIGNALS = _Signals()

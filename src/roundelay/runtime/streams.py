@@ -111,6 +111,11 @@ class StreamEndpoint(Endpoint):
         self._inner.abort(reason)
 
     @property
+    def aborted(self) -> bool:
+        """As `inner` is."""
+        return self._inner.aborted
+
+    @property
     def bytes_sent(self) -> dict[int, int]:
         """As `inner` counts."""
         return self._inner.bytes_sent

@@ -182,9 +182,11 @@ class _Worker:
             yield from self.execute()
 
     def execute(self) -> Loop:
-        """The program, and what it leaves to tell; pauses before it waits."""
-        machine = self.machine
+        """The program, and what it leaves to tell; pauses before it waits. Nobody hears of one that is given up."""
+        machine, endpoint = self.machine, self.endpoint
         while not machine.halted:
+            if endpoint.aborted:
+                return
             run = machine.fire()
             if run is not None:
                 self.carry_out(run)

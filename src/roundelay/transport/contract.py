@@ -168,6 +168,11 @@ class Endpoint(ABC):
     def abort(self, reason: str) -> None:
         """Leave now: every other worker gets ``Lost(self.worker, reason)``, as far as it can still be told."""
 
+    @property
+    @abstractmethod
+    def aborted(self) -> bool:
+        """Whether `abort` has ended it; nothing that its worker could still do is asked for then."""
+
     def cause(self, error: RoundelayError) -> RoundelayError:
         """What an error that this worker met comes from: itself, unless the transport knows better."""
         return error
@@ -295,6 +300,12 @@ class CheckedEndpoint(Endpoint):
         """End now, if nothing has ended it before."""
         if self._end(reason, aborted=True):
             self._abort(reason)
+
+    @property
+    @final
+    def aborted(self) -> bool:
+        """Whether `abort` was the first to end it."""
+        return self._aborted
 
     @property
     @final

@@ -116,6 +116,11 @@ class NcclEndpoint(Endpoint):
             self._stop.set()
             self._guard.join(10 * TICK_S)
 
+    @property
+    def aborted(self) -> bool:
+        """As the contract says."""
+        return bool(self._aborted)
+
     def cause(self, error: RoundelayError) -> RoundelayError:
         """The loss of a worker, if one is lost or this endpoint was aborted: what came later may follow from it."""
         lost = next(iter(self._lost.items()), None)
