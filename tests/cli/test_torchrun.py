@@ -271,7 +271,9 @@ def _cpu_s(pid: int) -> float:
 
 
 FAILS = """
-import os, time
+import atexit, os, time
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 3)
 
 def wrong(outputs, batch):
     if os.path.exists("evaluates"):
@@ -286,7 +288,7 @@ def slow(model):
 
 
 def test_a_cause_is_told_though_the_launcher_ends_the_leader_while_it_leaves(workplace: Path) -> None:
-    """The leader gives its evaluation three seconds; the member has told its error and ends before."""
+    """The leader gives its evaluation three seconds; the member has told its error and ends amid them."""
     job = job_file(workplace, "loss=wrong, evaluate=slow", FAILS)
     process = torchrun(
         workplace, ["--standalone", "--nproc-per-node", "2"], job, "--epochs", 1000, "--no-baseline", "--out", "run"
