@@ -235,16 +235,26 @@ def test_an_end_that_is_asked_for_is_told_once(workplace: Path, number: signal.S
         assert "╭" not in out.split("Interrupted.")[1]
 
 
-WAITS = """
+WAITS = {
+    "a member for the plan": """
 import os, time
 if os.environ["RANK"] == "0":
     time.sleep(60)
-"""
+""",
+    "the leader for a member": """
+import os, time
+from roundelay.runtime.party import Party
+if os.environ["RANK"] == "1":
+    Party.line = lambda *args: time.sleep(60)
+""",
+}
 
 
-def test_a_member_that_waits_for_the_plan_ends_with_its_launcher(workplace: Path) -> None:
-    """It hears the launcher's signal while it waits inside torch; else the launcher would wait for 30 seconds more."""
-    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job_file(workplace, "", WAITS))
+@pytest.mark.parametrize("who", WAITS)
+def test_who_waits_for_another_ends_with_the_launcher(workplace: Path, who: str) -> None:
+    """The launcher's signal is heard while torch waits; else the launcher would wait for 30 seconds more."""
+    job = job_file(workplace, "", WAITS[who])
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--steps", 3)
     with ending(process):
         deadline = time.monotonic() + END_S
         while len(members := pids_of("roundelay train", process)) < 2:
