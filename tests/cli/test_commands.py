@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from roundelay.cli.job_file import job_maker
 from roundelay.ir.plan import FORMAT, SINCE_1, Plan
+from roundelay.ir.rule import rules
 from roundelay.observe.metrics import read_metrics
 from roundelay.runtime.tamper import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
@@ -347,7 +348,10 @@ def test_metrics_that_are_no_numbers_are_null_in_json(capsys: Capture, workplace
     assert said.json["evaluation"] == {"accuracy": None}
 
 
-def test_a_rule_of_the_job_file_plans_trains_and_verifies(capsys: Capture, workplace: Path) -> None:
+def test_a_rule_of_the_job_file_plans_trains_and_verifies(
+    capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundelay.ir.rule._RULES", {rule.name: rule for rule in rules()})  # forgotten afterwards
     rule = """
 import roundelay
 roundelay.register_rule(roundelay.UpdateRule(

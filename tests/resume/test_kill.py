@@ -61,6 +61,16 @@ def test_a_kill_that_came_too_late_shows_nothing_and_is_played_again_at_other_mo
     assert len(set(seeds)) == len(seeds) == played
 
 
+def test_a_kill_that_missed_its_checkpoint_is_played_again(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [Outcome((), 0, 0, ()), Outcome((), 0, 1, ())]
+    monkeypatch.setattr(kill, "play_once", lambda case, folder, server: left.pop(0))
+    assert play(CASES[1], tmp_path, server).amid == 1
+    left = [Outcome((), 0, 0, ("a fault",))]
+    assert play(CASES[1], tmp_path / "0", server).faults == ("a fault",)
+
+
 @pytest.mark.parametrize(("rule", "micro_batches"), [("pipeoptim", 1), ("cdp-v2", 3)])
 def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
     rule: str, micro_batches: int, tmp_path: Path, server: Server
