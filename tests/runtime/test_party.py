@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from roundelay.debug import Launched
-from roundelay.errors import DeadlineError, WorkerLostError
+from roundelay.errors import DeadlineError, UsageError, WorkerLostError
 from roundelay.runtime import line
 from roundelay.runtime import party as members
+from roundelay.runtime.device import Device
 from roundelay.runtime.line import Line, OnDeaf, OnLost
-from roundelay.runtime.party import Party, attend
+from roundelay.runtime.party import Party, attend, lead
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.tally import failure
 from roundelay.runtime.worker import Task, unchanged
@@ -85,6 +87,30 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
     told = member.reports[0].receive(1.0)
     assert isinstance(told, Arrived)
     assert line.report_of(told.message).data["got"] == "nobody"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda party: lead(TASK, lambda report: None, unchanged, party),
+        lambda party: attend(TASK, party, unchanged),
+    ],
+    ids=["the leader", "a member"],
+)
+def test_who_lacks_its_device_says_so_before_it_meets_anybody(
+    start: Callable[[Party], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would tell of a lost worker beside it."""
+
+    def none_here(name: str) -> Device:
+        raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
+
+    member = _Member()
+    monkeypatch.setattr(members, "device_of", none_here)
+    monkeypatch.setattr(member, "line", lambda *args: pytest.fail("it met the others"))
+    monkeypatch.setattr(member, "size", 2, raising=False)
+    with pytest.raises(UsageError, match="cuda:7"):
+        start(cast(Party, member))
 
 
 def test_who_is_ended_while_its_worker_connects_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,11 +216,11 @@ class _Working:
         party: whose member this is.
         wrap: put around the worker's endpoint.
         report: where the worker tells its end, too.
+        device: where it computes.
     """
 
-    def __init__(self, task: Task, party: Party, wrap: Wrap, report: Reporter) -> None:
-        self._task, self._party, self._wrap, self._report = task, party, wrap, report
-        self._device = device_of(task.plan.devices[party.rank])
+    def __init__(self, task: Task, party: Party, wrap: Wrap, report: Reporter, device: Device) -> None:
+        self._task, self._party, self._wrap, self._report, self._device = task, party, wrap, report, device
         self._lock = threading.Lock()
         self._endpoint: Endpoint | None = None
         self._ended = ""  # why, if it has been
@@ -261,12 +261,13 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
     """Run worker 0 in this process, and hear all; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tally = Tally(party.size, listen)
+    device = device_of(task.plan.devices[party.rank])  # first: if there is none, nobody is to be told of a loss
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
     line = party.line(task.plan.deadline_s, reports.put, failed, partial(failed, party.rank))
-    worker = _Working(task, party, wrap, reports.put)
+    worker = _Working(task, party, wrap, reports.put, device)
     causes: list[Report] = []
     try:
         try:
@@ -312,6 +313,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
+    device = device_of(task.plan.devices[party.rank])
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)
@@ -321,7 +323,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
         outgoing.put(failure(party.rank, error))
 
     line = party.line(task.plan.deadline_s, lambda report: None, on_lost, on_deaf)
-    worker = _Working(task, party, wrap, outgoing.put)
+    worker = _Working(task, party, wrap, outgoing.put, device)
     ended, well = False, True
 
     def leave() -> None:
