@@ -189,6 +189,12 @@ def leads(environment: Mapping[str, str] | None = None) -> bool:
     return not is_launched(now) or now.get("RANK") == str(LEADER)
 
 
+def first_on_host(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process tells what all that a launcher started on this host would tell in the same words."""
+    now = os.environ if environment is None else environment
+    return not is_launched(now) or now.get("LOCAL_RANK", "0") == "0"
+
+
 def _launcher(got: str, expected: str) -> UsageError:
     return UsageError(
         "starting under a launcher",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -207,7 +208,8 @@ def test_a_member_that_is_stopped_does_not_hold_up_the_others(workplace: Path, r
         os.kill(ranks[rank], signal.SIGSTOP)
         out, _ = process.communicate(timeout=SOON_S)
         assert process.returncode == 1
-        assert one_cause(out) == f"worker {rank} of the launcher's got silence for 5 s, and was ended"
+        assert one_cause(out).startswith(f"worker {rank} of the launcher's got its connection broke")
+        assert out.count(f"worker {rank} (process {ranks[rank]}) was stopped by a signal") == 1
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -222,7 +224,7 @@ def test_of_a_member_that_is_killed_another_tells(workplace: Path, rank: str) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_that_is_asked_for_is_told_once(workplace: Path, number: signal.Signals) -> None:
-    """By the leader. Ctrl-C every process hears, and a second signal from the launcher; a scheduler ends that."""
+    """By the leader. The launcher sends each process a signal; a scheduler signals the launcher."""
     with in_training(workplace) as (process, _):
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
@@ -266,6 +268,70 @@ def test_who_waits_for_another_ends_with_the_launcher(workplace: Path, who: str)
         out, _ = process.communicate(timeout=SOON_S)
         assert out.count("Interrupted.") == 1
         assert "terminate called" not in out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_member_that_is_stopped_before_all_have_met_does_not_hold_up_the_others(workplace: Path, rank: str) -> None:
+    """In its own job file, where it reads data, for one."""
+    stops = f"""
+import os, signal
+if os.environ["RANK"] == "{rank}":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    job = job_file(workplace, "", stops)
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--steps", 3)
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+        assert process.returncode == 1
+        assert out.count(f"worker {rank} (process ") == 1
+        assert "was stopped by a signal and not continued for 3 s, so it was ended" in out
+        assert "╭" not in out.split("Traceback")[0]
+
+
+HOLDS = """
+import ctypes
+def holds(epoch):
+    if epoch == 1:
+        ctypes.PyDLL(None).sleep(7)
+    yield from mlp.batches(epoch)
+"""
+
+
+def test_a_leader_whose_interpreter_is_held_is_not_given_up(workplace: Path) -> None:
+    """By a library that reads a large file, for one: no thread of its process runs meanwhile."""
+    job = job_file(workplace, "batches=holds", HOLDS)
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--epochs", 2)
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+
+
+@pytest.mark.parametrize(
+    ("prelude", "args", "words"),
+    [
+        ("raise ZeroDivisionError('a deliberate mistake')", (), "a deliberate mistake"),
+        ("import os; assert os.environ['RANK'] != '1', 'no data here'", (), "no data here"),
+        ("import os; assert os.environ['RANK'] != '0', 'no data here'", (), "no data here"),
+        ("", ("--rule", "none"), "none"),
+        ("", ("--transport", "memory"), "--transport under a launcher"),
+        ("", ("--steps", 3, "--epochs", 3), "--epochs"),
+        ("", ("--from", "nowhere"), "nowhere"),
+        ("", ("--steps", "three"), "--steps"),
+    ],
+    ids=["the job", "a member's job", "the leader's job", "rule", "transport", "lengths", "checkpoint", "a word"],
+)
+def test_what_is_wrong_before_all_have_met_is_told_once(
+    workplace: Path, prelude: str, args: tuple[object, ...], words: str
+) -> None:
+    job = job_file(workplace, "", prelude)
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "3"], job, "--no-baseline", *args)
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 1
+    told = re.findall("╭.*?╰|^Error: .*?$", out, re.DOTALL | re.MULTILINE)
+    assert len(told) == 1, out
+    assert words in told[0]
+    assert "Interrupted." not in out
 
 
 def _rests(pid: int) -> bool:

@@ -14,14 +14,15 @@ import pytest
 from roundelay.debug import Launched
 from roundelay.errors import DeadlineError, UsageError, WorkerLostError
 from roundelay.runtime import line
-from roundelay.runtime import party as members
+from roundelay.runtime import membership as members
 from roundelay.runtime.device import Device
 from roundelay.runtime.line import Line, OnDeaf, OnLost
-from roundelay.runtime.party import Party, attend, lead
+from roundelay.runtime.membership import attend, lead
+from roundelay.runtime.party import Party
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.tally import failure
 from roundelay.runtime.worker import Task, unchanged
-from roundelay.transport.contract import Arrived, Endpoint, Message
+from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Message
 from roundelay.transport.memory import memory_endpoints
 
 
@@ -31,13 +32,19 @@ class _Member:
     rank = 1
 
     def __init__(self) -> None:
-        self.reports, self.beats, self.frames = (memory_endpoints(2) for _ in range(3))
+        self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))
 
     def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
-        return Line(self.reports[1], self.beats[1], (0,), lambda rank: False, on_report, on_lost, on_deaf)
+        return Line(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
 
     def data(self, plan: object, device: object) -> Endpoint:
         return self.frames[1]
+
+    def told(self) -> Delivery:
+        """What came to the leader's news, beside beats."""
+        while isinstance(delivery := self.news[0].receive(1.0), Granted):
+            pass
+        return delivery
 
 
 TASK = cast(Task, SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0)))
@@ -70,9 +77,9 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     member.reports[0].send(1, Message(0, (), ()))
     assert not attend(TASK, cast(Party, member), unchanged)
     monkeypatch.undo()
-    told = member.reports[0].receive(1.0)
+    told = member.told()
     assert isinstance(told, Arrived)
-    assert line.report_of(told.message).data["subject"] == "the control line of worker 1"
+    assert line.report_of(told.message)[0].data["subject"] == "the control line of worker 1"
 
 
 def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +91,9 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
     member = _Member()
     monkeypatch.setattr(member, "data", fails)
     assert not attend(TASK, cast(Party, member), unchanged)
-    told = member.reports[0].receive(1.0)
+    told = member.told()
     assert isinstance(told, Arrived)
-    assert line.report_of(told.message).data["got"] == "nobody"
+    assert line.report_of(told.message)[0].data["got"] == "nobody"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
         start(cast(Party, member))
 
 
-def test_who_is_ended_while_its_worker_connects_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     connects, worked = threading.Event(), threading.Event()
 
     def late(plan: object, device: object) -> Endpoint:
@@ -123,7 +130,7 @@ def test_who_is_ended_while_its_worker_connects_does_not_work(monkeypatch: pytes
     member = _Member()
     monkeypatch.setattr(member, "data", late)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
-    member.reports[0].abort("the run has failed; worker 0 tells why")
+    member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()
     assert not attend(TASK, cast(Party, member), unchanged)
     assert worked.wait(10.0)
@@ -135,7 +142,7 @@ def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(mo
     member = _Member()
 
     def fails(task: Task, rank: int, endpoint: Endpoint, report: Reporter, device: object) -> None:
-        threading.Timer(0.6, member.reports[0].abort, ["its connection broke"]).start()
+        threading.Timer(0.6, member.news[0].abort, ["its connection broke"]).start()
         report(failure(1, WorkerLostError("worker 0", got="an end", expected="a living worker", remedy="Look.")))
 
     monkeypatch.setattr(members, "work", fails)

@@ -26,8 +26,9 @@ from roundelay.observe.files import present
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.launch import run
+from roundelay.runtime.membership import attend
 from roundelay.runtime.optimizer import RateTable, without_gradients
-from roundelay.runtime.party import Party, attend
+from roundelay.runtime.party import Party
 from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.worker import Task, Wrap, unchanged

@@ -1,11 +1,14 @@
 """The command line: ``roundelay train | plan | simulate | verify | report | compare | doctor``."""
 
+import ctypes
 import importlib
 import os
 import signal
 import sys
 
-from roundelay.debug import better_malloc
+from roundelay.debug import better_malloc, is_launched
+from roundelay.runtime.mortal import die_with
+from roundelay.runtime.sentry import start_sentry
 
 
 def main() -> None:
@@ -17,11 +20,19 @@ def main() -> None:
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    if is_launched():
+        _belong()
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken
         sys.exit(importlib.import_module("roundelay.cli.doctor").without_commands(error))
     app.main()
+
+
+def _belong() -> None:
+    """Die with the launcher, which tells nobody when it is killed, and have somebody see if this process is stopped."""
+    die_with(os.getppid(), ctypes.CDLL(None))
+    start_sentry(f"worker {os.environ.get('RANK', '?')}")
 
 
 __all__ = ["main"]

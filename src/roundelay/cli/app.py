@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import attend_job, train_job
-from roundelay.errors import InternalError, RoundelayError
+from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
@@ -42,6 +43,9 @@ from roundelay.viz import LEGEND, staircase
 
 _INTERRUPTED = 130  # as typer says Ctrl-C
 """Exit code of what Ctrl-C has ended: 128 and the signal's number."""
+
+_BEHIND_S = 5.0
+"""Seconds that another process of a launcher gets to tell what ends them all."""
 
 app = typer.Typer(
     help="Train ordinary PyTorch models through a pipeline, planned, explained, and proved bit for bit.",
@@ -84,38 +88,40 @@ def train(
     as_json: o.Json = False,
 ) -> None:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
-    o.exclusive(steps, epochs)
-    party, choices = o.joined(choices, restarts)
-    curves = curve_writer() if tensorboard and (party is None or party.leads) else None
-    job = load_job(job_file, seed)
-    restarted = out if party is not None and party.restart else None
-    if out is not None and party is None:
-        check_vacant(out)  # before anything takes its time
-    captured, plan, reasons = o.planned(
-        job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
-    )
-    if party is not None and not party.leads:
-        attended = attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
-        raise typer.Exit(attended)
-    summary = train_job(
-        job,
-        captured,
-        plan,
-        seed=seed,
-        steps=steps,
-        epochs=epochs,
-        resume=resume,
-        out=out,
-        baseline=baseline,
-        restarts=restarts,
-        checkpoint_every=checkpoint_every,
-        quiet=as_json,
-        party=party,
-        reasons=reasons,
-        curves=curves,
-    )
-    if as_json:
-        show_json(summary)
+    with o.together(choices, restarts) as (party, choices):
+        o.exclusive(steps, epochs)
+        curves = curve_writer() if tensorboard and (party is None or party.leads) else None
+        job = load_job(job_file, seed)
+        restarted = out if party is not None and party.restart else None
+        if out is not None and party is None:
+            check_vacant(out)  # before anything takes its time
+        captured, plan, reasons = o.planned(
+            job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
+        )
+        if party is not None and not party.leads:
+            attended = attend_job(
+                job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
+            )
+            raise typer.Exit(attended)
+        summary = train_job(
+            job,
+            captured,
+            plan,
+            seed=seed,
+            steps=steps,
+            epochs=epochs,
+            resume=resume,
+            out=out,
+            baseline=baseline,
+            restarts=restarts,
+            checkpoint_every=checkpoint_every,
+            quiet=as_json,
+            party=party,
+            reasons=reasons,
+            curves=curves,
+        )
+        if as_json:
+            show_json(summary)
 
 
 @app.command("plan", epilog="Example: `roundelay plan examples/char_gpt.py --workers 2 -o plan.toml`")
@@ -309,11 +315,16 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
+    except ToldElsewhereError as ending:
+        return _behind(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except typer.TyperException as error:
+        code = int(getattr(error, "exit_code", 2))
+        if not debug.first_on_host():
+            return _behind(code)
         error.show()  # type: ignore[attr-defined]
-        return int(getattr(error, "exit_code", 2))
+        return code
     except Exception as error:
         if _SIGNALS.first is not None:
             return _interrupted()
@@ -321,6 +332,13 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise
         show_error(_bug(error), as_json, traced)
         return 70
+
+
+def _behind(code: int) -> int:
+    """The exit code, when the process that tells may have told: the launcher ends all when one has ended."""
+    with suppress(KeyboardInterrupt):
+        time.sleep(_BEHIND_S)
+    return code
 
 
 def _interrupted() -> int:

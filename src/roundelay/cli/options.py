@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -19,8 +20,8 @@ from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.cli.taken_over import plan_files, taken_over
-from roundelay.debug import launched
-from roundelay.errors import UsageError
+from roundelay.debug import first_on_host, launched
+from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
@@ -244,6 +245,24 @@ def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
         if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
             return file
     return None
+
+
+@contextmanager
+def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Choices]]:
+    """:func:`joined`, and what then goes wrong before all have met is told once.
+
+    Raises:
+        UsageError: a choice cannot be had in a party.
+        ToldElsewhereError: so another process on this host has told.
+    """
+    try:
+        party, choices = joined(choices, restarts)
+    except UsageError as error:
+        if not first_on_host():
+            raise ToldElsewhereError from error
+        raise
+    with nullcontext() if party is None else party.told_once():
+        yield party, choices
 
 
 def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from roundelay.errors import UsageError
 from roundelay.runtime.garbage import settled
-from roundelay.runtime.party import Party, lead
+from roundelay.runtime.membership import lead
+from roundelay.runtime.party import Party
 from roundelay.runtime.processes import run_processes, run_sharing
 from roundelay.runtime.tally import Listener
 from roundelay.runtime.threads import run_threads

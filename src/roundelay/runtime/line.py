@@ -1,8 +1,11 @@
-"""The control line of a party: on it the leader hears the reports of all members, and each hears who is silent.
+"""The control line of a party: on it the leader hears the reports of all members, and each hears who is gone.
 
-Nobody in a party is the parent of anybody and would be told that a process is stopped, so there is a beat every second,
-both ways. Beats have connections and a thread of their own: the state of a large stage takes as long as it takes to
-travel and to be read, and a beat must not wait behind it.
+Reports have connections of their own, and news has: that something failed, and a beat every second, both ways. The
+state of a large stage takes as long as it takes to travel and to be read, and news must not wait behind it.
+
+A process that ends closes its connections, and one that is stopped is ended by its sentry
+(:mod:`roundelay.runtime.sentry`). Beats are for what closes nothing: a host without power, a cable that is cut. Their
+patience is long: a process is well though a library holds its interpreter, and all its threads, for half a minute.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
@@ -19,10 +22,13 @@ import torch
 from roundelay.debug import LEADER
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.report import Report, Reporter
-from roundelay.transport.contract import Arrived, Endpoint, Granted, Lost, Message
+from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Lost, Message
 
-BEAT_S, SILENT_S = 1.0, 5.0
+BEAT_S, SILENT_S = 1.0, 60.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
+
+PART_BYTES = 2**32
+"""Bytes of tensors in one message of a report, whose transport takes no more than four times as many."""
 
 OnLost = Callable[[int, RoundelayError], None]
 OnDeaf = Callable[[RoundelayError], None]
@@ -36,11 +42,10 @@ class Line:
     """This process's end. It watches those that it depends on: the leader all, the others the leader.
 
     Args:
-        reports: connections for reports.
-        beats: connections for beats.
+        reports: connections with those watched, for reports.
+        news: connections with those watched, for what must not wait behind reports.
         watched: the others that this process depends on.
-        kill: ends one of them that answers no more; whether it could.
-        on_report: told of every report, in a thread of the line's own.
+        on_report: told of every report, in threads of the line's own.
         on_lost: told once of every process that is gone, of those that are watched.
         on_deaf: told if this process can hear no more; it can be heard still.
     """
@@ -48,28 +53,31 @@ class Line:
     def __init__(
         self,
         reports: Endpoint,
-        beats: Endpoint,
+        news: Endpoint,
         watched: Sequence[int],
-        kill: Callable[[int], bool],
         on_report: Reporter,
         on_lost: OnLost,
         on_deaf: OnDeaf,
     ) -> None:
-        self._reports, self._beats, self._watched, self._kill = reports, beats, tuple(watched), kill
+        self._reports, self._news, self._watched = reports, news, tuple(watched)
         self._on_report, self._on_lost, self._on_deaf = on_report, on_lost, on_deaf
-        self._silent_s = dict.fromkeys(self._watched, 0.0)
-        self._lock = threading.Lock()  # of the silences
+        self._silent_s = dict.fromkeys(self._watched, 0.0)  # the hearing of news alone changes it
+        self._begun: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # tensors of reports whose end is to come
+        self._leaving: set[int] = set()  # they beat no more when they have left
+        self._lost: set[int] = set()
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(part,), name=name, daemon=True)
-            for name, part in (("reports", self._hear), ("beats", self._beat))
+            for name, part in (("reports", self._hear), ("news", self._hear_news))
         ]
         for thread in self._threads:
             thread.start()
 
     def send(self, report: Report) -> None:
-        """Send a report to the leader."""
-        self._reports.send(LEADER, message_of(report))
+        """Send a report to the leader; that something failed overtakes all that is still on its way."""
+        endpoint = self._news if report.kind == "failed" else self._reports
+        for message in messages_of(report):
+            endpoint.send(LEADER, message)
 
     def end(self, reason: str | None) -> None:
         """Leave in good order, or with a reason."""
@@ -77,96 +85,122 @@ class Line:
         for thread in self._threads:
             thread.join()
         if reason is None:
-            self._reports.close()
-            self._beats.close()
+            try:
+                self._reports.close()
+            finally:
+                self._news.close()
             return
         with ThreadPoolExecutor(2) as both:  # each may wait a second for those who do not answer
-            for endpoint in (self._reports, self._beats):
+            for endpoint in (self._reports, self._news):
                 both.submit(endpoint.abort, reason)
 
     def _guarded(self, part: Callable[[], None]) -> None:
         try:
             part()
+        except RoundelayError as error:
+            self._on_deaf(error)
         except Exception as error:  # else nobody would hear, or be heard, any more
             self._on_deaf(_deaf(self._reports.worker, error))
 
     def _hear(self) -> None:
+        """Take reports. Who is lost is told by news, behind why it failed."""
         while not self._ending.is_set():
-            try:
-                delivery = self._reports.receive(_TURN_S)
-            except DeadlineError:
-                continue
+            delivery = _next(self._reports, _TURN_S)
             if isinstance(delivery, Arrived):
-                report = report_of(delivery.message)
-                if report.kind in ("finished", "failed"):
-                    self._unwatch(delivery.source)  # it may leave now
-                self._on_report(report)
+                self._take(delivery)
             elif isinstance(delivery, Lost):
-                self._lose(delivery.source, delivery.reason)
+                lost = _lost(delivery.source, delivery.reason)
+                if (cause := self._reports.cause(lost)) is not lost:  # it is this process that could not take it
+                    raise cause
 
-    def _beat(self) -> None:
+    def _hear_news(self) -> None:
+        """Beat, and take beats and news."""
         beat, last = 0.0, time.monotonic()
         while not self._ending.is_set():
             now = time.monotonic()
             if now - beat >= BEAT_S:
                 beat = now
                 for other in self._watched:
-                    self._beats.grant(other, _CHANNEL)
-            with self._lock:
-                for other in self._silent_s:  # time in which this process could hear: it may have been stopped itself
-                    self._silent_s[other] += min(now - last, 2 * _TURN_S)
+                    self._news.grant(other, _CHANNEL)
+            for other in self._watched:  # time in which this process could hear: it may have stood still itself
+                self._silent_s[other] += min(now - last, 2 * _TURN_S)
             last = now
             wait_s = _TURN_S
-            while self._hear_beat(wait_s) and time.monotonic() - now < BEAT_S:  # or others would miss this one's
+            while self._take_news(wait_s) and time.monotonic() - now < BEAT_S:  # or others would miss this one's
                 wait_s = 0.0
-            for other in [k for k, silent_s in self._silences() if silent_s > SILENT_S]:
-                ended = ", and was ended" if self._kill(other) else ""
-                self._lose(other, f"silence for {SILENT_S:g} s{ended}")
+            for other in self._watched:
+                if self._silent_s[other] > SILENT_S and other not in self._leaving:
+                    self._lose(other, f"silence for {SILENT_S:g} s")
 
-    def _hear_beat(self, wait_s: float) -> bool:
-        """Take the next delivery; whether one came. Who is lost is told where the reports are heard."""
-        try:
-            delivery = self._beats.receive(wait_s)
-        except DeadlineError:
-            return False
-        with self._lock:
-            if isinstance(delivery, Granted) and delivery.source in self._silent_s:
-                self._silent_s[delivery.source] = 0.0
-        return True
+    def _take_news(self, wait_s: float) -> bool:
+        """Take what comes next; whether something came."""
+        delivery = _next(self._news, wait_s)
+        if isinstance(delivery, Arrived):
+            self._take(delivery)
+        elif isinstance(delivery, Lost):
+            self._lose(delivery.source, delivery.reason)
+        elif isinstance(delivery, Granted):
+            self._silent_s[delivery.source] = 0.0
+        return delivery is not None
 
-    def _silences(self) -> list[tuple[int, float]]:
-        with self._lock:
-            return list(self._silent_s.items())
-
-    def _unwatch(self, other: int) -> bool:
-        """Whether it was watched until now."""
-        with self._lock:
-            return self._silent_s.pop(other, None) is not None
+    def _take(self, delivery: Arrived) -> None:
+        report, more = report_of(delivery.message)
+        tensors = self._begun.setdefault((delivery.source, report.kind), {})
+        tensors.update(report.tensors)
+        if more:
+            return
+        del self._begun[delivery.source, report.kind]
+        report = Report(report.kind, report.worker, report.data, tensors)
+        if report.kind in ("finished", "failed"):
+            self._leaving.add(delivery.source)
+        self._on_report(report)
 
     def _lose(self, other: int, how: str) -> None:
-        if self._unwatch(other):
+        """Called by the thread that hears news."""
+        if other in self._watched and other not in self._lost:
+            self._lost.add(other)
             self._on_lost(other, _lost(other, how))
 
 
-def message_of(report: Report) -> Message:
-    """A report as a message: JSON as bytes, and its tensors as they are, since a stage's whole state is in some."""
-    text = json.dumps([report.kind, report.worker, report.data, list(report.tensors)]).encode()
-    tensors = (tensor.detach().cpu().contiguous() for tensor in report.tensors.values())
-    return Message(_CHANNEL, (), (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
+def _next(endpoint: Endpoint, wait_s: float) -> Delivery | None:
+    """What comes within `wait_s` seconds."""
+    try:
+        return endpoint.receive(wait_s)
+    except DeadlineError:
+        return None
 
 
-def report_of(message: Message) -> Report:
-    """The report that :func:`message_of` made."""
+def messages_of(report: Report) -> Iterator[Message]:
+    """A report as messages: JSON as bytes, and its tensors as they are, since a stage's whole state is in some.
+
+    Each has up to :data:`PART_BYTES` of them, or a single one that is longer.
+    """
+    parts: list[list[str]] = [[]]
+    room = PART_BYTES
+    for name, tensor in report.tensors.items():
+        if parts[-1] and tensor.nbytes > room:
+            parts.append([])
+            room = PART_BYTES
+        parts[-1].append(name)
+        room -= tensor.nbytes
+    for part in parts:
+        text = json.dumps([report.kind, report.worker, report.data, part, part is not parts[-1]]).encode()
+        tensors = (report.tensors[name].detach().cpu().contiguous() for name in part)
+        yield Message(_CHANNEL, (), (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
+
+
+def report_of(message: Message) -> tuple[Report, bool]:
+    """The report that :func:`messages_of` made, with the tensors of one part; and whether there are more."""
     text, *tensors = (value for value in message.values if isinstance(value, torch.Tensor))
-    kind, worker, data, names = json.loads(text.numpy().tobytes())
-    return Report(kind, worker, data, dict(zip(names, tensors, strict=True)))
+    kind, worker, data, names, more = json.loads(text.numpy().tobytes())
+    return Report(kind, worker, data, dict(zip(names, tensors, strict=True))), more
 
 
 def _deaf(worker: int, error: Exception) -> InternalError:
     return InternalError(
         f"the control line of worker {worker}",
         got=f"{type(error).__name__}: {error}",
-        expected="reports and beats that it can read",
+        expected="reports and news that it can read",
         remedy="If memory ran out, the leader holds the newest state of all stages; else report this as a bug.",
     )
 

@@ -35,7 +35,7 @@ from roundelay.runtime.scales import Scales
 from roundelay.runtime.stage import Initial, Stage
 from roundelay.runtime.tally import failure
 from roundelay.schedules import workers_of
-from roundelay.transport.contract import Arrived, Endpoint, Granted, Lost, Message
+from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
 """A worker, carried on by ``next``: pauses wherever it is about to wait, and tells whether a credit would do.
@@ -262,7 +262,7 @@ class _Worker:
                 machine.grant(channel)
         elif type(delivery) is Granted:
             machine.grant(delivery.channel)
-        elif type(delivery) is Lost:
+        elif not endpoint.aborted:  # else it is this worker that is lost, and knows
             raise WorkerLostError(
                 f"worker {delivery.source}",
                 got=delivery.reason,

@@ -115,7 +115,10 @@ Delivery = Arrived | Granted | Lost
 
 
 class Endpoint(ABC):
-    """One worker's end of the transport. `send`, `grant` and `receive` belong to one thread; `abort` to any."""
+    """One worker's end of the transport.
+
+    `send` and `grant` belong to one thread, `receive` to one, which may be another; `abort` to any.
+    """
 
     worker: int
     """This worker's number, 0 to num_workers - 1."""
@@ -139,6 +142,8 @@ class Endpoint(ABC):
     @abstractmethod
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """The next delivery, in the order of arrival; a credit may overtake a message, or be late.
+
+        An `abort` in another thread ends the wait: then it is ``Lost`` of this worker itself.
 
         Args:
             timeout_s: seconds to wait; 0: what is there.
@@ -299,6 +304,7 @@ class CheckedEndpoint(Endpoint):
     def abort(self, reason: str) -> None:
         """End now, if nothing has ended it before."""
         if self._end(reason, aborted=True):
+            self._inbox.put(Lost(self.worker, reason))  # whoever waits need not until the others have been told
             self._abort(reason)
 
     @property

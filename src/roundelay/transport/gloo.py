@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol, cast, final
 import torch
 import torch.distributed as dist
 
-from roundelay.errors import DeadlineError, InternalError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.transport import frame as wire
 from roundelay.transport.contract import Arrived, CheckedEndpoint, Granted, Lost, Message
 
@@ -40,6 +40,9 @@ ABORT_GRACE_S = 1.0
 
 LISTENER_S = 0.5
 """Seconds that a listener has to handle what came before its connection broke."""
+
+FLUSH_S = 0.2
+"""Seconds in which gloo has written a short frame, where no answer is heard."""
 
 SMALL_HELD = 32
 """So many frames without tensors behind them are released together, as waking a thread for each costs time."""
@@ -61,19 +64,29 @@ class GlooEndpoint(CheckedEndpoint):
             file system they share.
         deadline_s: seconds that the rendezvous, and later `close`, may take.
         interface: network interface to listen on; by default loopback.
+        partners: the workers that it exchanges messages with, which must agree; by default all others.
 
     Raises:
         DeadlineError: not all workers came in time.
     """
 
     def __init__(
-        self, worker: int, num_workers: int, store: str | Store, deadline_s: float, interface: str | None = None
+        self,
+        worker: int,
+        num_workers: int,
+        store: str | Store,
+        deadline_s: float,
+        interface: str | None = None,
+        partners: Sequence[int] | None = None,
     ) -> None:
         super().__init__(worker, num_workers)
+        if partners is not None:
+            self._others = tuple(partners)
         self._deadline_s = deadline_s
         self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
+        self._fault: RoundelayError | None = None  # what this process met itself when it took a message
         self._links = {other: _Link(other, self._listen, self._watch) for other in self._others}
         self._releaser.start()
         for link in self._links.values():
@@ -138,6 +151,9 @@ class GlooEndpoint(CheckedEndpoint):
                 posted.work.wait(FOREVER)
                 self._handle(link, posted.frame, group)
                 frames.append(_Posted(group, link.worker, posted.frame))
+        except MemoryError as fault:
+            self._fault = _no_room(self.worker, link.worker, fault)
+            self._lose(link, fault)
         except (RuntimeError, InternalError) as fault:
             self._lose(link, fault)
 
@@ -152,11 +168,15 @@ class GlooEndpoint(CheckedEndpoint):
             if link.listener.is_alive():
                 self._lose(link, fault)
 
+    def cause(self, error: RoundelayError) -> RoundelayError:
+        """What this process met when it took a message, if it did: the loss of the sender follows from it."""
+        return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
+
     def _lose(self, link: _Link, fault: Exception) -> None:
         """The connection is broken: nothing comes or goes any more."""
         with link.lock:
             first, link.lost = not link.lost, True
-            link.sealed = True
+            link.sealed = link.sealed or self._fault is None  # else the other can be told still
         if first and not link.ended and self._ended is None:
             self.deliver(Lost(link.worker, _explain(fault)))
 
@@ -188,6 +208,8 @@ class GlooEndpoint(CheckedEndpoint):
         for link in self._links.values():
             link.listener.join(0.0 if link.lost else max(0.0, deadline - time.monotonic()))
         late = [link.worker for link in self._links.values() if link.listener.is_alive() and not link.lost]
+        if self._fault is not None:  # nobody listens to the answer of the one whose message had no room
+            time.sleep(FLUSH_S)
         self._cut()
         self._posted.put(None)
         self._releaser.join(ABORT_GRACE_S)
@@ -266,10 +288,22 @@ def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Me
     if head.kind == wire.MESSAGE_APART:
         body = memoryview(bytearray(head.length))
         group.recv([_as_tensor(body)], source, _DATA_TAG).wait(FOREVER)
-    message, apart = wire.decode(head, body)
+    try:
+        message, apart = wire.decode(head, body)
+    except RuntimeError as fault:  # torch found no room
+        raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
     for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
         work.wait(FOREVER)
     return message
+
+
+def _no_room(worker: int, source: int, fault: MemoryError) -> UserCodeError:
+    return UserCodeError(
+        f"worker {worker}",
+        got=f"out of memory for a message from worker {source} {fault}",
+        expected="memory for what the others send",
+        remedy="Use smaller micro-batches, more workers, or a host with more memory for this one.",
+    )
 
 
 def _as_tensor(buffer: bytearray | memoryview) -> torch.Tensor:

@@ -172,7 +172,7 @@ class NcclEndpoint(Endpoint):
                 self._take(delivery)
 
     def _take(self, delivery: Delivery) -> None:
-        if isinstance(delivery, Lost):
+        if isinstance(delivery, Lost) and delivery.source != self.worker:
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Arrived) and delivery.source not in self._lost:
             try:

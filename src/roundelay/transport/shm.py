@@ -101,6 +101,8 @@ class ShmEndpoint(CheckedEndpoint):
         finally:
             if self._left:
                 self._let_go()
+        if delivery is None and self._aborted:
+            return Lost(self.worker, "it was aborted")
         if delivery is None:
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise nothing_came(self.worker, timeout_s)
