@@ -183,6 +183,12 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
     return "TORCHELASTIC_RUN_ID" in (os.environ if environment is None else environment)
 
 
+def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
+    """Which of a launcher's workers this process is, for people; None if it was started by hand."""
+    now = os.environ if environment is None else environment
+    return f"worker {now.get('RANK', '?')}" if is_launched(now) else None
+
+
 def leads(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a person looks at this process: it was started by hand, or is the launcher's :data:`LEADER`."""
     now = os.environ if environment is None else environment

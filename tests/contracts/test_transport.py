@@ -498,3 +498,23 @@ def test_an_abort_from_another_thread_ends_the_sending(run: Run) -> None:
         return delivery.reason
 
     assert run([work, other])[1] == "stop"
+
+
+def test_an_abort_from_another_thread_ends_the_waiting(run: Run) -> None:
+    """It is told as the loss of this worker, at once and not when the others have been."""
+
+    def wait(endpoint: Endpoint) -> None:
+        ender = threading.Timer(0.2, endpoint.abort, ("enough",))
+        ender.start()
+        start = time.monotonic()
+        delivery = endpoint.receive(WAIT_S)
+        assert isinstance(delivery, Lost)
+        assert delivery.source == endpoint.worker
+        assert endpoint.aborted
+        assert time.monotonic() - start < WAIT_S / 2
+        ender.join()
+
+    def other(endpoint: Endpoint) -> None:
+        assert isinstance(endpoint.receive(WAIT_S), Lost)
+
+    run([wait, other])

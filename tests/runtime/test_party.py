@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from roundelay.debug import Launched
-from roundelay.errors import DeadlineError, UsageError, WorkerLostError
+from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
 from roundelay.runtime import line
 from roundelay.runtime import membership as members
 from roundelay.runtime.device import Device
-from roundelay.runtime.line import Line, OnDeaf, OnLost
+from roundelay.runtime.line import Line, OnDeaf, OnLost, messages_of
 from roundelay.runtime.membership import attend, lead
 from roundelay.runtime.party import Party
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.tally import failure
 from roundelay.runtime.worker import Task, unchanged
-from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Message
+from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 
 
@@ -80,6 +80,48 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     told = member.told()
     assert isinstance(told, Arrived)
     assert line.report_of(told.message)[0].data["subject"] == "the control line of worker 1"
+
+
+def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state of which there is no copy to be had, for one."""
+
+    def fails(report: Report) -> Iterator[Message]:
+        if report.kind == "state":
+            raise RuntimeError("no room")
+        return messages_of(report)
+
+    monkeypatch.setattr(line, "messages_of", fails)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
+    member = _Member()
+    assert not attend(TASK, cast(Party, member), unchanged)
+    told = member.told()
+    assert isinstance(told, Arrived)
+    data = line.report_of(told.message)[0].data
+    assert f"{data['subject']}: {data['got']}".startswith("worker 1, state: RuntimeError: no room at ")
+
+
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError("no room"), "RuntimeError: no"), (MemoryError(), "out of")])
+def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes a state, for one: an error on its way is not hidden by the launcher's signal that follows."""
+
+    class Leader(_Member):
+        rank, size = 0, 2
+
+        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
+            return Line(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
+
+    def listen(report: Report) -> None:
+        raise error
+
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 0, {})))
+    monkeypatch.setattr(members, "num_workers", lambda plan: 2)
+    leader = Leader()
+    with pytest.raises(UserCodeError, match=told):
+        lead(TASK, listen, unchanged, cast(Party, leader))
+    ends = [leader.news[1].receive(1.0) for _ in range(2)]
+    assert Lost(0, "the run has failed; worker 0 tells why") in ends
 
 
 def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

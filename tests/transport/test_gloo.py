@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.errors import DeadlineError
+from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.transport import gloo
 from roundelay.transport.contract import Arrived, Lost, Message
 from roundelay.transport.gloo import GlooEndpoint
@@ -165,6 +165,48 @@ def test_bytes_that_are_no_message_lose_their_sender_only(tmp_path: Path, monkey
         return [lost.reason]
 
     assert "bytes that are no message" in start({0: babble, 1: listen}, tmp_path)[1][0]
+
+
+def test_who_has_no_room_for_a_message_says_so_itself_and_can_still_tell_its_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(endpoint: GlooEndpoint) -> str:
+        endpoint.send(1, Message(0, (), (torch.ones(2**20),)))
+        lost = endpoint.receive(WAIT_S)
+        endpoint.abort("over")
+        assert isinstance(lost, Lost)
+        return lost.reason
+
+    def no_room(head: object, body: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    def listen(endpoint: GlooEndpoint) -> str:
+        monkeypatch.setattr(gloo.wire, "decode", no_room)
+        lost = endpoint.receive(WAIT_S)
+        assert isinstance(lost, Lost)
+        told = endpoint.cause(WorkerLostError("worker 0", got=lost.reason, expected="life", remedy="None."))
+        endpoint.abort("worker 1 has no room")
+        return f"{told.subject}: {told.got}"
+
+    heard, told = start({0: send, 1: listen}, tmp_path)
+    assert heard == "worker 1 has no room"
+    assert told.startswith("worker 1: out of memory for a message from worker 0 ([enforce fail")
+
+
+def test_workers_that_are_no_partners_have_no_threads_for_each_other(tmp_path: Path) -> None:
+    """A star of 64 would have 63 times as many."""
+
+    def run(worker: int, partners: tuple[int, ...]) -> dict[str, Any]:
+        endpoint = GlooEndpoint(worker, 4, str(tmp_path / "rendezvous"), WAIT_S, partners=partners)
+        threads = threading.active_count()
+        for other in partners:
+            endpoint.send(other, Message(0, (worker,), ()))
+        got = sorted(delivery.source for delivery in (endpoint.receive(WAIT_S) for _ in partners))
+        endpoint.close()
+        return {"result": [threads, got]}
+
+    outcomes = fork_all([lambda: run(0, (1, 2, 3)), *(lambda k=k: run(k, (0,)) for k in (1, 2, 3))])
+    assert [outcome["result"] for outcome in outcomes] == [[8, [1, 2, 3]], *[[4, [0]]] * 3]
 
 
 def test_a_child_forked_after_backward_runs_backward_and_talks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from roundelay.debug import better_malloc, is_launched
+from roundelay.debug import better_malloc, launched_as
 from roundelay.runtime.mortal import die_with
 from roundelay.runtime.sentry import start_sentry
 
@@ -20,19 +20,14 @@ def main() -> None:
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    if is_launched():
-        _belong()
+    if (name := launched_as()) is not None:
+        die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
+        start_sentry(name)
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken
         sys.exit(importlib.import_module("roundelay.cli.doctor").without_commands(error))
     app.main()
-
-
-def _belong() -> None:
-    """Die with the launcher, which tells nobody when it is killed, and have somebody see if this process is stopped."""
-    die_with(os.getppid(), ctypes.CDLL(None))
-    start_sentry(f"worker {os.environ.get('RANK', '?')}")
 
 
 __all__ = ["main"]
