@@ -182,9 +182,11 @@ def within_second_epoch(run: Path) -> bool:
 
 
 @contextlib.contextmanager
-def in_training(workplace: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+def in_training(
+    workplace: Path, changed: str = "batches=slow", prelude: str = SLOW
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """A launched run that takes minutes, and its processes by number, when it has made an update."""
-    job = job_file(workplace, "batches=slow", SLOW)
+    job = job_file(workplace, changed, prelude)
     launcher = ["--standalone", "--nproc-per-node", "2"]
     process = torchrun(workplace, launcher, job, "--epochs", 1000, "--no-baseline", "--out", "run")
     metrics = workplace / "run" / "metrics.jsonl"
@@ -220,6 +222,36 @@ def test_of_a_member_that_is_killed_another_tells(workplace: Path, rank: str) ->
         out, _ = process.communicate(timeout=SOON_S)
         assert process.returncode == 1
         assert one_cause(out).startswith(f"worker {rank} of the launcher's got its connection broke")
+
+
+LOADS = """
+import time
+import torch
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6400
+    def __getitem__(self, index):
+        time.sleep(0.01 if index < 320 else 100)
+        return {"x": torch.full((6,), float(index % 7)), "y": torch.tensor(index % 3)}
+def loaded(epoch):
+    return torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=1)
+"""
+
+
+def test_what_a_killed_member_had_forked_ends_with_it(workplace: Path) -> None:
+    """A loader's process holds the member's connections, and may hang. The first stage's worker has one."""
+    with in_training(workplace, "batches=loaded", LOADS) as (process, ranks):
+        running = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        forked = [pid for pid in running if _group(pid) == ranks["0"] != pid]
+        assert forked, "a loader's process"
+        os.kill(ranks["0"], signal.SIGKILL)
+        out, _ = process.communicate(timeout=SOON_S)
+        assert process.returncode == 1
+        assert one_cause(out).startswith("worker 0 of the launcher's got its connection broke")
+        deadline = time.monotonic() + 2.0  # torch's own watchdog looks every five seconds
+        while any(Path(f"/proc/{pid}").exists() for pid in forked):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -332,6 +364,12 @@ def test_what_is_wrong_before_all_have_met_is_told_once(
     assert len(told) == 1, out
     assert words in told[0]
     assert "Interrupted." not in out
+
+
+def _group(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def _rests(pid: int) -> bool:

@@ -55,6 +55,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     """Beats ten times faster than in earnest."""
     monkeypatch.setattr(line, "BEAT_S", 0.1)
     monkeypatch.setattr(line, "SILENT_S", 0.5)
+    monkeypatch.setattr(line, "NEWS_S", 0.5)
     made = Ends()
     with contextlib.closing(made):
         yield made
@@ -141,6 +142,17 @@ def test_why_a_process_failed_is_heard_before_it_is_lost(ends: Ends) -> None:
     ends.news[1].abort("it has ended")
     until(lambda: ends.lost)
     assert (ends.heard, ends.lost) == ([(0, "failed")], ["0: worker 1 of the launcher's: it has ended"])
+
+
+def test_a_process_whose_reports_alone_break_is_lost(ends: Ends) -> None:
+    """Else the leader would wait for them without an end."""
+    ends.open(0)
+    ends.open(2)
+    ends.reports[1].abort("its connection broke")
+    for _ in range(12):
+        ends.news[1].grant(0, 0)
+        time.sleep(0.1)
+    assert ends.lost[:1] == ["0: worker 1 of the launcher's: its connection broke"]
 
 
 def test_a_process_that_cannot_take_a_report_blames_itself(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def train(
         bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
     ] = False,
     as_json: o.Json = False,
-) -> None:
+) -> int:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
     with o.together(choices, restarts) as (party, choices):
         o.exclusive(steps, epochs)
@@ -99,10 +99,7 @@ def train(
             job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
         )
         if party is not None and not party.leads:
-            attended = attend_job(
-                job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
-            )
-            raise typer.Exit(attended)
+            return attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
         summary = train_job(
             job,
             captured,
@@ -122,6 +119,7 @@ def train(
         )
         if as_json:
             show_json(summary)
+        return 0
 
 
 @app.command("plan", epilog="Example: `roundelay plan examples/char_gpt.py --workers 2 -o plan.toml`")
@@ -336,8 +334,9 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
 
 def _behind(code: int) -> int:
     """The exit code, when the process that tells may have told: the launcher ends all when one has ended."""
-    with suppress(KeyboardInterrupt):
-        time.sleep(_BEHIND_S)
+    if _SIGNALS.first is None:  # else one has
+        with suppress(KeyboardInterrupt):
+            time.sleep(_BEHIND_S)
     return code
 
 

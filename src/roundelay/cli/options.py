@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -20,7 +20,7 @@ from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.cli.taken_over import plan_files, taken_over
-from roundelay.debug import first_on_host, launched
+from roundelay.debug import first_on_host, is_launched, launched
 from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -31,6 +31,8 @@ from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.party import Party
 from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.schedules import num_workers
+
+_T = TypeVar("_T")
 
 JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
@@ -152,7 +154,7 @@ class Choices:
         return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
 
 
-def choosing(command: Callable[..., None]) -> Callable[..., None]:
+def choosing(command: Callable[..., _T]) -> Callable[..., _T]:
     """A command whose parameter ``choices`` is put together from options, one for each field of :class:`Choices`."""
     told = get_type_hints(Choices, include_extras=True)
     options = [Parameter(n, Parameter.KEYWORD_ONLY, default=None, annotation=told[n]) for n in Choices.__slots__]
@@ -161,8 +163,8 @@ def choosing(command: Callable[..., None]) -> Callable[..., None]:
     together = [*own[:at], *options, *own[at + 1 :]]
 
     @wraps(command)
-    def chosen(**given: Any) -> None:
-        command(choices=Choices(**{n: given.pop(n) for n in Choices.__slots__}), **given)
+    def chosen(**given: Any) -> _T:
+        return command(choices=Choices(**{n: given.pop(n) for n in Choices.__slots__}), **given)
 
     named_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in together]
     chosen.__signature__ = Signature(named_only)  # type: ignore[attr-defined]
@@ -253,12 +255,16 @@ def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Ch
 
     Raises:
         UsageError: a choice cannot be had in a party.
-        ToldElsewhereError: so another process on this host has told.
+        ToldElsewhereError: so another process on this host has told, or its launcher.
     """
     try:
         party, choices = joined(choices, restarts)
     except UsageError as error:
         if not first_on_host():
+            raise ToldElsewhereError from error
+        raise
+    except KeyboardInterrupt as error:  # of a launcher that has lost one which came further, as a rule
+        if is_launched():
             raise ToldElsewhereError from error
         raise
     with nullcontext() if party is None else party.told_once():
@@ -314,6 +320,8 @@ def alone(command: str) -> None:
     Raises:
         UsageError: a launcher has started this process.
     """
+    if launched() is not None and not first_on_host():
+        raise ToldElsewhereError
     if launched() is not None:
         raise UsageError(
             f"`roundelay {command}` under a launcher",

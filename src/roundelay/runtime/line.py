@@ -11,6 +11,7 @@ patience is long: a process is well though a library holds its interpreter, and 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, L
 
 BEAT_S, SILENT_S = 1.0, 60.0
 """Seconds between two beats, and seconds of silence after which a process counts as lost."""
+
+NEWS_S = 1.0
+"""Seconds in which news follows that a process has ended, when connections of another kind tell it first."""
 
 PART_BYTES = 2**32
 """Bytes of tensors in one message of a report, whose transport takes no more than four times as many."""
@@ -63,7 +67,9 @@ class Line:
         self._on_report, self._on_lost, self._on_deaf = on_report, on_lost, on_deaf
         self._silent_s = dict.fromkeys(self._watched, 0.0)  # the hearing of news alone changes it
         self._begun: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # tensors of reports whose end is to come
+        self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the thread that beats
         self._leaving: set[int] = set()  # they beat no more when they have left
+        self._broken: dict[int, tuple[float, str]] = {}  # whose reports come no more, since when and why
         self._lost: set[int] = set()
         self._ending = threading.Event()
         self._threads = [
@@ -75,24 +81,33 @@ class Line:
 
     def send(self, report: Report) -> None:
         """Send a report to the leader; that something failed overtakes all that is still on its way."""
-        endpoint = self._news if report.kind == "failed" else self._reports
         for message in messages_of(report):
-            endpoint.send(LEADER, message)
+            if report.kind == "failed":
+                self._urgent.put(message)
+            else:
+                self._reports.send(LEADER, message)
 
     def end(self, reason: str | None) -> None:
         """Leave in good order, or with a reason."""
         self._ending.set()
         for thread in self._threads:
             thread.join()
+        self._send_urgent()
         if reason is None:
             try:
                 self._reports.close()
-            finally:
+            except RoundelayError:  # not a signal: then nobody is to wait any more
                 self._news.close()
+                raise
+            self._news.close()
             return
         with ThreadPoolExecutor(2) as both:  # each may wait a second for those who do not answer
             for endpoint in (self._reports, self._news):
                 both.submit(endpoint.abort, reason)
+
+    def _send_urgent(self) -> None:
+        while not self._urgent.empty():
+            self._news.send(LEADER, self._urgent.get())
 
     def _guarded(self, part: Callable[[], None]) -> None:
         try:
@@ -103,7 +118,7 @@ class Line:
             self._on_deaf(_deaf(self._reports.worker, error))
 
     def _hear(self) -> None:
-        """Take reports. Who is lost is told by news, behind why it failed."""
+        """Take reports. Who is lost is told by news, behind why it failed, unless it is silent on that."""
         while not self._ending.is_set():
             delivery = _next(self._reports, _TURN_S)
             if isinstance(delivery, Arrived):
@@ -112,11 +127,13 @@ class Line:
                 lost = _lost(delivery.source, delivery.reason)
                 if (cause := self._reports.cause(lost)) is not lost:  # it is this process that could not take it
                     raise cause
+                self._broken[delivery.source] = (time.monotonic(), delivery.reason)
 
     def _hear_news(self) -> None:
         """Beat, and take beats and news."""
         beat, last = 0.0, time.monotonic()
         while not self._ending.is_set():
+            self._send_urgent()
             now = time.monotonic()
             if now - beat >= BEAT_S:
                 beat = now
@@ -131,6 +148,9 @@ class Line:
             for other in self._watched:
                 if self._silent_s[other] > SILENT_S and other not in self._leaving:
                     self._lose(other, f"silence for {SILENT_S:g} s")
+            for other, (since, reason) in list(self._broken.items()):
+                if now - since > NEWS_S:
+                    self._lose(other, reason)
 
     def _take_news(self, wait_s: float) -> bool:
         """Take what comes next; whether something came."""

@@ -18,7 +18,7 @@ from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.device import Device, device_of
 from roundelay.runtime.explain import out_of_memory, unexpected
 from roundelay.runtime.garbage import settled
-from roundelay.runtime.line import Line
+from roundelay.runtime.line import NEWS_S, Line
 from roundelay.runtime.party import TICK_S, Party
 from roundelay.runtime.report import Report, Reporter
 from roundelay.runtime.tally import Listener, Tally, failure
@@ -30,9 +30,6 @@ from roundelay.transport.queues import next_item
 
 LEAVE_S = 2.0
 """Seconds that a worker which has failed, or was given up, gets to leave its connections. It tells its end before."""
-
-NEWS_S = 1.0
-"""Seconds in which the end of a process is heard of here; the connections of its worker may tell it before the line."""
 
 _LEADER_TELLS = "the run has failed; worker 0 tells why"
 _ENDED = "it was ended"
@@ -115,9 +112,10 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
             raise
         finally:
             causes = [f for f in tally.failures if f.data["got"] != _ENDED]
-            _leave(task, tally, line, worker)
+            well = not tally.failures and len(tally.ended) == num_workers(task.plan)
+            _leave(line, worker, task.plan.deadline_s if well else None)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
-        _leave(task, tally, line, worker)  # which it may have cut short
+        _leave(line, worker, None)  # which it may have cut short
         if not causes:
             raise
         tally.failures[:] = causes
@@ -137,14 +135,14 @@ def _follow(reports: queue.SimpleQueue[Report], tally: Tally, rank: int) -> None
         raise unexpected(f"worker {rank}", error) from error
 
 
-def _leave(task: Task, tally: Tally, line: Line, worker: _Working) -> None:
-    """End this process's part, its worker too."""
-    if tally.failures or len(tally.ended) < num_workers(task.plan):
+def _leave(line: Line, worker: _Working, patience_s: float | None) -> None:
+    """End this process's part, its worker too: in good order, which may take so long, or at once."""
+    if patience_s is None:
         worker.abort("the run was ended")
         line.end(_LEADER_TELLS)
         worker.join(LEAVE_S)
     else:
-        worker.join(task.plan.deadline_s)
+        worker.join(patience_s)
         line.end(None)
 
 
@@ -188,14 +186,14 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
     worker = _Working(task, party, wrap, outgoing.put, device)
     ended, well = False, True
 
-    def leave() -> None:
-        good = ended and well and not lost
+    def leave(hasty: bool = False) -> None:
+        good = ended and well and not lost and not hasty
         if not good:
             worker.abort("the leader is gone" if lost else _ENDED)
         worker.join(task.plan.deadline_s if good else LEAVE_S)
         if not well:  # perhaps since the leader is gone
             gone.wait(NEWS_S)
-        line.end(None if ended else _ENDED)
+        line.end(None if ended and not hasty else _ENDED)
 
     try:
         try:
@@ -212,7 +210,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
         finally:
             leave()
     except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to tell
-        leave()  # which it may have cut short
+        leave(hasty=True)  # which it may have cut short
         if not lost:
             raise
     if lost and lost[0].got != _LEADER_TELLS:

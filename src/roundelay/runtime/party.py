@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from roundelay.debug import LEADER, Launched
-from roundelay.errors import RoundelayError, ToldElsewhereError, WorkerLostError
+from roundelay.errors import ToldElsewhereError, WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.runtime.device import Device
 from roundelay.runtime.line import Line, OnDeaf, OnLost
@@ -87,7 +87,7 @@ class Party:
         """
         try:
             yield
-        except RoundelayError as error:
+        except Exception as error:
             if not self._met and self._count_told(1) > 1:
                 raise ToldElsewhereError from error
             raise
@@ -99,7 +99,7 @@ class Party:
     def _count_told(self, more: int) -> int:
         """How many on this host have told an error by now, counting `more`."""
         try:
-            return int(self._told.add(f"told {self._host}", more))
+            return int(_patiently(lambda: self._told.add(f"told {self._host}", more)))
         except RuntimeError:  # the launcher has gone
             return more
 

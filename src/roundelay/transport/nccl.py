@@ -123,6 +123,7 @@ class NcclEndpoint(Endpoint):
 
     def cause(self, error: RoundelayError) -> RoundelayError:
         """The loss of a worker, if one is lost or this endpoint was aborted: what came later may follow from it."""
+        error = self._inner.cause(error)
         lost = next(iter(self._lost.items()), None)
         if (lost is None and not self._aborted) or isinstance(error, WorkerLostError):
             return error
