@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundelay.cli import options
+from roundelay.cli import app, options
 from roundelay.errors import CheckpointError
 from roundelay.observe.checkpoint import load
 from roundelay.observe.metrics import read_metrics
@@ -495,6 +495,24 @@ def test_what_makes_no_sense_under_a_launcher_is_refused(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     one_screen(here(capsys, *command), *words)
+
+
+@pytest.mark.parametrize(
+    "command", [("train", MLP, "--transport", "memory"), ("train", MLP, "--steps", "x"), ("plan", MLP)]
+)
+@pytest.mark.parametrize("signalled", [False, True])
+def test_of_those_that_make_the_same_mistake_all_but_one_are_silent_and_wait_to_be_ended(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], signalled: bool
+) -> None:
+    """A launcher ends all as soon as one has ended: who is silent may not be the first. Who has its signal may go."""
+    for name, value in (LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(app, "_BEHIND_S", 2.0)
+    monkeypatch.setattr(app._SIGNALS, "first", signal.SIGTERM if signalled else None)
+    start = time.monotonic()
+    said = here(capsys, *command)
+    assert (said.code != 0, said.out, said.err) == (True, "", "")
+    assert (time.monotonic() - start < 2.0) == signalled
 
 
 @pytest.mark.parametrize(
