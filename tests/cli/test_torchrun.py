@@ -515,6 +515,47 @@ def test_of_those_that_make_the_same_mistake_all_but_one_are_silent_and_wait_to_
     assert (time.monotonic() - start < 2.0) == signalled
 
 
+ON_ITS_WAY = """
+import time
+from roundelay.cli import app
+def building(**_):
+    print("on its way", flush=True)
+    time.sleep(60)
+app.app = building
+app.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "number", "code", "told"),
+    [
+        (LAUNCHED, signal.SIGTERM, -signal.SIGTERM, False),
+        (LAUNCHED, signal.SIGINT, 130, True),
+        ({}, signal.SIGTERM, 143, True),
+        ({}, signal.SIGINT, 130, True),
+    ],
+)
+def test_who_has_found_no_party_yet_says_nothing_of_a_launchers_signal(
+    env: dict[str, str], number: signal.Signals, code: int, told: bool
+) -> None:
+    """It comes because of another that has told something already. Ctrl-C is the person's."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_ITS_WAY],
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with ending(process):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on its way\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=SOON_S)
+    assert process.returncode == code
+    assert said.startswith("Interrupted.") if told else said == ""
+
+
 @pytest.mark.parametrize(
     ("devices_here", "said", "transport"),
     [

@@ -44,7 +44,7 @@ from roundelay.viz import LEGEND, staircase
 _INTERRUPTED = 130  # as typer says Ctrl-C
 """Exit code of what Ctrl-C has ended: 128 and the signal's number."""
 
-_BEHIND_S = 5.0
+_BEHIND_S = 20.0
 """Seconds that another process of a launcher gets to tell what ends them all."""
 
 app = typer.Typer(
@@ -89,6 +89,7 @@ def train(
 ) -> int:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
     with o.together(choices, restarts) as (party, choices):
+        _SIGNALS.join()
         o.exclusive(steps, epochs)
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
@@ -252,7 +253,8 @@ class _Signals:
 
     A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
     interrupt; what the person did is then still the cause to tell. A launcher that has lost one process ends the others
-    by SIGTERM: where an error is on its way to be told, the first of these changes nothing.
+    by SIGTERM: where an error is on its way to be told, the first of these changes nothing, and one that has not found
+    its party yet ends without a word, for there it could not learn what was told.
     """
 
     def __init__(self) -> None:
@@ -260,10 +262,16 @@ class _Signals:
         self._listens = False  # not where a test calls a command
 
     def listen(self) -> None:
-        """Take both signals from now on."""
+        """Take both signals from now on; under a launcher SIGTERM only with :meth:`join`."""
         self._listens = True
         signal.signal(signal.SIGINT, self._raise)
-        signal.signal(signal.SIGTERM, self._raise)
+        if not debug.is_launched():
+            signal.signal(signal.SIGTERM, self._raise)
+
+    def join(self) -> None:
+        """Take a launcher's SIGTERM, too, from now on."""
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._raise)
 
     def leave_to(self, handler: signal.Handlers) -> None:
         """Have both handled so from now on: this process is about to end."""
@@ -283,8 +291,8 @@ _SIGNALS = _Signals()
 
 def main() -> None:
     """Entry point: every error becomes one screen and an exit code."""
-    _SIGNALS.listen()
     torch.set_num_threads(1)
+    _SIGNALS.listen()
     code = guarded(app, "--json" in sys.argv)
     gc.freeze()  # spares a last collection over all that torch has traced: seconds in which nothing is done any more
     sys.exit(code)

@@ -20,7 +20,7 @@ from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
 from roundelay.cli.screen import doing
 from roundelay.cli.taken_over import plan_files, taken_over
-from roundelay.debug import first_on_host, is_launched, launched
+from roundelay.debug import first_on_host, launched
 from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -261,10 +261,6 @@ def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Ch
         party, choices = joined(choices, restarts)
     except UsageError as error:
         if not first_on_host():
-            raise ToldElsewhereError from error
-        raise
-    except KeyboardInterrupt as error:  # of a launcher that has lost one which came further, as a rule
-        if is_launched():
             raise ToldElsewhereError from error
         raise
     with nullcontext() if party is None else party.told_once():
