@@ -498,13 +498,20 @@ def test_what_makes_no_sense_under_a_launcher_is_refused(
 
 
 @pytest.mark.parametrize(
-    "command", [("train", MLP, "--transport", "memory"), ("train", MLP, "--steps", "x"), ("plan", MLP)]
+    ("command", "level"),
+    [
+        (("train", MLP, "--transport", "memory"), "0"),
+        (("train", MLP, "--steps", "x"), "0"),
+        (("plan", MLP), "0"),
+        (("train", MLP), "much"),
+    ],
 )
 @pytest.mark.parametrize("signalled", [False, True])
 def test_of_those_that_make_the_same_mistake_all_but_one_are_silent_and_wait_to_be_ended(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], signalled: bool
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], level: str, signalled: bool
 ) -> None:
     """A launcher ends all as soon as one has ended: who is silent may not be the first. Who has its signal may go."""
+    monkeypatch.setenv("ROUNDELAY_DEBUG", level)
     for name, value in (LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(app, "_BEHIND_S", 2.0)

@@ -307,7 +307,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
 def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
-        traced = debug.level() >= 1
+        with o.same_in_all():
+            traced = debug.level() >= 1
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:  # typer turns Ctrl-C into this
             raise KeyboardInterrupt

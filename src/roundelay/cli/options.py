@@ -250,6 +250,21 @@ def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
 
 
 @contextmanager
+def same_in_all() -> Iterator[None]:
+    """What the person has said wrong here, every process of a launcher finds wrong: the first on this host tells.
+
+    Raises:
+        ToldElsewhereError: it is not this one.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if not first_on_host():
+            raise ToldElsewhereError from error
+        raise
+
+
+@contextmanager
 def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Choices]]:
     """:func:`joined`, and what then goes wrong before all have met is told once.
 
@@ -257,12 +272,8 @@ def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Ch
         UsageError: a choice cannot be had in a party.
         ToldElsewhereError: so another process on this host has told, or its launcher.
     """
-    try:
+    with same_in_all():
         party, choices = joined(choices, restarts)
-    except UsageError as error:
-        if not first_on_host():
-            raise ToldElsewhereError from error
-        raise
     with nullcontext() if party is None else party.told_once():
         yield party, choices
 
@@ -315,16 +326,16 @@ def alone(command: str) -> None:
 
     Raises:
         UsageError: a launcher has started this process.
+        ToldElsewhereError: it has started another on this host before it.
     """
-    if launched() is not None and not first_on_host():
-        raise ToldElsewhereError
-    if launched() is not None:
-        raise UsageError(
-            f"`roundelay {command}` under a launcher",
-            got="one of several processes that would all do the same",
-            expected="the command by itself",
-            remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
-        )
+    with same_in_all():
+        if launched() is not None:
+            raise UsageError(
+                f"`roundelay {command}` under a launcher",
+                got="one of several processes that would all do the same",
+                expected="the command by itself",
+                remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
+            )
 
 
 def _obey(plan: Plan, choices: Choices) -> Plan:
