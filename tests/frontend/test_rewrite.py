@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundelay.errors import CaptureError
-from roundelay.frontend import Captured, capture
+from roundelay.frontend import Captured, capture, rewrite
 from tests.frontend.cutting import MODES, captured_of, cut_after, differing, run, sample, weights_of
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -264,3 +264,18 @@ def test_a_stage_may_be_repeated_on_the_same_inputs(name: str) -> None:
     first, again = (run(captured, cut, batch, params) for _ in range(2))
     assert torch.equal(first.loss, again.loss)
     assert differing(first.grads, again.grads) == []
+
+
+def test_the_weights_of_a_model_are_not_copied_to_capture_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose weights lie in a file is larger than what a process can hold."""
+    net, seen = Net(into_the_input), set[int]()
+    run_nodes = rewrite.run_nodes
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        values, writes = run_nodes(*args, **kwargs)
+        seen.update(value.data_ptr() for value in values.values() if isinstance(value, Tensor))
+        return values, writes
+
+    monkeypatch.setattr(rewrite, "run_nodes", watched)
+    capture(net, squares, pairs(0), only_x)
+    assert {parameter.data_ptr() for parameter in net.parameters()} <= seen

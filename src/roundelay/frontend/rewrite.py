@@ -13,7 +13,7 @@ Three things stand in the way of cutting, and are taken out here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,6 @@ def run_nodes(
     tensors: Sequence[torch.Tensor],
     watch: Callable[[Node], None] | None = None,
     *,
-    copy_weights: bool = False,
     call: Call = _call,
 ) -> tuple[dict[str, Any], Writes]:
     """Run the graph node by node on real tensors, and on copies of buffers and constants.
@@ -75,7 +74,6 @@ def run_nodes(
         exported: the model.
         tensors: the call's tensors.
         watch: called after each operation.
-        copy_weights: run on copies of the parameters, too.
         call: node, args and kwargs to the operation's value.
 
     Returns:
@@ -91,15 +89,14 @@ def run_nodes(
             elif role.kind == "input":
                 env[node] = tensors[int(role.name)]
             else:
-                copy = copy_weights or role.kind != "parameter"
-                env[node] = role.tensor if role.tensor is None else _own(role.tensor, copy=copy)
+                env[node] = role.tensor if role.tensor is None else _own(role.tensor, copy=role.kind != "parameter")
         elif node.op == "get_attr":
             env[node] = getattr(exported.module, str(node.target))
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
             before = {n: _version(env[n]) for n in node.all_input_nodes}
             env[node] = call(node, args, kwargs)
-            declared = _declared_writes(node)
+            declared = _declared_writes(node.target, node.args, node.kwargs)
             written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
             writes |= {node: written} if written else {}
             if watch is not None:
@@ -114,12 +111,12 @@ def _own(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
     return weight if torch.is_grad_enabled() else weight.detach()
 
 
-def _declared_writes(node: Node) -> list[Any]:
-    """The arguments into which its operator writes, as its signature says."""
-    target = node.target
+def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of the arguments into which an operator writes, as its signature says."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
-    given = zip(target._schema.arguments, node.args, strict=False)
+    arguments = target._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
 
 
@@ -139,7 +136,7 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
             graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
-        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], copy_weights=True)
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call=_refusing(exported))
     touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
     mutated = frozenset(
         role.name
@@ -148,6 +145,30 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
     )
     spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
     return Cleaned(mutated, spans, frozenset(node.name for node in writes))
+
+
+def _refusing(exported: Exported) -> Call:
+    """To call an operation, but refuse one that writes into a parameter: these are the model's own, unchanged."""
+    nodes = {node.name: node for node in exported.module.graph.nodes}
+    parameters = {
+        _storage(role.tensor): nodes[name] for name, role in exported.roles.items() if role.kind == "parameter"
+    }
+
+    def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in _declared_writes(node.target, args, kwargs):
+            if _storage(value) in parameters:
+                raise _writes_state(exported, node, [parameters[_storage(value)]])
+        if isinstance(node.target, torch._ops.OpOverload):
+            return _call(node, args, kwargs)
+        within = [(value, value.clone(), _version(value)) for value in args if _storage(value) in parameters]
+        result = _call(node, args, kwargs)  # of several operations at once, whose writes no signature tells
+        for value, copy, version in within:
+            if _version(value) != version:
+                value.copy_(copy)
+                raise _writes_state(exported, node, [parameters[_storage(value)]])
+        return result
+
+    return call
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
