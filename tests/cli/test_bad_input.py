@@ -212,3 +212,20 @@ def test_with_json_an_error_is_one_object_too(capsys: Capture) -> None:
     said = told(capsys, "train", MLP, "--rule", "foo", "--json")
     assert said.json["error"]["kind"] == "PlanError"
     assert said.json["error"].keys() == {"kind", "subject", "got", "expected", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("train",), ("`roundelay train`", "'JOB.py'")),
+        (("train", MLP, "--restarts", "-1"), ("--restarts", "greater than or equal to 0")),
+        (("compare", MLP, "--nonsense"), ("`roundelay compare`", "--nonsense")),
+        (("nothing",), ("'nothing'", "`roundelay --help`")),
+    ],
+)
+def test_a_command_line_that_is_misspelt_is_told_like_all_else(
+    capsys: Capture, command: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    one_screen(here(capsys, *command), *words)
+    said = here(capsys, *command, "--json")
+    assert (said.code, said.json["error"]["kind"]) == (2, "UsageError")

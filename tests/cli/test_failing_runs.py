@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.cli import trainer
+from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import here, job_file, one_screen
 
@@ -198,3 +200,16 @@ def loss(outputs, batch):
         one_screen(said, "worker 2 (process", f"was killed by {name}", "smaller micro-batches")
         assert said.code == 1
         shutil.rmtree("run", ignore_errors=True)
+
+
+def test_a_disk_that_is_full_when_all_is_trained_costs_the_trace_and_nothing_else(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise RunError("trace.json", got="no space left", expected="room for it", remedy="Free some space.")
+
+    monkeypatch.setattr(trainer, "write_trace", full)
+    job = job_file(workplace, "")
+    one_screen(here(capsys, "train", job, "--no-baseline", "--steps", 3, "--out", workplace / "run"), "no space left")
+    assert json.loads((workplace / "run" / "summary.json").read_text())["steps"] == 3
+    assert (workplace / "run" / "checkpoint").is_dir()

@@ -30,7 +30,7 @@ from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.trainer import attend_job, train_job
-from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError
+from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
 from roundelay.observe.files import replacing_file
@@ -330,7 +330,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         code = int(getattr(error, "exit_code", 2))
         if not debug.first_on_host():
             return _behind(code)
-        error.show()  # type: ignore[attr-defined]
+        show_error(_misspelt(error), as_json, traced)
         return code
     except Exception as error:
         if _SIGNALS.first is not None:
@@ -356,6 +356,18 @@ def _interrupted() -> int:
         stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
     _SIGNALS.leave_to(signal.SIG_DFL)  # an end that hangs can still be ended
     return 128 + (_SIGNALS.first or signal.SIGINT)
+
+
+def _misspelt(error: typer.TyperException) -> UsageError:
+    """What the parser of the command line says, in the words of the house."""
+    _, *words = str(getattr(getattr(error, "ctx", None), "command_path", "")).split() or [""]
+    command = " ".join(["roundelay", *words])  # by whatever name it was called
+    return UsageError(
+        f"the command line of `{command}`",
+        got=error.format_message().rstrip("."),
+        expected="arguments and options as the command takes them",
+        remedy=f"See `{command} --help`.",
+    )
 
 
 def _bug(error: Exception) -> InternalError:

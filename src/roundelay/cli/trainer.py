@@ -95,8 +95,8 @@ def train_job(
     spans = spans_of(trained)
     gaps = gaps_between(spans, plan)
     summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps)
+    folder.write_summary(summary)  # first: should the disk be full, the trace is the larger, and the least loss
     write_trace(folder.trace, spans, gaps=gaps, loads=loads_of(trained), names=stage_names(session))
-    folder.write_summary(summary)
     if not quiet:
         _show(plan, trained, summary)
         show_accounts(summary)
