@@ -361,8 +361,8 @@ def _interrupted() -> int:
 def _misspelt(error: typer.TyperException) -> UsageError:
     """What the parser of the command line says, in the words of the house."""
     context = getattr(error, "ctx", None)
-    inside = context is not None and context.parent is not None
-    command = f"roundelay {context.info_name}" if inside else "roundelay"  # by whatever name it was called
+    inside = f" {context.info_name}" if context is not None and context.parent is not None else ""
+    command = f"roundelay{inside}"  # by whatever name it was called
     return UsageError(
         f"the command line of `{command}`",
         got=error.format_message().rstrip("."),
