@@ -37,6 +37,6 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
         raise MemoryError("no room for a state")
 
     job = make()
-    monkeypatch.setattr(processes, "from_bytes", fails)
+    monkeypatch.setattr(processes, "report_of", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)

@@ -26,7 +26,7 @@ import torch
 
 from roundelay.errors import InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.mortal import die_with, keep_children
-from roundelay.runtime.report import Report, from_bytes, to_bytes
+from roundelay.runtime.report import Report, pieces_of, report_of
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
@@ -264,14 +264,15 @@ class _Sender:
         torch.set_num_threads(1)
         with suppress(BrokenPipeError):  # the launcher is gone, and this process will be in a moment
             while (report := self._reports.get()) is not None:
-                data = to_bytes(report)
-                _write_all(self._writing, struct.pack("<Q", len(data)))
-                _write_all(self._writing, data)
+                pieces = pieces_of(report)
+                _write_all(self._writing, struct.pack("<Q", sum(map(len, pieces))))
+                for piece in pieces:
+                    _write_all(self._writing, piece)
                 if self._reports.empty():
                     time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -282,9 +283,9 @@ def _take_reports(buffer: bytearray) -> Iterator[Report]:
         (size,) = struct.unpack_from("<Q", buffer)
         if len(buffer) < 8 + size:
             return
-        body = bytes(buffer[8 : 8 + size])
+        body = buffer[8 : 8 + size]
         del buffer[: 8 + size]
-        yield from_bytes(body)
+        yield report_of(body)
 
 
 def _unread(error: Exception) -> InternalError:
