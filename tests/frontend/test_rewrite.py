@@ -234,6 +234,25 @@ def into_a_view_of_a_weight(net: Net, x: Tensor) -> Tensor:
     return net.a(x)
 
 
+def into_two_weights(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.clamp_(-0.1, 0.1)
+    return net.a(x)
+
+
+def into_halves_of_a_weight(net: Net, x: Tensor) -> Tensor:
+    upper, lower = net.a.weight[:2], net.a.weight[2:]
+    with torch.no_grad():
+        lower.mul_(0.5)
+    return net.a(x) + upper.sum()
+
+
+def into_a_list_of_weights(net: Net, x: Tensor) -> Tensor:
+    torch._foreach_mul_([net.a.weight.detach(), net.b.weight.detach()], 0.5)
+    return net.a(x)
+
+
 def into_a_plain_attribute(net: Net, x: Tensor) -> Tensor:
     net.plain.add_(1.0)
     return net.a(x) + net.plain
@@ -244,6 +263,9 @@ def into_a_plain_attribute(net: Net, x: Tensor) -> Tensor:
     [
         (into_a_weight, "a write into parameter 'a.weight'"),
         (into_a_view_of_a_weight, "a write into parameter 'a.weight'"),
+        (into_two_weights, "a write into parameter 'a.weight'"),
+        (into_halves_of_a_weight, "a write into parameter 'a.weight'"),
+        (into_a_list_of_weights, "a write into parameter 'a.weight'"),
         (into_a_plain_attribute, "a write into tensor 'plain', which is no buffer"),
     ],
 )
@@ -266,9 +288,22 @@ def test_a_stage_may_be_repeated_on_the_same_inputs(name: str) -> None:
     assert differing(first.grads, again.grads) == []
 
 
-def test_the_weights_of_a_model_are_not_copied_to_capture_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def below_autocast(net: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        out: Tensor = net.b(net.a(x)).float()
+    return out
+
+
+@pytest.mark.parametrize("does", [into_the_input, below_autocast])
+def test_the_weights_of_a_model_are_not_copied_to_capture_it(monkeypatch: pytest.MonkeyPatch, does: Forward) -> None:
     """A model whose weights lie in a file is larger than what a process can hold."""
-    net, seen = Net(into_the_input), set[int]()
+    net, seen, copied = Net(does), set[int](), set[int]()
+    clone = Tensor.clone
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied.add(tensor.data_ptr())
+        return clone(tensor, *args, **kwargs)
+
     run_nodes = rewrite.run_nodes
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -277,5 +312,22 @@ def test_the_weights_of_a_model_are_not_copied_to_capture_it(monkeypatch: pytest
         return values, writes
 
     monkeypatch.setattr(rewrite, "run_nodes", watched)
+    monkeypatch.setattr(Tensor, "clone", noted)
     capture(net, squares, pairs(0), only_x)
-    assert {parameter.data_ptr() for parameter in net.parameters()} <= seen
+    own = {parameter.data_ptr() for parameter in net.parameters()}
+    assert own <= seen
+    assert copied, "nothing was watched"
+    assert not own & copied
+
+
+def test_a_parameter_without_elements_is_like_any_other() -> None:
+    def does(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = x.mean().mul_(2.0)
+        first, _ = net.b(net.a(x) + mean + net.empty.sum()).chunk(2)
+        out: Tensor = first
+        return out
+
+    net = Net(does)
+    net.empty = nn.Parameter(torch.empty(0))
+    assert capture(net, lambda outputs, batch: outputs.square().sum(), pairs(0), only_x).graph.ops

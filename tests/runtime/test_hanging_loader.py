@@ -163,7 +163,7 @@ def test_a_worker_that_is_ended_for_its_silence_is_not_told_of_as_killed(transpo
     session = Session(job, captured, replace(made, deadline_s=2.0), 0, Length(steps=6))
     with nothing_left_behind(), pytest.raises(DeadlineError, match="worker 0: got silence for 2 s") as told:
         session.run(notify=lambda event: None, handlers={1: {"forward": slow}})
-    assert "takes long in worker 1, which waited for nobody" in told.value.remedy
+    assert "takes long in worker 1, which told of no wait" in told.value.remedy
 
 
 def asleep(folder: Path) -> list[int]:

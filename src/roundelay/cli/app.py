@@ -361,8 +361,10 @@ def _interrupted() -> int:
 def _misspelt(error: typer.TyperException) -> UsageError:
     """What the parser of the command line says, in the words of the house."""
     context = getattr(error, "ctx", None)
-    inside = f" {context.info_name}" if context is not None and context.parent is not None else ""
-    command = f"roundelay{inside}"  # by whatever name it was called
+    known = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands}
+    said = next((word for word in sys.argv[1:] if word in known), None)  # the parser of options gives no context
+    inside = said if context is None else context.info_name if context.parent is not None else None
+    command = "roundelay" if inside is None else f"roundelay {inside}"  # by whatever name it was called
     return UsageError(
         f"the command line of `{command}`",
         got=error.format_message().rstrip("."),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.draws import Draw, keyed_attention, keyed_call, keyed_dropout
@@ -148,27 +149,36 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
 
 
 def _refusing(exported: Exported) -> Call:
-    """To call an operation, but refuse one that writes into a parameter: these are the model's own, unchanged."""
+    """To call an operation, but refuse one that says that it writes into a parameter: these are the model's own."""
     nodes = {node.name: node for node in exported.module.graph.nodes}
-    parameters = {
-        _storage(role.tensor): nodes[name] for name, role in exported.roles.items() if role.kind == "parameter"
-    }
+    owned = [(_storage(role.tensor), nodes[name]) for name, role in exported.roles.items() if role.kind == "parameter"]
+    parameters: dict[int | None, Node] = {storage: node for storage, node in owned if storage is not None}
 
     def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for value in _declared_writes(node.target, args, kwargs):
+        for value in tree_leaves(_declared_writes(node.target, args, kwargs)):
             if _storage(value) in parameters:
                 raise _writes_state(exported, node, [parameters[_storage(value)]])
-        if isinstance(node.target, torch._ops.OpOverload):
+        leaves = tree_leaves((args, kwargs))
+        if not any(map(_writes_within, leaves)):
             return _call(node, args, kwargs)
-        within = [(value, value.clone(), _version(value)) for value in args if _storage(value) in parameters]
-        result = _call(node, args, kwargs)  # of several operations at once, whose writes no signature tells
-        for value, copy, version in within:
-            if _version(value) != version:
+        kept = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
+        try:
+            return _call(node, args, kwargs)
+        finally:  # first all are as they were
+            moved = [(value, copy) for value, copy, version in kept if _version(value) != version]
+            for value, copy in moved:
                 value.copy_(copy)
-                raise _writes_state(exported, node, [parameters[_storage(value)]])
-        return result
+            if moved:
+                raise _writes_state(exported, node, [parameters[_storage(moved[0][0])]])
 
     return call
+
+
+def _writes_within(value: Any) -> bool:
+    """Whether it is a graph inside an operation, such as one below ``torch.no_grad()``, with writes in it."""
+    parts = value.modules() if isinstance(value, torch.fx.GraphModule) else ()
+    targets = [node.target for part in parts if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
+    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

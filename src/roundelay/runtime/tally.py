@@ -58,15 +58,16 @@ class Tally:
         """Raise the first cause, if there is one: what a worker met itself before what it met in another.
 
         Of a worker that is gone, its own death (with its signal) comes before what the others saw of it. If all that
-        is known is a wait, who waited for nobody is named: once one has given up, the others who wait lose it.
+        is known is a wait, who has told nothing is named: once one has given up, the others who wait lose it, and tell.
         """
         ordered = sorted(self.failures, key=_rank)
         if not ordered:
             return
         error = restored(ordered[0])
-        busy = [str(worker) for worker in range(self.num_workers) if worker not in self.ended]
+        heard = self.ended | {failed.worker for failed in self.failures if _rank(failed) == 2}
+        busy = [str(worker) for worker in range(self.num_workers) if worker not in heard]
         if _rank(ordered[0]) == 2 and busy:
-            which = f"worker{'s' * (len(busy) > 1)} {', '.join(busy)}, which waited for nobody"
+            which = f"worker{'s' * (len(busy) > 1)} {', '.join(busy)}, which told of no wait"
             error.remedy = f"See what hangs or takes long in {which}; raise deadline_s if that may be."
         raise error
 
