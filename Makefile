@@ -49,8 +49,9 @@ bench: $(DONE) ## Run the short form of every benchmark; the machine must be qui
 	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.$$name.run --short $(BENCH) || exit 1; \
 	done
 
-faults: $(DONE) ## Strike 160 runs with signals and errors at random moments, and print the table
+faults: $(DONE) ## Strike 160 runs, and 60 under torchrun, with signals and errors at random moments; print the tables
 	@$(BIN)/python -m tests.faults.table
+	@$(BIN)/python -m tests.faults.launched
 
 resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit
 	@$(BIN)/python -m tests.resume.table

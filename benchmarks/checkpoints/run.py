@@ -1,33 +1,43 @@
-"""What a checkpoint costs the training: time per update with one after every 10 updates, and without.
+"""What a checkpoint costs the training, and what of it is the copy that the training must wait for.
 
 Two workers over shared memory, each with four 1024 x 1024 linear layers under SGD with momentum: 33.6 MB of weights and
-moments per stage, 67 MB per checkpoint. Forward and backward sleep 20 and 40 ms first, so that the cores have room for
-what is written meanwhile. Beside it, alone: a copy of one stage's state, which is all that the training should
-wait for, and what a loop pays that stops and writes: `torch.save` of both stages' states and `fsync`.
+moments per stage, 67 MB per checkpoint, one after every 10 updates. Forward and backward sleep 20 and 40 ms first, so
+that two cores have room for what is written meanwhile. A checkpoint's cost is what the six updates from it on take
+longer than six usual ones of the same run, which are those 6 to 8 behind the last checkpoint.
+
+Rivals: the same run in which every stage copies its state at the same places, and nothing is sent or written; what
+torch's `async_save` keeps its caller waiting for one stage's state; a loop that stops and writes.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import roundelay
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.schedule.run import B, F, asleep
-from roundelay.api.gathering import Event, Updated
+from roundelay.actor.machine import Run
 from roundelay.api.keeping import Saving
 from roundelay.api.training import Length, Session
-from roundelay.runtime.handlers import do_backward, do_forward
+from roundelay.debug import better_malloc
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.handlers import Context, do_backward, do_forward, do_update
 
 WIDTH, LAYERS, EVERY = 1024, 8, 10
+BEHIND = 6
+"""Updates of which a checkpoint's cost is told."""
 
 
 def model() -> nn.Module:
@@ -49,38 +59,74 @@ def session(updates: int) -> Session:
     return Session(job, captured, plan, 0, Length(steps=updates))
 
 
-def ours(updates: int, every: int) -> float:
-    """Milliseconds per update, from the first to the last but the one that the run's own end waits for."""
-    ends: list[float] = []
+def copying_too(context: Context, run: Run) -> MicroBatch | None:
+    """An update; with every tenth, a copy of the stage's state, as it is made for a checkpoint."""
+    header = do_update(context, run)
+    if (run.version + 1) % EVERY == 0:
+        context.stage.state()
+    return header
 
-    def notify(event: Event) -> None:
-        if isinstance(event, Updated):
-            ends.append(time.perf_counter())
 
+def ours(updates: int, saves: bool, longer: list[float]) -> float:
+    """Milliseconds that one checkpoint, or the copies alone, cost: median of all checkpoints and both stages.
+
+    Args:
+        updates: of the run.
+        saves: write checkpoints; otherwise the states are copied and dropped.
+        longer: takes what the updates themselves took longer that handed over or copied a state.
+    """
     handlers = {"forward": asleep(F, do_forward), "backward": asleep(B, do_backward)}
+    os.sync()  # what the others have written
+    own = handlers if saves else handlers | {"update": copying_too}
     with tempfile.TemporaryDirectory() as folder:
-        saving = Saving(path=Path(folder) / "checkpoint", every=every) if every else None
-        session(updates).run(notify=notify, saving=saving, handlers=dict.fromkeys(range(2), handlers))
-    return 1e3 * (ends[-1] - ends[0]) / (len(ends) - 1)
+        saving = Saving(path=Path(folder) / "checkpoint", every=EVERY) if saves else None
+        run = session(updates).run(notify=lambda event: None, saving=saving, handlers=dict.fromkeys(range(2), own))
+    costs: list[float] = []
+    for events in run.events.values():
+        steps = [(event[5], event[6]) for event in events if event[0] == "update"]
+        costs += excess([1e3 * end for _, end in steps])
+        took = [1e3 * (end - start) for start, end in steps]
+        longer.append(statistics.median(took[EVERY - 1 : -1 : EVERY]) - statistics.median(took))
+    return statistics.median(costs)
 
 
-def states() -> list[dict[str, torch.Tensor]]:
-    """Weights and moments, by stage."""
-    return [{str(i): torch.randn(WIDTH, WIDTH) for i in range(LAYERS)} for _ in range(2)]
+def excess(ends: list[float]) -> list[float]:
+    """What every checkpoint cost, from the times at which the updates of a stage ended; the first is for warming up."""
+    took = [later - earlier for earlier, later in itertools.pairwise(ends)]  # took[i]: of update i + 1
+    saved = range(2 * EVERY - 2, len(took) - EVERY, EVERY)
+    usual = statistics.median(took[at + behind] for at in saved for behind in (6, 7, 8))
+    return [sum(took[at : at + BEHIND]) - BEHIND * usual for at in saved]
 
 
-def copying() -> float:
+def state() -> dict[str, torch.Tensor]:
+    """As many bytes as one stage's weights and moments."""
+    return {str(i): torch.randn(WIDTH, WIDTH) for i in range(LAYERS)}
+
+
+def copying(mine: Mapping[str, torch.Tensor]) -> float:
     """Milliseconds of copying one stage's state."""
-    mine, start = states()[0], time.perf_counter()
+    start = time.perf_counter()
     copies = [tensor.clone() for tensor in mine.values()]
     took = time.perf_counter() - start
     del copies
     return 1e3 * took
 
 
-def writing() -> float:
+def torchs(mine: dict[str, torch.Tensor]) -> float:
+    """Milliseconds for which torch's asynchronous checkpoint keeps its caller, by one process and its own thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for name in ("warm-up", "state"):
+            start = time.perf_counter()
+            written = async_save(mine, checkpoint_id=Path(folder) / name)
+            took = time.perf_counter() - start
+            written.result()  # type: ignore[union-attr]
+        distributed.destroy_process_group()  # here: nothing is forked beside its threads
+    return 1e3 * took
+
+
+def stopping(both: list[dict[str, torch.Tensor]]) -> float:
     """Milliseconds of writing both stages' states to a disk."""
-    both = states()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "state.pt").open("wb") as file:
         start = time.perf_counter()
         torch.save(both, file)
@@ -90,19 +136,23 @@ def writing() -> float:
 
 
 def main() -> None:
+    if (environment := better_malloc()) is not None:  # as the command itself does
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.checkpoints.run", *sys.argv[1:]], environment)
     what = asked(__doc__ or "", 5)
-    updates = 31 if what.short else 101
+    updates = 42 if what.short else 102
+    handing: list[float] = []
+    copied: list[float] = []
     candidates: dict[str, Callable[[], float]] = {
-        "per update, without": functools.partial(ours, updates, 0),
-        f"per update, with one after every {EVERY}": functools.partial(ours, updates, EVERY),
-        "a copy of one stage's state": copying,
-        "a loop that stops and writes, per checkpoint": writing,
+        "one checkpoint": functools.partial(ours, updates, True, handing),
+        "the copies alone, nothing sent or written": functools.partial(ours, updates, False, copied),
+        "one copy of one stage's state, alone": functools.partial(copying, state()),
+        "torch's `async_save` of one stage's state, until it returns": functools.partial(torchs, state()),
+        "a loop that stops and writes, per checkpoint": functools.partial(stopping, [state(), state()]),
     }
     found = alternate(candidates, what.repeats)
-    without, with_them = (statistics.median(found[name]) for name in list(candidates)[:2])
-    rows = [[name, spread(values, 1)] for name, values in found.items()]
-    rows.append(["so one checkpoint costs", f"{EVERY * (with_them - without):.0f}"])
-    report(what, table(["", "ms"], rows), {"ms": found})
+    found["an update that hands over its state, longer than others by"] = handing[2:]
+    found["an update that copies it, longer by"] = copied[2:]
+    report(what, table(["", "ms"], [[name, spread(values, 1)] for name, values in found.items()]), {"ms": found})
 
 
 if __name__ == "__main__":

@@ -43,14 +43,29 @@ def level() -> int:
     text = os.environ.get("ROUNDELAY_DEBUG", "0")
     if text not in LEVELS:
         good = ", ".join(f"{key} ({meaning})" for key, meaning in LEVELS.items())
-        raise UsageError(
-            "environment variable ROUNDELAY_DEBUG",
-            got=repr(text),
-            expected=f"one of {good}",
-            remedy="Set it to one of these, or unset it.",
-        )
+        raise _unknown("ROUNDELAY_DEBUG", text, f"one of {good}")
     return int(text)
 
+
+def check_malloc() -> None:
+    """Refuse what :func:`better_malloc` knows nothing of.
+
+    Raises:
+        UsageError: ``ROUNDELAY_MALLOC`` holds something else than :data:`KEEP`.
+    """
+    text = os.environ.get("ROUNDELAY_MALLOC", KEEP)
+    if text != KEEP:
+        raise _unknown("ROUNDELAY_MALLOC", text, f"{KEEP} (the C library's settings for memory as they are)")
+
+
+def _unknown(name: str, text: str, expected: str) -> UsageError:
+    return UsageError(
+        f"environment variable {name}", got=repr(text), expected=expected, remedy="Set it so, or unset it."
+    )
+
+
+KEEP = "keep"
+"""What ``ROUNDELAY_MALLOC`` may say."""
 
 MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -70,7 +85,7 @@ def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str
     ``ROUNDELAY_MALLOC=keep``.
     """
     now = os.environ if environment is None else environment
-    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == "keep":
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == KEEP:
         return None
     return None if set(MALLOC) & set(now) else {**now, **MALLOC}
 

@@ -208,6 +208,13 @@ def test_debug_shows_the_traceback_and_its_levels_are_checked(capsys: Capture, m
     assert said.code == 2
 
 
+def test_a_wrong_word_for_malloc_is_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDELAY_MALLOC", "kep")
+    said = told(capsys, "plan", MLP)
+    one_screen(said, "ROUNDELAY_MALLOC", "'kep'", "keep (")
+    assert said.code == 2
+
+
 def test_with_json_an_error_is_one_object_too(capsys: Capture) -> None:
     said = told(capsys, "train", MLP, "--rule", "foo", "--json")
     assert said.json["error"]["kind"] == "PlanError"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from roundelay.cli import trainer
 from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
-from tests.cli.harness import here, job_file, one_screen
+from tests.cli.harness import finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
 
@@ -171,6 +172,45 @@ def second(outputs, batch):
     )
     said = here(capsys, "plan", job_file(workplace, "loss=second", before))
     one_screen(said, "measuring the stages", "only once")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_behind_the_end_shows_no_library_unloading(workplace: Path, raises: bool) -> None:
+    """A launcher sends one to those that have ended by themselves, too; it ended in a traceback of torch's."""
+    late = """
+import atexit, os, signal, time
+def late():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+atexit.register(late)
+"""
+    changes = "loss=lambda outputs, batch: outputs.nothing" if raises else ""
+    job = job_file(workplace, changes, late)
+    said = finish(start(workplace, "train", job, "--workers", 1, "--steps", 2, "--no-baseline"))
+    assert said.code == -signal.SIGTERM
+    assert "KeyboardInterrupt" not in said.err, said.err
+    assert "Traceback" not in said.err, said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_falls_into_a_collection_is_not_lost(workplace: Path, number: signal.Signals) -> None:
+    """Python itself drops what is raised there, and shows it."""
+    collected = f"""
+import os, signal, time
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{number.name})
+        time.sleep(0.1)
+
+def showcase(model):
+    Collected()
+    time.sleep(20)
+"""
+    job = job_file(workplace, "showcase=showcase", collected)
+    said = finish(start(workplace, "train", job, "--workers", 1, "--steps", 2, "--no-baseline"), 40.0)
+    assert said.code == 128 + number
+    assert said.err.count("Interrupted.") == 1
+    assert "ignored" not in said.err, said.err
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])

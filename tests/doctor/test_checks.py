@@ -87,6 +87,12 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
         "problem",
         ("ROUNDELAY_DEBUG=9", "0, 1, 2, 3, 4"),
     ),
+    "a word that malloc does not know": (
+        spoiled(settings={**MALLOC, "ROUNDELAY_MALLOC": "no"}),
+        "variables",
+        "problem",
+        ("ROUNDELAY_MALLOC=no", "to keep, or unset it"),
+    ),
     "one core": (spoiled(cores=Cores(total=1, allowed=1, quota=None)), "cores", "warning", ("1", "share a core")),
     "one core of many": (
         spoiled(cores=Cores(total=8, allowed=1, quota=None)),

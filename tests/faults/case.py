@@ -154,7 +154,7 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
         folder, "--workers", case.workers, "--transport", case.transport, "--epochs", epochs, "--out", "run"
     )
     try:
-        _until(_reached(case, folder, pid), pid)
+        _until(reached(case, folder, pid), pid)
         time.sleep(case.later_s)
         _strike(case, folder, pid)
         began = time.monotonic()
@@ -177,7 +177,7 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     return Outcome(code, seconds, late, said, tuple(faults), went_on)
 
 
-def _reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
+def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
     """Whether the moment has come. A worker starts when it is forked."""
     metrics, new = folder / "run" / "metrics.jsonl", folder / "run" / ".checkpoint.new"
     if case.moment == "start" and case.victim >= 0 and case.fault in SIGNALS:
@@ -237,13 +237,18 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
         wrong.append("not this cause told")
     if list(folder.glob("roundelay-*")):
         wrong.append("a folder of its own is left")
+    return wrong + loads(folder)
+
+
+def loads(folder: Path) -> list[str]:
+    """What is wrong with the checkpoint, if there is one."""
     checkpoint = folder / "run" / "checkpoint"
     if present(checkpoint).exists():
         try:
             load(checkpoint)
         except Exception as error:
-            wrong.append(f"the checkpoint cannot be loaded: {error}")
-    return wrong
+            return [f"the checkpoint cannot be loaded: {error}"]
+    return []
 
 
 def _cause(case: Case) -> str:

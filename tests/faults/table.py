@@ -10,6 +10,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.faults.case import MOMENTS, Case, Outcome, Server, draw, play
@@ -17,18 +19,43 @@ from tests.faults.case import MOMENTS, Case, Outcome, Server, draw, play
 SHARED = Path("/dev/shm")
 
 
+Play = Callable[[int, Path], tuple[Case, Outcome]]
+"""Draws a case from a seed and runs it in an empty folder."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=160)
+    strike(__doc__ or "", 160, locally)
+
+
+@contextmanager
+def locally() -> Iterator[Play]:
+    """Runs that start their workers themselves; every third is gone on with."""
+    server = Server()
+    try:
+        yield lambda seed, folder: (draw(seed), play(draw(seed), folder, server, go_on=seed % 3 == 0))
+    finally:
+        server.close()
+
+
+def strike(description: str, cases: int, player: Callable[[], AbstractContextManager[Play]]) -> None:
+    """Strike, print the table, and exit with what came of it.
+
+    Args:
+        description: of the command.
+        cases: how many, unless the command line says otherwise.
+        player: one for each thread.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--cases", type=int, default=cases)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    began, shared = time.monotonic(), _shared()
-    cases: queue.SimpleQueue[int] = queue.SimpleQueue()
+    began, before = time.monotonic(), _shared()
+    seeds: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(asked.cases):
-        cases.put(asked.seed + number)
+        seeds.put(asked.seed + number)
     done: list[tuple[int, Case, Outcome]] = []
-    threads = [threading.Thread(target=_work, args=(cases, done)) for _ in range(asked.jobs)]
+    threads = [threading.Thread(target=_work, args=(player, seeds, done)) for _ in range(asked.jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -36,7 +63,7 @@ def main() -> None:
     wrong = [(seed, case, outcome) for seed, case, outcome in sorted(done, key=lambda d: d[0]) if outcome.faults]
     print(table(done))
     print(f"\n{by_moment(done)}")
-    left = sorted(_shared() - shared)
+    left = sorted(_shared() - before)
     if left:
         print(f"\nLeft in {SHARED}: {left}")
     for seed, case, outcome in wrong:
@@ -54,18 +81,21 @@ def _shared() -> set[str]:
     return {entry.name for entry in SHARED.glob("*")}
 
 
-def _work(cases: queue.SimpleQueue[int], done: list[tuple[int, Case, Outcome]]) -> None:
-    server = Server()
-    while True:
-        try:
-            seed = cases.get_nowait()
-        except queue.Empty:
-            break
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            done.append((seed, draw(seed), play(draw(seed), Path(folder), server, go_on=seed % 3 == 0)))
-        if sys.stderr.isatty():
-            print(f"\r{len(done)} faults", end="", file=sys.stderr)
-    server.close()
+def _work(
+    player: Callable[[], AbstractContextManager[Play]],
+    seeds: queue.SimpleQueue[int],
+    done: list[tuple[int, Case, Outcome]],
+) -> None:
+    with player() as played:
+        while True:
+            try:
+                seed = seeds.get_nowait()
+            except queue.Empty:
+                return
+            with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+                done.append((seed, *played(seed, Path(folder))))
+            if sys.stderr.isatty():
+                print(f"\r{len(done)} faults", end="", file=sys.stderr)
 
 
 def table(done: list[tuple[int, Case, Outcome]]) -> str:

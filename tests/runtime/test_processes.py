@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 import roundelay
 from roundelay.errors import InternalError
 from roundelay.runtime import processes
-from roundelay.runtime.report import Report
+from roundelay.runtime.report import Incoming, Report
 from tests.api.jobs import make
 
 
@@ -18,7 +19,7 @@ def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.Mon
     """It has a moment left, in which a traceback would hide why the launcher was killed."""
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    reading, writing = os.pipe()
+    reading, writing = processes._pipe()
     try:
         os.close(reading)
         sender = processes._Sender(writing)
@@ -33,10 +34,10 @@ def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.Mon
 def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread that reads them is gone, and would be waited for without end."""
 
-    def fails(body: bytes) -> Report:
+    def fails(incoming: Incoming, size: int) -> Iterator[Report]:
         raise MemoryError("no room for a state")
 
     job = make()
-    monkeypatch.setattr(processes, "report_of", fails)
+    monkeypatch.setattr(Incoming, "filled", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)

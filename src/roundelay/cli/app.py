@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
+import threading
 import time
 import webbrowser
 from collections.abc import Callable
@@ -264,6 +266,7 @@ class _Signals:
     def listen(self) -> None:
         """Take both signals from now on; under a launcher SIGTERM only with :meth:`join`."""
         self._listens = True
+        sys.unraisablehook = self._unraised
         signal.signal(signal.SIGINT, self._raise)
         if not debug.is_launched():
             signal.signal(signal.SIGTERM, self._raise)
@@ -279,6 +282,14 @@ class _Signals:
             signal.signal(signal.SIGINT, handler)
             signal.signal(signal.SIGTERM, handler)
 
+    def _unraised(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while it collects something; an interrupt is raised again a moment later."""
+        if self.first is None or ignored.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(ignored)
+            return
+        again, self.first = self.first, None
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), again)).start()
+
     def _raise(self, number: int, frame: object) -> None:
         first, self.first = self.first is None, self.first or number
         ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
@@ -286,6 +297,7 @@ class _Signals:
             raise KeyboardInterrupt
 
 
+_AGAIN_S = 0.02
 _SIGNALS = _Signals()
 
 
@@ -294,6 +306,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _SIGNALS.listen()
     code = guarded(app, "--json" in sys.argv)
+    _SIGNALS.leave_to(signal.SIG_DFL)  # all is told: what would be raised now, libraries would show as they unload
     gc.freeze()  # spares a last collection over all that torch has traced: seconds in which nothing is done any more
     sys.exit(code)
 
@@ -309,6 +322,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     try:
         with o.same_in_all():
             traced = debug.level() >= 1
+            debug.check_malloc()
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:  # typer turns Ctrl-C into this
             raise KeyboardInterrupt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from roundelay.debug import LEVELS, MALLOC, VARIABLES
+from roundelay.debug import KEEP, LEVELS, MALLOC, VARIABLES
 from roundelay.doctor.finding import Check, Finding, size
 from roundelay.doctor.machine import Machine
 
@@ -147,6 +147,8 @@ def variables(machine: Machine) -> Finding:
         return Finding(
             "variables", found, "problem", f"Set ROUNDELAY_DEBUG to one of {', '.join(LEVELS)}, or unset it."
         )
+    if given.get("ROUNDELAY_MALLOC", KEEP) != KEEP:
+        return Finding("variables", found, "problem", f"Set ROUNDELAY_MALLOC to {KEEP}, or unset it.")
     if unknown:
         return Finding("variables", found, "warning", f"Unset {', '.join(unknown)}; known: {', '.join(VARIABLES)}.")
     return Finding("variables", found)

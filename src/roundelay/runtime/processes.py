@@ -9,15 +9,15 @@ and no worker waits for what the launcher does with a report, except that a seco
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import queue
 import select
 import signal
-import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -26,7 +26,7 @@ import torch
 
 from roundelay.errors import InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.mortal import die_with, keep_children
-from roundelay.runtime.report import Report, pieces_of, report_of
+from roundelay.runtime.report import Incoming, Report, pieces_of
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
@@ -41,6 +41,9 @@ END_S = 3.0
 
 STOPPED_S = 3.0
 """Seconds after which a stopped worker counts as lost; a person who presses Ctrl-Z stops the launcher's clock too."""
+
+PIPE_BYTES = 1 << 20
+"""That a worker's pipe may hold."""
 
 _TICK_S = 0.25
 _MASKED = {signal.SIGINT, signal.SIGTERM}
@@ -167,7 +170,7 @@ class Pump:
             self._reports.put(failure(self._children[0].worker, _unread(error)))
 
     def _listen(self) -> None:
-        open_pipes = {child.pipe: (child, bytearray()) for child in self._children}
+        open_pipes = {child.pipe: (child, Incoming()) for child in self._children}
         poller = select.poll()  # select knows the first 1024 files only
         for pipe in open_pipes:
             poller.register(pipe, select.POLLIN)
@@ -176,14 +179,13 @@ class Pump:
         last = time.monotonic()
         while open_pipes and not self._stopping.is_set():
             for pipe, _ in poller.poll(1000 * _TICK_S):
-                child, buffer = open_pipes[pipe]
-                data = os.read(pipe, 1 << 20)
-                buffer += data
-                for report in _take_reports(buffer):
+                child, incoming = open_pipes[pipe]
+                size = os.readv(pipe, incoming.rooms())
+                for report in incoming.filled(size):
                     if report.kind in ("finished", "failed"):
                         ended.add(child.worker)
                     self._reports.put(report)
-                if not data:
+                if not size:
                     poller.unregister(pipe)
                     del open_pipes[pipe]
                     if child.worker not in ended and not child.killed:
@@ -203,9 +205,17 @@ class Pump:
                 self._reports.put(_lost(child, how, "See who stops processes here; a debugger does, and Ctrl-Z."))
 
 
+def _pipe() -> tuple[int, int]:
+    """A pipe that holds much, if the system lets it: each time that one fills, two processes wait for each other."""
+    reading, writing = os.pipe()
+    with suppress(AttributeError, OSError):  # not Linux, or a person has all that their pipes may hold
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reading, writing
+
+
 def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
     """Fork one worker; no signal can fall between the fork and the note of it."""
-    reading, writing = os.pipe()
+    reading, writing = _pipe()
     libc, parent = ctypes.CDLL(None), os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
     try:
@@ -264,9 +274,7 @@ class _Sender:
         torch.set_num_threads(1)
         with suppress(BrokenPipeError):  # the launcher is gone, and this process will be in a moment
             while (report := self._reports.get()) is not None:
-                pieces = pieces_of(report)
-                _write_all(self._writing, struct.pack("<Q", sum(map(len, pieces))))
-                for piece in pieces:
+                for piece in pieces_of(report):
                     _write_all(self._writing, piece)
                 if self._reports.empty():
                     time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
@@ -276,16 +284,6 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _take_reports(buffer: bytearray) -> Iterator[Report]:
-    while len(buffer) >= 8:
-        (size,) = struct.unpack_from("<Q", buffer)
-        if len(buffer) < 8 + size:
-            return
-        body = buffer[8 : 8 + size]
-        del buffer[: 8 + size]
-        yield report_of(body)
 
 
 def _unread(error: Exception) -> InternalError:

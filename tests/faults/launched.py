@@ -1,0 +1,194 @@
+"""Faults under torchrun, at random: ``python -m tests.faults.launched --cases 60``.
+
+torchrun has a screen and a traceback of its own behind ours. It may be the only one that knows: before all have met,
+and of one that is lost at the end, when it or the others have left in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from roundelay.observe.files import present
+from tests.faults.case import JOB, MISTAKES, MOMENTS, ROOT, SIGNALS, UPDATES, Case, Outcome, loads, reached
+from tests.faults.job import EPOCHS
+from tests.faults.table import strike
+
+END_S = 15.0
+"""Seconds in which all have ended: torchrun looks every tenth of a second, and each torch that ends takes a second."""
+
+START_S = 9.0
+"""About as long as three processes need to import torch, capture and meet."""
+
+
+def draw(seed: int) -> Case:
+    """A random case."""
+    dice = random.Random(seed)
+    workers = dice.choice([2, 3])
+    victim, fault = dice.randrange(workers), dice.choice(SIGNALS)
+    if dice.random() < 0.25:
+        victim, fault = -1, dice.choice(["SIGKILL", "SIGTERM", "SIGINT"])
+    elif dice.random() < 0.2:
+        fault = dice.choice(MISTAKES)
+    moment = dice.choice(MOMENTS)
+    numbers = {
+        "start": (0, round(10 * START_S)),
+        "training": (1, UPDATES - 2),
+        "checkpoint": (1, EPOCHS - 1),
+        "end": (UPDATES, UPDATES),
+    }
+    return Case("torchrun", workers, moment, victim, fault, dice.randint(*numbers[moment]), dice.random() * 0.05)
+
+
+def here(folder: Path) -> list[int]:
+    """Processes that work in a folder and have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if (entry / "cwd").resolve() == folder.resolve() and _fields(int(entry.name))[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def members(launcher: int, folder: Path) -> dict[int, int]:
+    """The launcher's own children, by their number among the workers."""
+    found = {}
+    for pid in here(folder):
+        with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            rank = next(v.removeprefix("RANK=") for v in variables if v.startswith("RANK="))
+            if int(_fields(pid)[1]) == launcher:
+                found[int(rank)] = pid
+    return found
+
+
+def _fields(pid: int) -> list[str]:
+    """State, parent and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def begin(case: Case, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the launcher in a process group of its own; what all say goes to the file ``err``."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}", "-m", "roundelay"]
+    train = ["train", str(JOB), "--no-baseline", "--epochs", str(EPOCHS), "--out", "run"]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    with (folder / "err").open("ab") as said:
+        return subprocess.Popen(
+            [sys.executable, *command, *train],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def play(case: Case, folder: Path) -> Outcome:
+    """Run a case in an empty folder."""
+    launcher = begin(case, folder)
+    try:
+        ready = _due(case, folder, launcher)
+        deadline = time.monotonic() + 120
+        while not ready() and launcher.poll() is None:
+            assert time.monotonic() < deadline, "the moment never came"
+            time.sleep(0.001)
+        time.sleep(case.later_s)
+        met = present(folder / "run").exists()
+        _strike(case, folder, launcher)
+        began = time.monotonic()
+        while (launcher.poll() is None or here(folder)) and time.monotonic() - began < END_S:
+            time.sleep(0.01)
+        seconds, left = time.monotonic() - began, here(folder)
+    finally:
+        for pid in here(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    code, said = launcher.poll(), (folder / "err").read_text()
+    launcher.wait()
+    late = (folder / "run" / "summary.json").exists() and (folder / "run" / "trace.json").exists()
+    wrong = [] if late else _judge(case, folder, code, said, met)
+    wrong += [f"process {pid} is left" for pid in left]
+    return Outcome(code, seconds, late, said, tuple(wrong))
+
+
+def _due(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> Callable[[], bool]:
+    """Whether the moment has come; at the start, the victim must be there, and of the launcher's children the first.
+
+    What strikes torchrun before it has started anybody is its own affair: it may lose a Ctrl-C while it imports torch.
+    """
+    if case.moment != "start":
+        return reached(case, folder, launcher.pid)
+    due = time.monotonic() + case.number / 10
+    if case.victim < 0 or case.fault in MISTAKES:
+        return lambda: time.monotonic() >= due and bool(members(launcher.pid, folder))
+    return lambda: time.monotonic() >= due and _begun(members(launcher.pid, folder).get(case.victim), case.fault)
+
+
+def _begun(pid: int | None, fault: str) -> bool:
+    """Whether a member is there; if it is to be stopped, so must be its sentry, the first thing that it starts."""
+    if pid is None or fault != "SIGSTOP":
+        return pid is not None
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return False
+
+
+def _strike(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> None:
+    if case.fault in MISTAKES:
+        (folder / f"{'read' if case.victim == 0 else 'loss'}-{case.fault}").touch()
+        return
+    number = getattr(signal, case.fault)
+    with contextlib.suppress(ProcessLookupError, KeyError):  # it has ended: the fault comes too late
+        if case.victim >= 0:
+            os.kill(members(launcher.pid, folder)[case.victim], number)
+        elif number == signal.SIGINT:
+            os.killpg(launcher.pid, number)  # as a terminal does
+        else:
+            os.kill(launcher.pid, number)
+
+
+def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool) -> list[str]:
+    """What is wrong with a run that a fault has ended."""
+    wrong = []
+    if code is None:
+        wrong.append("the launcher has not ended")
+    if code == 0:
+        wrong.append("exit code 0 without a summary")
+    if any("roundelay/" in part for part in said.split("Traceback")[1:]):
+        wrong.append("a traceback of ours")
+    told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
+    told = told or said.count("was stopped by a signal")  # this is told besides, by its sentry
+    mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end"
+    if told > 1 or (told < 1 and met and not mute):
+        wrong.append(f"{told} causes told")
+    if told and not any(words in said for words in _causes(case)):
+        wrong.append("not this cause told")
+    if list(folder.glob("roundelay-*")):
+        wrong.append("a folder of its own is left")
+    return wrong + loads(folder)
+
+
+def _causes(case: Case) -> tuple[str, ...]:
+    """Words of the one cause. A leader that is asked to end tells that; at the end it may not know for whose sake."""
+    if case.fault in MISTAKES:
+        return ({"exception": "a deliberate mistake", "memory": "can't allocate memory"}[case.fault],)
+    asked = case.victim < 0 or (case.victim == 0 and case.fault == "SIGTERM") or case.moment == "end"
+    return (*(("Interrupted.",) if asked else ()), *((f"worker {case.victim} ",) if case.victim >= 0 else ()))
+
+
+def main() -> None:
+    strike(__doc__ or "", 60, lambda: nullcontext(lambda seed, folder: (draw(seed), play(draw(seed), folder))))
+
+
+if __name__ == "__main__":
+    main()
