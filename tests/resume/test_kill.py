@@ -115,6 +115,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, server: Server
     left = load(tmp_path / "full" / "checkpoint")
     assert 0 < left.position.updates <= 12
     assert left.flight is not None
+    told = losses_told(tmp_path / "full")
+    assert told == dict(enumerate(expected.losses[: len(told)]))
     pid = server.train(tmp_path, "--from", "full", "--out", "more", job=JOB)  # by its plan, and to its end
-    assert server.wait(pid, END_S) == 0, (tmp_path / "err").read_text()
+    said = (tmp_path / "err").read_text
+    assert server.wait(pid, END_S) == 0, said()
+    assert "dropped" not in said()
+    assert losses_told(tmp_path / "more") == dict(list(enumerate(expected.losses))[left.position.updates :])
     assert differences(expected.end, load(tmp_path / "more" / "checkpoint")) == []
