@@ -21,8 +21,8 @@ that :mod:`roundelay.frontend.split` can compute later, and :func:`roundelay.fro
 The mode ``recompute`` belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and
 ``mixed``. One that runs itself again is a :class:`roundelay.frontend.recomputed.Recomputed`.
 
-Boundaries are contiguous: outputs and input gradients are laid out as a network would deliver them, so that a run gives
-the same bits wherever it is cut and whatever carries the tensors.
+What enters a segment lies as a network would deliver it: contiguous, and where torch's own memory would begin. Strides
+and alignment decide which kernel runs, and so the last bits: they must not depend on what has carried a tensor.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Segment:
         entered: Tensors = {}
         values = []
         for name in self.spec.inputs:
-            value = inputs[name]
+            value = _delivered(inputs[name])
             if name in self.differentiable:
                 value = entered[name] = value.detach().requires_grad_()
             values.append(value)
@@ -189,7 +189,7 @@ class Segment:
             grad = grad_outputs.get(name)
             if grad is not None:
                 roots.append(root)
-                entering.append(grad)
+                entering.append(_delivered(grad))
         parameters, leaves = tape.parameters, (*tape.inputs.values(), *tape.parameters.values())
         if self.halves is not None:
             parameters = {n: leaf for n, leaf in parameters.items() if n not in self.halves.late}
@@ -237,6 +237,19 @@ def _boundary(value: Any, owned: Mapping[int, int]) -> Any:
         return value
     value = value.contiguous()
     return value.clone() if value.untyped_storage().data_ptr() in owned else value
+
+
+_BEGINS_AT = {"cpu": 64, "meta": 1}
+"""Bytes by whose multiples the memory begins that torch allocates, by kind of device; 512 on all others."""
+
+
+def _delivered(value: Any) -> Any:
+    """A value as it would come over a network; itself if it lies so already, as nearly all do."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_contiguous() and not value.data_ptr() % _BEGINS_AT.get(value.device.type, 512):
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 class _Hooks:
