@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,36 @@ def buffers_of(captured: Captured) -> Tensors:
     return {n: b.clone() for n, b in captured.buffers().items()}
 
 
-def even_cuts(captured: Captured, num_stages: int) -> Partition:
-    """Stages of about as many operations each."""
+def even_cuts(captured: Captured, num_stages: int, places: Sequence[int] | None = None) -> Partition:
+    """Stages of about as many operations each, cut anywhere or at some of the legal places."""
     graph = captured.graph
     wanted = [len(graph.ops) * (k + 1) // num_stages - 1 for k in range(num_stages - 1)]
     ends: list[int] = []
     for place in wanted:
-        free = [cut for cut in graph.cuts if not ends or cut > ends[-1]]
+        free = [cut for cut in (graph.cuts if places is None else places) if not ends or cut > ends[-1]]
         ends.append(min(free, key=lambda cut: abs(cut - place)))
     return cut_after(captured, ends)
+
+
+def plain_cuts(captured: Captured, batch: Batch) -> list[int]:
+    """The legal places over which the model itself hands nothing but contiguous tensors.
+
+    At any other a tensor is laid out anew, as a network delivers it. Then some processors' kernels for attention give
+    other last bits than those that the person's module gets.
+    """
+    graph = captured.graph
+    number = {op.name: i for i, op in enumerate(graph.ops)}
+    last = {name: i for i, op in enumerate(graph.ops) for name in op.reads} | dict.fromkeys(graph.outputs, len(number))
+    strided: set[int] = set()
+
+    def look(operation: int, carry_out: Callable[[], Any]) -> Any:
+        made = carry_out()
+        strided.update([operation] if isinstance(made, Tensor) and not made.is_contiguous() else [])
+        return made
+
+    captured.walk(batch, look)
+    crossed = [(made, last.get(name, made)) for name, made in number.items() if made in strided]
+    return [cut for cut in graph.cuts if not any(made <= cut < read for made, read in crossed)]
 
 
 def cut_after(captured: Captured, ends: Sequence[int]) -> Partition:

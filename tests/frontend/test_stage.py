@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.frontend.cutting import (
     eager,
     even_cuts,
     forwards,
+    plain_cuts,
     run,
     sample,
     weights_of,
@@ -48,9 +51,10 @@ def test_every_mode_and_number_of_stages_equals_the_persons_own_module_bit_for_b
     params = weights_of(captured, 0.05)
     wanted = eager(ZOO[name], batch, params)
     assert wanted.grads
+    plain = plain_cuts(captured, batch)
     for num_stages in (1, 2, 3, 4):
         for mode in MODES if num_stages != 3 else ("stash",):
-            done = run(captured, even_cuts(captured, num_stages), batch, params, mode=mode)
+            done = run(captured, even_cuts(captured, num_stages, plain), batch, params, mode=mode)
             assert torch.equal(done.loss, wanted.loss), (num_stages, mode)
             assert (done.count is None) == (wanted.count is None)
             assert done.count is None or float(done.count) == float(wanted.count)  # type: ignore[arg-type]
@@ -103,6 +107,35 @@ def test_recompute_differentiates_everything_at_the_backwards_weights_from_the_s
         at_old = one.function.forward(one.params, dict(buffers), one.inputs, DRAW, mode="stash")[1]
         differed += differing(one.function.backward(at_old, done.entering[k], {})[1], of_params) != []
     assert differed
+
+
+@BY_MODE
+def test_what_enters_a_stage_lies_as_a_network_would_deliver_it(mode: Mode) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    batch = torch.randn(4, 5), torch.ones(4, 3)
+    captured = capture(model, lambda outputs, batch: (outputs - batch[1]).square().mean(), batch)
+    first = captured.stage(cut_after(captured, [0]).stages[0])
+    lay: list[tuple[int, bool]] = []
+
+    def look(tensor: Tensor) -> None:
+        lay.append((tensor.data_ptr() % 64, tensor.is_contiguous()))
+
+    def call(*args: Any) -> Any:
+        look(args[-2])  # the input, before the key of the random numbers
+        made = segment.call(*args)
+        made[0].register_hook(look)
+        return made
+
+    segment = first.segments[0]
+    watched = replace(first, segments=(replace(segment, call=call),))
+    params = {n: p.detach() for n, p in captured.parameters().items()}
+    odd = (torch.randn(21)[1:].view(4, 5), torch.randn(5, 4).t(), torch.randn(4, 5))
+    for x, grad in product(odd, odd):
+        lay.clear()
+        outputs, tape = watched.forward(params, {}, dict.fromkeys(first.inputs, x), DRAW, mode=mode)
+        watched.backward(tape, dict.fromkeys(first.outputs, grad), params)
+        assert set(lay) == {(0, True)} and len(lay) == (3 if mode == "recompute" else 2)
+        assert torch.equal(outputs[first.outputs[0]], model[0](x.clone(memory_format=torch.contiguous_format)))
 
 
 @BY_MODE
