@@ -1,6 +1,6 @@
 """A run has the reference's bits whatever carries its tensors, also through kernels that tell by addresses and strides.
 
-Real ones do: which of its kernels a matrix product takes depends on where its operands begin, and the last bits on that.
+Real ones do: which kernel a matrix product takes depends on where its operands begin, and the last bits on that.
 """
 
 from __future__ import annotations

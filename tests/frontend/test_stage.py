@@ -134,7 +134,8 @@ def test_what_enters_a_stage_lies_as_a_network_would_deliver_it(mode: Mode) -> N
         lay.clear()
         outputs, tape = watched.forward(params, {}, dict.fromkeys(first.inputs, x), DRAW, mode=mode)
         watched.backward(tape, dict.fromkeys(first.outputs, grad), params)
-        assert set(lay) == {(0, True)} and len(lay) == (3 if mode == "recompute" else 2)
+        assert set(lay) == {(0, True)}
+        assert len(lay) == (3 if mode == "recompute" else 2)
         assert torch.equal(outputs[first.outputs[0]], model[0](x.clone(memory_format=torch.contiguous_format)))
 
 
