@@ -15,6 +15,7 @@ from roundelay.frontend import Captured, Draw, Mode, StageFunction, StageTape, c
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.partition import partition
+from tests.equivalence.eager import masks_as_traced
 from tests.zoo import ZOO, Batch, Entry, arguments, rows
 
 Tensors = dict[str, Tensor]
@@ -223,7 +224,7 @@ def eager(entry: Entry, batch: Batch, params: Tensors, draw: Draw = DRAW) -> Eag
         for name, value in params.items():
             named[name].copy_(value)
     args, kwargs = arguments(entry, batch)
-    with torch.random.fork_rng(devices=[]), Reseeded(draw):
+    with torch.random.fork_rng(devices=[]), Reseeded(draw), masks_as_traced():
         outputs = model(*args, **kwargs)
     loss = entry.loss(outputs, batch)
     loss, count = loss if isinstance(loss, tuple) else (loss, None)
