@@ -137,7 +137,7 @@ def stopping(both: list[dict[str, torch.Tensor]]) -> float:
 
 def main() -> None:
     if (environment := better_malloc()) is not None:  # as the command itself does
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.checkpoints.run", *sys.argv[1:]], environment)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     what = asked(__doc__ or "", 5)
     updates = 42 if what.short else 102
     handing: list[float] = []

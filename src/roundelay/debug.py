@@ -53,7 +53,7 @@ def check_malloc() -> None:
     Raises:
         UsageError: ``ROUNDELAY_MALLOC`` holds something else than :data:`KEEP`.
     """
-    text = os.environ.get("ROUNDELAY_MALLOC", KEEP)
+    text = os.environ.get("ROUNDELAY_MALLOC") or KEEP
     if text != KEEP:
         raise _unknown("ROUNDELAY_MALLOC", text, f"{KEEP} (the C library's settings for memory as they are)")
 

@@ -192,6 +192,17 @@ atexit.register(late)
     assert "Traceback" not in said.err, said.err
 
 
+def test_a_signal_behind_the_end_loses_nothing_of_what_was_told(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+    job = job_file(workplace, "", late)
+    said = finish(start(workplace, "train", job, "--workers", 1, "--steps", 2, "--no-baseline", "--json"))
+    assert said.code == -signal.SIGTERM
+    assert said.json["steps"] == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_falls_into_a_collection_is_not_lost(workplace: Path, number: signal.Signals) -> None:
     """Python itself drops what is raised there, and shows it."""

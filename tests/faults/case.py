@@ -24,6 +24,8 @@ JOB = Path(__file__).with_name("job.py")
 UPDATES = EPOCHS * BATCHES
 #: Seconds within which every process must have ended, on a machine that has nothing else to do.
 END_S = 10.0
+#: Behind so many updates a run may have done all before a fault reaches it.
+NEAR = UPDATES // 2
 MOMENTS = ("start", "training", "checkpoint", "end")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 MISTAKES = ("exception", "memory")
@@ -156,6 +158,7 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     try:
         _until(reached(case, folder, pid), pid)
         time.sleep(case.later_s)
+        near = updates_told(folder) >= min(NEAR, epochs * BATCHES // 2)
         _strike(case, folder, pid)
         began = time.monotonic()
         status = server.wait(pid, end_s)
@@ -171,10 +174,18 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     over = code in (0, -signal.SIGTERM, -signal.SIGINT)  # a signal may also meet an interpreter that is shutting down
     late = over and (folder / "run" / "summary.json").exists()
     faults = () if late else (*_judge(case, folder, code, said), *(f"process {pid} is left" for pid in left))
+    if late and not near:
+        faults = ("nothing came of the fault",)
     went_on = go_on and not faults and present(folder / "run" / "checkpoint").exists()
     if went_on:
         faults = _goes_on(folder, case, server)
     return Outcome(code, seconds, late, said, tuple(faults), went_on)
+
+
+def updates_told(folder: Path) -> int:
+    """Updates that a run in a folder has told so far."""
+    metrics = folder / "run" / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:

@@ -19,7 +19,20 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from roundelay.observe.files import present
-from tests.faults.case import JOB, MISTAKES, MOMENTS, ROOT, SIGNALS, UPDATES, Case, Outcome, loads, reached
+from tests.faults.case import (
+    JOB,
+    MISTAKES,
+    MOMENTS,
+    NEAR,
+    ROOT,
+    SIGNALS,
+    UPDATES,
+    Case,
+    Outcome,
+    loads,
+    reached,
+    updates_told,
+)
 from tests.faults.job import EPOCHS
 from tests.faults.table import strike
 
@@ -38,7 +51,7 @@ def draw(seed: int) -> Case:
     if dice.random() < 0.25:
         victim, fault = -1, dice.choice(["SIGKILL", "SIGTERM", "SIGINT"])
     elif dice.random() < 0.2:
-        fault = dice.choice(MISTAKES)
+        victim, fault = dice.choice([0, workers - 1]), dice.choice(MISTAKES)
     moment = dice.choice(MOMENTS)
     numbers = {
         "start": (0, round(10 * START_S)),
@@ -104,6 +117,7 @@ def play(case: Case, folder: Path) -> Outcome:
             time.sleep(0.001)
         time.sleep(case.later_s)
         met = present(folder / "run").exists()
+        near = updates_told(folder) >= NEAR
         _strike(case, folder, launcher)
         began = time.monotonic()
         while (launcher.poll() is None or here(folder)) and time.monotonic() - began < END_S:
@@ -117,6 +131,8 @@ def play(case: Case, folder: Path) -> Outcome:
     launcher.wait()
     late = (folder / "run" / "summary.json").exists() and (folder / "run" / "trace.json").exists()
     wrong = [] if late else _judge(case, folder, code, said, met)
+    wrong += [] if near or not late else ["nothing came of the fault"]
+    wrong += ["a traceback of ours"] if any("roundelay/" in part for part in said.split("Traceback")[1:]) else []
     wrong += [f"process {pid} is left" for pid in left]
     return Outcome(code, seconds, late, said, tuple(wrong))
 
@@ -151,10 +167,10 @@ def _strike(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> None
     with contextlib.suppress(ProcessLookupError, KeyError):  # it has ended: the fault comes too late
         if case.victim >= 0:
             os.kill(members(launcher.pid, folder)[case.victim], number)
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and launcher.returncode is None:
             os.killpg(launcher.pid, number)  # as a terminal does
         else:
-            os.kill(launcher.pid, number)
+            launcher.send_signal(number)
 
 
 def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool) -> list[str]:
@@ -164,11 +180,9 @@ def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool) -> 
         wrong.append("the launcher has not ended")
     if code == 0:
         wrong.append("exit code 0 without a summary")
-    if any("roundelay/" in part for part in said.split("Traceback")[1:]):
-        wrong.append("a traceback of ours")
     told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
     told = told or said.count("was stopped by a signal")  # this is told besides, by its sentry
-    mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end"
+    mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in SIGNALS
     if told > 1 or (told < 1 and met and not mute):
         wrong.append(f"{told} causes told")
     if told and not any(words in said for words in _causes(case)):
@@ -183,7 +197,8 @@ def _causes(case: Case) -> tuple[str, ...]:
     if case.fault in MISTAKES:
         return ({"exception": "a deliberate mistake", "memory": "can't allocate memory"}[case.fault],)
     asked = case.victim < 0 or (case.victim == 0 and case.fault == "SIGTERM") or case.moment == "end"
-    return (*(("Interrupted.",) if asked else ()), *((f"worker {case.victim} ",) if case.victim >= 0 else ()))
+    own = (f"│ worker {case.victim} ", f"roundelay: worker {case.victim} (") if case.victim >= 0 else ()
+    return (*(("Interrupted.",) if asked else ()), *own)
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,7 @@ def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.Mon
     """It has a moment left, in which a traceback would hide why the launcher was killed."""
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    reading, writing = processes._pipe()
+    reading, writing = processes._pipe(1)
     try:
         os.close(reading)
         sender = processes._Sender(writing)
@@ -29,6 +31,18 @@ def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.Mon
     finally:
         os.close(writing)
     assert not told
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_GETPIPE_SZ"), reason="pipes cannot be asked for their size here")
+@pytest.mark.parametrize(("workers", "size"), [(2, 1 << 20), (64, 1 << 19)])
+def test_a_pipe_holds_much_and_all_of_them_not_too_much(workers: int, size: int) -> None:
+    limit = int(Path("/proc/sys/fs/pipe-max-size").read_text())
+    pair = processes._pipe(workers)
+    try:
+        assert fcntl.fcntl(pair[1], fcntl.F_GETPIPE_SZ) == (size if size <= limit else 1 << 16)
+    finally:
+        for end in pair:
+            os.close(end)
 
 
 def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterable, Iterator
 
@@ -52,6 +53,23 @@ def same(got: Report, sent: Report) -> None:
 
 STATE = Report("state", 3, {"loss": 0.1 + 0.2, "names": ["ä"]}, TENSORS)
 SHORT = Report("progress", 0, {"update": 1})
+
+
+def test_no_more_rooms_are_offered_than_one_call_of_the_system_takes() -> None:
+    incoming = Incoming()
+    pieces = pieces_of(Report("state", 0, {}, {str(n): torch.zeros(1) for n in range(2000)}))
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, pieces[0])
+        assert not [*incoming.filled(os.readv(reading, incoming.rooms()))]
+        os.write(writing, b"".join(pieces[1:]))
+        heard: list[Report] = []
+        while not heard:
+            heard += incoming.filled(os.readv(reading, incoming.rooms()))
+        assert len(heard[0].tensors) == 2000
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])

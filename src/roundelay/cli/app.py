@@ -261,6 +261,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.first: int | None = None
+        self._lost: int | None = None  # the one that is raised again in a moment
         self._listens = False  # not where a test calls a command
 
     def listen(self) -> None:
@@ -278,6 +279,7 @@ class _Signals:
 
     def leave_to(self, handler: signal.Handlers) -> None:
         """Have both handled so from now on: this process is about to end."""
+        self._lost = None
         if self._listens:
             signal.signal(signal.SIGINT, handler)
             signal.signal(signal.SIGTERM, handler)
@@ -287,11 +289,16 @@ class _Signals:
         if self.first is None or ignored.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(ignored)
             return
-        again, self.first = self.first, None
-        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), again)).start()
+        self._lost = self.first
+        threading.Timer(_AGAIN_S, self._again).start()
+
+    def _again(self) -> None:
+        if self._lost is not None:  # else there has been another meanwhile, or the end
+            os.kill(os.getpid(), self._lost)
 
     def _raise(self, number: int, frame: object) -> None:
-        first, self.first = self.first is None, self.first or number
+        first = self.first is None or self._lost is not None
+        self.first, self._lost = self.first or number, None
         ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
         if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
             raise KeyboardInterrupt

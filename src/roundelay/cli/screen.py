@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -31,7 +31,10 @@ _LINES, _LETTERS = 5, 400
 
 def show_json(value: Any) -> None:
     """One object on stdout, and nothing else; a float that is not finite becomes ``null``."""
-    _JSON_STREAM.get(sys.stdout).write(strict_json(value) + "\n")
+    stream = _JSON_STREAM.get(sys.stdout)
+    stream.write(strict_json(value) + "\n")
+    with suppress(OSError):  # Python tries again as it ends, and tells; before that a signal could lose it all
+        stream.flush()
 
 
 @contextmanager

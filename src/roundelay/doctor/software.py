@@ -147,7 +147,7 @@ def variables(machine: Machine) -> Finding:
         return Finding(
             "variables", found, "problem", f"Set ROUNDELAY_DEBUG to one of {', '.join(LEVELS)}, or unset it."
         )
-    if given.get("ROUNDELAY_MALLOC", KEEP) != KEEP:
+    if (given.get("ROUNDELAY_MALLOC") or KEEP) != KEEP:
         return Finding("variables", found, "problem", f"Set ROUNDELAY_MALLOC to {KEEP}, or unset it.")
     if unknown:
         return Finding("variables", found, "warning", f"Unset {', '.join(unknown)}; known: {', '.join(VARIABLES)}.")

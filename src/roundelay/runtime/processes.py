@@ -42,8 +42,8 @@ END_S = 3.0
 STOPPED_S = 3.0
 """Seconds after which a stopped worker counts as lost; a person who presses Ctrl-Z stops the launcher's clock too."""
 
-PIPE_BYTES = 1 << 20
-"""That a worker's pipe may hold."""
+PIPE_BYTES, PIPES_BYTES = 1 << 20, 32 << 20
+"""That a worker's pipe may hold, and all of a run's together: a system lets a person's pipes hold 64 MiB."""
 
 _TICK_S = 0.25
 _MASKED = {signal.SIGINT, signal.SIGTERM}
@@ -205,17 +205,17 @@ class Pump:
                 self._reports.put(_lost(child, how, "See who stops processes here; a debugger does, and Ctrl-Z."))
 
 
-def _pipe() -> tuple[int, int]:
+def _pipe(num_workers: int) -> tuple[int, int]:
     """A pipe that holds much, if the system lets it: each time that one fills, two processes wait for each other."""
     reading, writing = os.pipe()
     with suppress(AttributeError, OSError):  # not Linux, or a person has all that their pipes may hold
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, min(PIPE_BYTES, PIPES_BYTES // num_workers))
     return reading, writing
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
     """Fork one worker; no signal can fall between the fork and the note of it."""
-    reading, writing = _pipe()
+    reading, writing = _pipe(num_workers(task.plan))
     libc, parent = ctypes.CDLL(None), os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
     try:
