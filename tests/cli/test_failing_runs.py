@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import trainer
+from roundelay.cli import app, trainer
 from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import finish, here, job_file, one_screen, start
@@ -222,6 +224,22 @@ def showcase(model):
     assert said.code == 128 + number
     assert said.err.count("Interrupted.") == 1
     assert "ignored" not in said.err, said.err
+
+
+def test_an_interrupt_is_sent_again_but_not_behind_another_and_stays_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(app, "_AGAIN_S", 0.05)
+    signals, dropped = app._Signals(), SimpleNamespace(exc_type=KeyboardInterrupt)
+    signals.first = signal.SIGTERM
+    for _ in range(2):
+        signals._unraised(dropped)
+        if sent:  # now another comes first
+            with pytest.raises(KeyboardInterrupt):
+                signals._raise(signal.SIGINT, None)
+        time.sleep(0.3)
+        assert sent == [signal.SIGTERM]
+        assert signals.first == signal.SIGTERM
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
