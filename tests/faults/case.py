@@ -222,8 +222,9 @@ def _strike(case: Case, folder: Path, pid: int) -> None:
         return
     group = members(pid)
     workers = group[1:]
-    if case.victim >= 0 and len(workers) <= case.victim:
-        return  # it has ended: the fault comes too late
+    needed = case.victim + 1 if case.moment == "start" else case.workers
+    if case.victim >= 0 and len(workers) < needed:
+        return  # one has ended, and the others' numbers are its no more: the fault comes too late
     victim = pid if case.victim < 0 else workers[case.victim]
     number = getattr(signal, case.fault)
     with contextlib.suppress(ProcessLookupError):
