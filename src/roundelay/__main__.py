@@ -1,5 +1,11 @@
-"""``python -m roundelay`` is ``roundelay``, in the form that launchers take."""
+"""``python -m roundelay``."""
 
-from roundelay.cli import main
+import signal
 
-main()
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # until the command listens, Ctrl-C just ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from roundelay.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
