@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import SCREEN_LINES, Said, finish, job_file, start
+from tests.cli.harness import SCREEN_LINES, Said, environment, finish, job_file, start
 
 #: Seconds that a command may take to come to life on a busy machine, and to end.
 START_S, END_S = 60.0, 10.0
@@ -124,6 +125,27 @@ def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:
         said = ended(process)
     assert said.code in (130, -signal.SIGINT)
     assert not (workplace / "run").exists()
+
+
+#: `python -m roundelay` with a command that tells what an interrupt would do when it begins.
+FIRST_LINES = """
+import runpy, signal, sys, types
+
+signal.signal(signal.SIGINT, {handler})
+sys.modules["roundelay.cli"] = types.ModuleType("roundelay.cli")
+sys.modules["roundelay.cli"].main = lambda: print(repr(signal.getsignal(signal.SIGINT)))
+runpy.run_module("roundelay", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "told"), [("signal.default_int_handler", "SIG_DFL"), ("signal.SIG_IGN", "SIG_IGN")]
+)
+def test_until_the_command_listens_ctrl_c_just_ends_the_module(handler: str, told: str) -> None:
+    """Unless it was told not to: a shell's background job ignores interrupts."""
+    program = [sys.executable, "-c", FIRST_LINES.format(handler=handler)]
+    said = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=START_S, check=True)
+    assert told in said.stdout
 
 
 def test_an_error_that_an_interrupt_makes_elsewhere_does_not_hide_it(workplace: Path) -> None:
