@@ -27,7 +27,7 @@ from roundelay.runtime.handlers import Context, do_backward, do_backward_weight,
 from roundelay.schedules import schedule_named
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
-BOTH = ("1f1b", "pipeoptim mixed")
+BOTH = ("gpipe", "1f1b", "pipeoptim mixed")
 SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours zb-h1", "ours zb-v", "ours pipedream", "ours pipeoptim mixed")
 
 
