@@ -91,9 +91,12 @@ def ours(updates: int, saves: bool, longer: list[float]) -> float:
 
 
 def excess(ends: list[float]) -> list[float]:
-    """What every checkpoint cost, from the times at which the updates of a stage ended; the first is for warming up."""
+    """What every checkpoint cost, from the times at which the updates of a stage ended, but for the first two.
+
+    Until the second is written beside the first, the machine has not yet given the run all of the memory that it needs.
+    """
     took = [later - earlier for earlier, later in itertools.pairwise(ends)]  # took[i]: of update i + 1
-    saved = range(2 * EVERY - 2, len(took) - EVERY, EVERY)
+    saved = range(3 * EVERY - 2, len(took) - EVERY, EVERY)
     usual = statistics.median(took[at + behind] for at in saved for behind in (6, 7, 8))
     return [sum(took[at : at + BEHIND]) - BEHIND * usual for at in saved]
 
@@ -139,7 +142,7 @@ def main() -> None:
     if (environment := better_malloc()) is not None:  # as the command itself does
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     what = asked(__doc__ or "", 5)
-    updates = 42 if what.short else 102
+    updates = 52 if what.short else 112
     handing: list[float] = []
     copied: list[float] = []
     candidates: dict[str, Callable[[], float]] = {
