@@ -212,7 +212,7 @@ def test_a_run_that_is_interrupted_goes_on_behind_its_last_checkpoint(interrupte
     assert made["size"] == [point for point in expected["size"] if evaluated or point[0] >= resumed.updates]
     seconds = [point.seconds for point in gone_on.curves["loss"]]
     assert seconds == sorted(seconds)
-    assert 0.0 < gone_on.samples_per_second < 8 / 0.03
+    assert 0.0 < gone_on.samples_per_second < 1.5 * 8 / 0.03  # thrice as much, were its seconds counted anew
     assert not (interrupted / UNDER_WAY).exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,9 @@ def test_an_interrupted_asynchronous_run_goes_on_as_if_it_had_not_been(tmp_path:
 
     def stop(updated: roundelay.Updated) -> None:
         if updated.update == 8:
+            deadline = time.monotonic() + 60.0
+            while not (tmp_path / "c" / "checkpoint.json").exists() and time.monotonic() < deadline:  # on a slow disk
+                time.sleep(0.005)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,8 @@ from tests.cli.harness import finish, here, job_file, one_screen, start
 Capture = pytest.CaptureFixture[str]
 
 BEFORE = """
-import asyncio, os, sys, threading
+import asyncio, os, sys, threading, time
+from pathlib import Path
 
 HOME = os.getpid()
 
@@ -47,9 +48,19 @@ class Step(torch.optim.SGD):
             raise RuntimeError("no step")
         return super().step()
 
+def updated():
+    # what fails then is behind the first update, whichever worker's report is the slower
+    deadline = time.monotonic() + 30.0
+    while Path("runs").exists() and not any(p.stat().st_size for p in Path("runs").glob("*/metrics.jsonl")):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+
 def at(number, change):
     def batches(epoch):
         for i, batch in enumerate(mlp.batches(epoch)):
+            if i == number > 0:
+                updated()
             yield change(batch) if i == number else batch
     return batches
 

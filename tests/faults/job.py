@@ -20,9 +20,11 @@ def fail(where: str) -> None:
 
 
 def full_disk(epoch: int) -> None:
-    """From the epoch on that the file ``small`` names, no file can grow beyond a few bytes."""
+    """From the epoch on that the file ``small`` names, and a first checkpoint, no file can grow beyond a few bytes."""
     small = Path("small")
     if small.exists() and epoch >= int(small.read_text()):
+        while not Path("run/checkpoint").exists():  # it is written beside the run, on a slow disk long behind it
+            time.sleep(0.005)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 

@@ -117,7 +117,7 @@ def play(case: Case, folder: Path) -> Outcome:
             time.sleep(0.001)
         time.sleep(case.later_s)
         met = present(folder / "run").exists()
-        near = updates_told(folder) >= NEAR
+        told = updates_told(folder)
         _strike(case, folder, launcher)
         began = time.monotonic()
         while (launcher.poll() is None or here(folder)) and time.monotonic() - began < END_S:
@@ -130,8 +130,8 @@ def play(case: Case, folder: Path) -> Outcome:
     code, said = launcher.poll(), (folder / "err").read_text()
     launcher.wait()
     late = (folder / "run" / "summary.json").exists() and (folder / "run" / "trace.json").exists()
-    wrong = [] if late else _judge(case, folder, code, said, met)
-    wrong += [] if near or not late else ["nothing came of the fault"]
+    wrong = [] if late else _judge(case, folder, code, said, met, told > 0)
+    wrong += [] if told >= NEAR or not late else ["nothing came of the fault"]
     wrong += ["a traceback of ours"] if any("roundelay/" in part for part in said.split("Traceback")[1:]) else []
     wrong += [f"process {pid} is left" for pid in left]
     return Outcome(code, seconds, late, said, tuple(wrong))
@@ -173,8 +173,11 @@ def _strike(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> None
             launcher.send_signal(number)
 
 
-def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool) -> list[str]:
-    """What is wrong with a run that a fault has ended."""
+def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool, trained: bool) -> list[str]:
+    """What is wrong with a run that a fault has ended.
+
+    A process that is killed before all have met has told nobody of it, and nobody hears it go: torchrun tells.
+    """
     wrong = []
     if code is None:
         wrong.append("the launcher has not ended")
@@ -183,9 +186,12 @@ def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool) -> 
     told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
     told = told or said.count("was stopped by a signal")  # this is told besides, by its sentry
     mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in SIGNALS
-    if told > 1 or (told < 1 and met and not mute):
+    killed = case.fault == "SIGKILL" and case.victim >= 0 and not trained
+    elsewhere = killed and "Signal 9 (SIGKILL) received by PID" in said
+    if told > 1 or (told < 1 and met and not mute and not elsewhere):
         wrong.append(f"{told} causes told")
-    if told and not any(words in said for words in _causes(case)):
+    known = (*_causes(case), *(("Interrupted.",) if elsewhere else ()))
+    if told and not any(words in said for words in known):
         wrong.append("not this cause told")
     if list(folder.glob("roundelay-*")):
         wrong.append("a folder of its own is left")

@@ -86,6 +86,6 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(tmp_path
     said = (tmp_path / "err").read_text()
     assert said.count("No checkpoint at") >= 1
     assert (tmp_path / "run" / "checkpoint" / "checkpoint.json").exists()
-    again = server.train(tmp_path, "--workers", 3, "--from", "run", "--steps", 2, "--out", "more")
     (tmp_path / "small").unlink()
+    again = server.train(tmp_path, "--workers", 3, "--from", "run", "--steps", 2, "--out", "more")
     assert server.wait(again, 60.0) == 0

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,6 +11,13 @@ from torch import nn
 import roundelay
 
 EPOCHS, BATCHES = 3, 10
+
+
+def held(number: int) -> None:
+    """In the run, not beyond the batch that the file ``hold`` names, as long as it is there."""
+    with suppress(FileNotFoundError):
+        while Path("run").exists() and number >= int(Path("hold").read_text() or 0):
+            time.sleep(0.005)
 
 
 def full_disk(number: int) -> None:
@@ -26,6 +34,7 @@ def batches(epoch: int):
     generator = torch.Generator().manual_seed(epoch)
     for number in range(BATCHES):
         time.sleep(pause)
+        held(epoch * BATCHES + number)
         full_disk(epoch * BATCHES + number)
         rows = 8 if number == BATCHES - 1 else 12
         yield torch.randn(rows, 16, generator=generator), torch.randn(rows, 4, generator=generator)

@@ -5,6 +5,7 @@ A few moments; ``python -m tests.resume.table`` takes 20 for each of four rules.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.errors import CheckpointError
 from roundelay.observe.checkpoint import load
 from tests.faults.case import Server, members
 from tests.resume import kill
@@ -77,11 +79,13 @@ def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
 ) -> None:
     case = Case(rule, 3, micro_batches, "shm", 2, 0, seed=0)
     expected = whole(case, tmp_path, server)
-    (tmp_path / "pause").write_text("0.03")
-    run = tmp_path / "run"
+    run, hold = tmp_path / "run", tmp_path / "hold"
+    hold.write_text(str(BATCHES - 2))  # so checkpoints are made within the first epoch, and none behind it
     pid = server.train(tmp_path, *case.options(), "--out", "run", "--restarts", 2, job=JOB)
-    for updates in (5, 15):  # within the first epoch of ten, and within the second
-        kill_one(pid, run, updates)
+    kill_one(pid, run, 0)
+    hold.write_text(str(2 * BATCHES - 2))
+    kill_one(pid, run, BATCHES)
+    hold.unlink()
     assert server.wait(pid, END_S) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "err").read_text()
     going_on = [int(number) for number in re.findall(r"Restart \d: going on after update (\d+)\.", said)]
@@ -93,8 +97,8 @@ def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
 
 
 def kill_one(pid: int, run: Path, updates: int) -> None:
-    """Kill a worker behind so many updates, and wait until the others have ended."""
-    while len(losses_told(run)) < updates:
+    """Kill a worker when there is a checkpoint of more updates, and wait until the others have ended."""
+    while saved(run) <= updates:
         assert members(pid)
         time.sleep(0.005)
     alive = members(pid)
@@ -102,6 +106,13 @@ def kill_one(pid: int, run: Path, updates: int) -> None:
     while set(alive[1:]) & set(members(pid)):
         assert members(pid)
         time.sleep(0.005)
+
+
+def saved(run: Path) -> int:
+    """Updates of the newest checkpoint; 0 if there is none yet."""
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
+        return load(run / "checkpoint").position.updates
+    return 0
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, server: Server) -> None:

@@ -7,7 +7,8 @@ aside under a name of its own in between::
     .NAME.old   what stood at NAME before; removed once the new one stands there
 
 If a process dies between the two, NAME is absent and ``.NAME.old`` complete: :func:`present` finds it, and the next
-:func:`settle` puts it back. One process at a time may replace a folder; any number may read it.
+:func:`settle` puts it back. One process at a time may replace a folder, one thread of it at a time does; any number may
+read it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from roundelay.errors import RunError
+
+_REPLACING = threading.Lock()
+"""A run that has failed leaves a write behind that the disk holds up, and may be restarted meanwhile."""
 
 
 def strict_json(value: Any, **options: Any) -> str:
@@ -104,21 +109,22 @@ def replacing_folder(folder: Path, own: Collection[str]) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; what stood at ``folder`` is still :func:`present`.
     """
-    settle(folder, own)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new, old = _siblings(folder)
-    try:
-        new.mkdir()
-        yield new
-        for path in (*new.iterdir(), new):
-            sync(path)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        sync(folder.parent)
-    finally:
-        with suppress(OSError):  # what is left over is harmless, and the next call removes it
-            settle(folder, own)
+    with _REPLACING:
+        settle(folder, own)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new, old = _siblings(folder)
+        try:
+            new.mkdir()
+            yield new
+            for path in (*new.iterdir(), new):
+                sync(path)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+            sync(folder.parent)
+        finally:
+            with suppress(OSError):  # what is left over is harmless, and the next call removes it
+                settle(folder, own)
 
 
 def settle(folder: Path, own: Collection[str]) -> None:
