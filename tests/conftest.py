@@ -61,6 +61,11 @@ def threads() -> dict[str, str]:
     return {f"thread {thread.ident}": thread.name for thread in others if not thread.daemon}
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] not in ([], ["Z"])
+
+
 def running() -> dict[str, str]:
     """Every child process and non-daemon thread of ours."""
     return {f"process {pid}": what for pid, what in children().items()} | threads()

@@ -109,7 +109,10 @@ def test_ctrl_c_in_training_ends_everything(workplace: Path, transport: str) -> 
             assert said.code == 130, said.err
             assert "Interrupted" in said.err
             left = {entry.name for entry in (folder / "run").iterdir()}
-            assert left - {"checkpoint", ".checkpoint.new"} == {"plan.toml", "metrics.jsonl"}  # after an epoch there is one
+            assert left - {"checkpoint", ".checkpoint.new"} == {
+                "plan.toml",
+                "metrics.jsonl",
+            }  # after an epoch there is one
 
 
 def test_ctrl_c_before_training_leaves_nothing(workplace: Path) -> None:

@@ -34,7 +34,7 @@ from roundelay.runtime.mortal import keep_children
 from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import first_batch, reading_s
 from roundelay.runtime.tally import GRACE_S, Tally, failure
-from tests.conftest import nothing_left_behind
+from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -124,15 +124,21 @@ def test_a_deadline_that_nobody_can_keep_is_refused_before_anything_is_asked(sec
 def test_a_long_wait_is_told_and_a_slow_loader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "TELL_S", 0.1)
     told: list[tuple[str, float]] = []
+    twice = threading.Event()
+
+    def tell(what: str, seconds: float) -> None:
+        told.append((what, seconds))
+        if len(told) == 2:
+            twice.set()
 
     def slow(epoch: int) -> Iterator[Batch]:
-        time.sleep(0.35)
+        twice.wait(ENDLESS_S / 2)
         yield from hanging(20, epoch)
 
-    first_batch(slow, 0, 30.0, lambda what, seconds: told.append((what, seconds)))
+    first_batch(slow, 0, ENDLESS_S, tell)
     assert {what for what, _ in told} == {"batch 0 of batches(0)"}
     assert [seconds for _, seconds in told] == sorted(seconds for _, seconds in told)
-    assert 0.1 <= told[0][1] < 30
+    assert 0.1 <= told[0][1] < ENDLESS_S / 2
     assert len(told) >= 2
 
 
@@ -226,13 +232,13 @@ def test_what_a_killed_process_has_forked_ends_with_it() -> None:
         try:
             keep_children(libc)
             inner = os.fork()
-            if inner:
-                os.write(writing, f"{inner}\n".encode())
+            if not inner:
+                time.sleep(0.2)  # it has asked the system first of all
+                os.write(writing, f"{os.getpid()}\n".encode())
             time.sleep(ENDLESS_S)
         finally:
             os._exit(0)
     inner = int(os.read(reading, 99))
-    time.sleep(0.2)  # it asks the system first of all
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     end = time.monotonic() + 10
@@ -240,14 +246,6 @@ def test_what_a_killed_process_has_forked_ends_with_it() -> None:
         time.sleep(0.01)
     assert not alive(inner)
     os.close(reading), os.close(writing)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # --- who is told of, when several fail

@@ -178,6 +178,13 @@ def wait_for(end: MemoryEndpoint) -> Loop:
     assert isinstance(end.receive(1.0, False), Arrived)
 
 
+def until(ready: Callable[[], object]) -> None:
+    """Wait for it to hold, or for long."""
+    deadline = time.monotonic() + 20.0
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 def test_a_credit_resumes_only_who_wants_one() -> None:
     resumed: list[bool] = []
     pool = Pool(2, FAR_S)
@@ -203,10 +210,10 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
     time.sleep(0.05)
     assert resumed == []
     ends[0].send(1, Message(0, (), ()))
-    time.sleep(0.05)
+    until(lambda: resumed)
     assert resumed == [False]
     ends[0].grant(1, 6)
-    time.sleep(0.05)
+    until(lambda: resumed[1:])
     assert resumed == [False, True]
     pool.stop()
     for thread in threads:
@@ -232,7 +239,7 @@ def test_a_wake_up_with_nothing_left_to_see_resumes_nobody() -> None:
     time.sleep(0.05)
     assert resumed == []
     ends[0].send(1, Message(0, (), ()))
-    time.sleep(0.05)
+    until(lambda: resumed)
     assert resumed == [True]
     pool.stop()
     for thread in threads:
@@ -256,7 +263,7 @@ def test_a_worker_that_nobody_was_told_of_is_carried_on_at_the_next_look() -> No
     time.sleep(0.05)
     ends[0].send(1, Message(0, (), ()))
     pool._resume(1)
-    assert gone_on.wait(5.0)
+    assert gone_on.wait(20.0)
     pool.stop()
     for thread in threads:
         thread.join(10.0)
