@@ -12,9 +12,11 @@ Names are loaded when first used, so that the parts that need no torch (plans, p
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` takes milliseconds to load, in which a Ctrl-C would still show where it struck
 if TYPE_CHECKING:
+    from typing import Any
+
     from roundelay.api import Updated, capture, compare, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import RoundelayError
     from roundelay.ir.plan import Plan

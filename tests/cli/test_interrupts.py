@@ -151,6 +151,15 @@ def test_until_the_command_listens_ctrl_c_just_ends_the_module(handler: str, tol
     assert told in said.stdout
 
 
+def test_before_those_lines_nothing_is_loaded_that_takes_long() -> None:
+    """`-m` reads the package before its module: in that time a Ctrl-C shows where it struck."""
+    program = "import runpy, sys; had = {*sys.modules}; import roundelay; print(*sorted({*sys.modules} - had))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=START_S, check=True
+    )
+    assert done.stdout.split() == ["__future__", "roundelay"]
+
+
 def test_an_error_that_an_interrupt_makes_elsewhere_does_not_hide_it(workplace: Path) -> None:
     before = """
 import pathlib, time
