@@ -13,9 +13,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from roundelay.observe.files import present
@@ -34,17 +35,17 @@ from tests.faults.case import (
     updates_told,
 )
 from tests.faults.job import EPOCHS
-from tests.faults.table import strike
+from tests.faults.table import Play, strike
 
 END_S = 15.0
 """Seconds in which all have ended: torchrun looks every tenth of a second, and each torch that ends takes a second."""
 
-START_S = 9.0
-"""About as long as three processes need to import torch, capture and meet."""
+START_S = 60.0
+"""Seconds that a start may take at most, when it is measured."""
 
 
 def draw(seed: int) -> Case:
-    """A random case."""
+    """A random case; the number of one at the start is in hundredths of what a start takes."""
     dice = random.Random(seed)
     workers = dice.choice([2, 3])
     victim, fault = dice.randrange(workers), dice.choice(SIGNALS)
@@ -54,7 +55,7 @@ def draw(seed: int) -> Case:
         victim, fault = dice.choice([0, workers - 1]), dice.choice(MISTAKES)
     moment = dice.choice(MOMENTS)
     numbers = {
-        "start": (0, round(10 * START_S)),
+        "start": (0, 100),
         "training": (1, UPDATES - 2),
         "checkpoint": (1, EPOCHS - 1),
         "end": (UPDATES, UPDATES),
@@ -106,11 +107,32 @@ def begin(case: Case, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def play(case: Case, folder: Path) -> Outcome:
-    """Run a case in an empty folder."""
+def starting_s(folder: Path) -> float:
+    """Seconds that three processes need to import torch, capture, meet and make the first update."""
+    launcher, began = begin(Case("torchrun", 3, "start", -1, "SIGKILL", 100, 0.0), folder), time.monotonic()
+    try:
+        while not updates_told(folder):
+            assert launcher.poll() is None, (folder / "err").read_text()
+            assert time.monotonic() - began < START_S, "it does not start"
+            time.sleep(0.01)
+        return time.monotonic() - began
+    finally:
+        _end_all(folder)
+        launcher.wait()
+
+
+def _end_all(folder: Path) -> None:
+    while left := here(folder):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def play(case: Case, folder: Path, start_s: float) -> Outcome:
+    """Run a case in an empty folder, where a start takes so long."""
     launcher = begin(case, folder)
     try:
-        ready = _due(case, folder, launcher)
+        ready = _due(case, folder, launcher, start_s)
         deadline = time.monotonic() + 120
         while not ready() and launcher.poll() is None:
             assert time.monotonic() < deadline, "the moment never came"
@@ -124,9 +146,7 @@ def play(case: Case, folder: Path) -> Outcome:
             time.sleep(0.01)
         seconds, left = time.monotonic() - began, here(folder)
     finally:
-        for pid in here(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _end_all(folder)
     code, said = launcher.poll(), (folder / "err").read_text()
     launcher.wait()
     late = (folder / "run" / "summary.json").exists() and (folder / "run" / "trace.json").exists()
@@ -138,14 +158,14 @@ def play(case: Case, folder: Path) -> Outcome:
     return Outcome(code, seconds, late, said, tuple(wrong))
 
 
-def _due(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> Callable[[], bool]:
+def _due(case: Case, folder: Path, launcher: subprocess.Popen[bytes], start_s: float) -> Callable[[], bool]:
     """Whether the moment has come; at the start, the victim must be there, and of the launcher's children the first.
 
     What strikes torchrun before it has started anybody is its own affair: it may lose a Ctrl-C while it imports torch.
     """
     if case.moment != "start":
         return reached(case, folder, launcher.pid)
-    due = time.monotonic() + case.number / 10
+    due = time.monotonic() + start_s * case.number / 100
     if case.victim < 0 or case.fault in MISTAKES:
         return lambda: time.monotonic() >= due and bool(members(launcher.pid, folder))
     return lambda: time.monotonic() >= due and _begun(members(launcher.pid, folder).get(case.victim), case.fault)
@@ -208,8 +228,16 @@ def _causes(case: Case) -> tuple[str, ...]:
     return (*(("Interrupted.",) if asked else ()), *own)
 
 
+@contextmanager
+def launched() -> Iterator[Play]:
+    """Runs under torchrun; how long they take to start is measured where as many run as later."""
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
+        start_s = starting_s(Path(first))
+    yield lambda seed, folder: (draw(seed), play(draw(seed), folder, start_s))
+
+
 def main() -> None:
-    strike(__doc__ or "", 60, lambda: nullcontext(lambda seed, folder: (draw(seed), play(draw(seed), folder))))
+    strike(__doc__ or "", 60, launched)
 
 
 if __name__ == "__main__":
