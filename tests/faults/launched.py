@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,7 +45,7 @@ START_S = 60.0
 
 
 def draw(seed: int) -> Case:
-    """A random case; the number of one at the start is in hundredths of what a start takes."""
+    """A random case; the number of one at the start is in hundredths of what its process computes there."""
     dice = random.Random(seed)
     workers = dice.choice([2, 3])
     victim, fault = dice.randrange(workers), dice.choice(SIGNALS)
@@ -107,18 +107,29 @@ def begin(case: Case, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def starting_s(folder: Path) -> float:
-    """Seconds that three processes need to import torch, capture, meet and make the first update."""
+def starting_s(folder: Path) -> dict[int, float]:
+    """Seconds that each of three processes computes to import torch, capture, meet and make the first update.
+
+    By the clock a start takes half as long where nothing runs beside it.
+    """
     launcher, began = begin(Case("torchrun", 3, "start", -1, "SIGKILL", 100, 0.0), folder), time.monotonic()
     try:
         while not updates_told(folder):
             assert launcher.poll() is None, (folder / "err").read_text()
             assert time.monotonic() - began < START_S, "it does not start"
             time.sleep(0.01)
-        return time.monotonic() - began
+        return {rank: _computed_s(pid) for rank, pid in members(launcher.pid, folder).items()}
     finally:
         _end_all(folder)
         launcher.wait()
+
+
+def _computed_s(pid: int | None) -> float:
+    """Seconds of the processors' time that a process has had; none of one that is not there."""
+    with contextlib.suppress(OSError):
+        fields = [] if pid is None else _fields(pid)
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _end_all(folder: Path) -> None:
@@ -128,8 +139,8 @@ def _end_all(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def play(case: Case, folder: Path, start_s: float) -> Outcome:
-    """Run a case in an empty folder, where a start takes so long."""
+def play(case: Case, folder: Path, start_s: Mapping[int, float]) -> Outcome:
+    """Run a case in an empty folder, where processes compute so long at the start."""
     launcher = begin(case, folder)
     try:
         ready = _due(case, folder, launcher, start_s)
@@ -158,17 +169,22 @@ def play(case: Case, folder: Path, start_s: float) -> Outcome:
     return Outcome(code, seconds, late, said, tuple(wrong))
 
 
-def _due(case: Case, folder: Path, launcher: subprocess.Popen[bytes], start_s: float) -> Callable[[], bool]:
-    """Whether the moment has come; at the start, the victim must be there, and of the launcher's children the first.
+def _due(
+    case: Case, folder: Path, launcher: subprocess.Popen[bytes], start_s: Mapping[int, float]
+) -> Callable[[], bool]:
+    """Whether the moment has come; at the start, the victim must be there, or the first of the launcher's children.
 
     What strikes torchrun before it has started anybody is its own affair: it may lose a Ctrl-C while it imports torch.
     """
     if case.moment != "start":
         return reached(case, folder, launcher.pid)
-    due = time.monotonic() + start_s * case.number / 100
-    if case.victim < 0 or case.fault in MISTAKES:
-        return lambda: time.monotonic() >= due and bool(members(launcher.pid, folder))
-    return lambda: time.monotonic() >= due and _begun(members(launcher.pid, folder).get(case.victim), case.fault)
+    rank = max(case.victim, 0)
+
+    def due() -> bool:
+        pid = members(launcher.pid, folder).get(rank)
+        return _begun(pid, case.fault) and _computed_s(pid) >= start_s[rank] * case.number / 100
+
+    return due
 
 
 def _begun(pid: int | None, fault: str) -> bool:
@@ -230,7 +246,7 @@ def _causes(case: Case) -> tuple[str, ...]:
 
 @contextmanager
 def launched() -> Iterator[Play]:
-    """Runs under torchrun; how long they take to start is measured where as many run as later."""
+    """Runs under torchrun; the first only shows how long their processes compute at the start."""
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
         start_s = starting_s(Path(first))
     yield lambda seed, folder: (draw(seed), play(draw(seed), folder, start_s))
