@@ -49,6 +49,13 @@ JOBS = {
     "a batch without tensors": ("batches=lambda e: [3, 4]", "the batch", "without any tensor"),
     "inputs that return nonsense": ("inputs=lambda b: 3", "Job(inputs=...)", "a tuple and a dict"),
     "inputs that raise": ("inputs=lambda b: b['nope']", "Job(inputs=...)", "KeyError: 'nope'"),
+    "a model whose parts do not fit": (
+        "model=nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(5, 3))",
+        "'2' (Linear)",
+        "reduction dim",
+        "takes the job's first batch",
+        "without Roundelay, too",
+    ),
     "a model that cannot be exported": (
         "model=nn.Sequential(nn.Linear(6, 6), Branch(), nn.Linear(6, 3))",
         "'1' (Branch)",

@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import app, trainer
+from roundelay.cli import trainer
 from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import finish, here, job_file, one_screen, start
@@ -237,20 +235,61 @@ def showcase(model):
     assert "ignored" not in said.err, said.err
 
 
-def test_an_interrupt_is_sent_again_but_not_behind_another_and_stays_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(app, "_AGAIN_S", 0.05)
-    signals, dropped = app._Signals(), SimpleNamespace(exc_type=KeyboardInterrupt)
-    signals.first = signal.SIGTERM
-    for _ in range(2):
-        signals._unraised(dropped)
-        if sent:  # now another comes first
-            with pytest.raises(KeyboardInterrupt):
-                signals._raise(signal.SIGINT, None)
-        time.sleep(0.3)
-        assert sent == [signal.SIGTERM]
-        assert signals.first == signal.SIGTERM
+@pytest.mark.parametrize(
+    "does",
+    [
+        "pass",
+        "raise TypeError('no size')",
+        "raise TypeError('no size: \"KeyboardInterrupt: <EMPTY MESSAGE>\"') from None",
+    ],
+    ids=["drops it", "hides it", "quotes it"],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_model_takes_for_its_own_is_not_lost(
+    workplace: Path, does: str, number: signal.Signals
+) -> None:
+    """Capture tries again what torch could not trace, and torch itself makes a TypeError of an interrupt."""
+    once = f"""
+import os, pathlib, signal, time
+
+class Once(nn.Linear):
+    def forward(self, x):
+        if not pathlib.Path("here").exists():
+            pathlib.Path("here").touch()
+            try:
+                os.kill(os.getpid(), signal.{number.name})
+                time.sleep(1)
+            except KeyboardInterrupt:
+                {does}
+        return super().forward(x)
+"""
+    job = job_file(workplace, "model=nn.Sequential(Once(6, 16), nn.Linear(16, 3))", once)
+    said = finish(
+        start(workplace, "train", job, "--workers", 1, "--steps", 9999, "--no-baseline", "--out", "run"), 40.0
+    )
+    assert (workplace / "here").exists()
+    assert said.code == 128 + number, said.err
+    assert said.err.count("Interrupted.") == 1
+    assert "Traceback" not in said.err, said.err
+
+
+def test_an_interrupt_is_not_sent_again_into_what_it_leaves(workplace: Path) -> None:
+    slow = """
+import os, pathlib, signal, time
+
+def showcase(model):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+    finally:
+        time.sleep(1.5)
+        pathlib.Path("left").touch()
+"""
+    job = job_file(workplace, "showcase=showcase", slow)
+    said = finish(start(workplace, "train", job, "--workers", 1, "--steps", 2, "--no-baseline"), 40.0)
+    assert said.code == 130
+    assert said.err.count("Interrupted.") == 1
+    assert (workplace / "left").exists()
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])

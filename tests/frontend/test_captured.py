@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -163,20 +164,30 @@ def asks_for_a_number(h: Tensor) -> Tensor:
 
 
 def raises(h: Tensor) -> Tensor:
-    raise ValueError(f"{h.ndim} dimensions are not to my liking")
+    raise ValueError(f"{h.ndim} dimensions, not to my liking")
+
+
+def does_not_fit(h: Tensor) -> Tensor:
+    return functional.linear(h, torch.ones(3, 77))
 
 
 @pytest.mark.parametrize(
-    ("does", "line", "kind"),
+    ("does", "line", "kind", "remedy"),
     [
-        (branches, "if h.sum() > 0:", "GuardOnDataDependentSymNode"),
-        (to_numpy, "return h + torch.from_numpy(h.detach().numpy() * 2)", "RuntimeError"),
-        (asks_for_a_number, "return h[: int(h.sum().item())]", ""),
-        (raises, 'raise ValueError(f"{h.ndim} dimensions are not to my liking")', "ValueError: 2 dimensions"),
+        (branches, "if h.sum() > 0:", "GuardOnDataDependentSymNode", "torch.where"),
+        (to_numpy, "return h + torch.from_numpy(h.detach().numpy() * 2)", "RuntimeError", "torch.where"),
+        (asks_for_a_number, "return h[: int(h.sum().item())]", "", "torch.where"),
+        (
+            raises,
+            'raise ValueError(f"{h.ndim} dimensions, not to my liking")',
+            "ValueError: 2 dimensions",
+            "by hand",
+        ),
+        (does_not_fit, "return functional.linear(h, torch.ones(3, 77))", "reduction dim", "by hand"),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_told_by_module_line_and_remedy(
-    does: Callable[[Tensor], Tensor], line: str, kind: str
+    does: Callable[[Tensor], Tensor], line: str, kind: str, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CaptureError) as raised:
         capture(Net(does), squares, pairs(), only_x)
@@ -186,7 +197,23 @@ def test_a_model_that_cannot_be_exported_is_told_by_module_line_and_remedy(
     assert f"`{line}`" in error.subject
     assert kind in error.got
     assert "\n" not in str(error)
-    assert "torch.where" in error.remedy
+    assert remedy in error.remedy
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == [], "torch tells it on pages of its own"
+
+
+@pytest.mark.parametrize(
+    "hidden", [TypeError('no size: "KeyboardInterrupt: <EMPTY MESSAGE>"'), RuntimeError("no size")], ids=str
+)
+def test_an_interrupt_is_none_of_the_model_s_errors(hidden: Exception) -> None:
+    """One that strikes while torch reads a size in a symbolic shape comes out of it as a TypeError."""
+
+    def interrupted(h: Tensor) -> Tensor:
+        if isinstance(hidden, TypeError):
+            raise hidden
+        raise hidden from KeyboardInterrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(Net(interrupted), squares, pairs(), only_x)
 
 
 def test_item_as_a_number_alone_is_captured_and_equals_eager() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
-import threading
 import time
 import webbrowser
 from collections.abc import Callable
@@ -257,11 +255,13 @@ class _Signals:
     interrupt; what the person did is then still the cause to tell. A launcher that has lost one process ends the others
     by SIGTERM: where an error is on its way to be told, the first of these changes nothing, and one that has not found
     its party yet ends without a word, for there it could not learn what was told.
+
+    Nor is an interrupt lost where somebody's code drops it, or takes the error that it became for one it can mend: it
+    is raised again as long as the command goes on with no exception on its way through the main thread.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self._lost: int | None = None  # the one that is raised again in a moment
         self._listens = False  # not where a test calls a command
 
     def listen(self) -> None:
@@ -279,32 +279,34 @@ class _Signals:
 
     def leave_to(self, handler: signal.Handlers) -> None:
         """Have both handled so from now on: this process is about to end."""
-        self._lost = None
         if self._listens:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGINT, handler)
             signal.signal(signal.SIGTERM, handler)
 
     def _unraised(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised while it collects something; an interrupt is raised again a moment later."""
+        """Python drops what is raised while it collects something."""
         if self.first is None or ignored.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(ignored)
             return
-        self._lost = self.first
-        threading.Timer(_AGAIN_S, self._again).start()
-
-    def _again(self) -> None:
-        if self._lost is not None:  # else there has been another meanwhile, or the end
-            os.kill(os.getpid(), self._lost)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
     def _raise(self, number: int, frame: object) -> None:
-        first = self.first is None or self._lost is not None
-        self.first, self._lost = self.first or number, None
+        first, self.first = self.first is None, self.first or number
+        signal.signal(signal.SIGALRM, self._asked)
+        signal.setitimer(signal.ITIMER_REAL, _ASKED_S)
         ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
         if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
             raise KeyboardInterrupt
 
+    def _asked(self, number: int, frame: object) -> None:
+        """Whether the command goes on as if nothing had been."""
+        signal.setitimer(signal.ITIMER_REAL, _ASKED_S)
+        if sys.exc_info()[1] is None:
+            raise KeyboardInterrupt
 
-_AGAIN_S = 0.02
+
+_AGAIN_S, _ASKED_S = 0.02, 0.5
 _SIGNALS = _Signals()
 
 

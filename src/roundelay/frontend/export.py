@@ -78,6 +78,8 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
             except CaptureError:
                 raise
             except Exception as error:  # whatever the person's forward raises
+                if _interrupted(error):
+                    raise KeyboardInterrupt from error
                 failures.append(error)
                 if running.failed_at is None:
                     running.failed_at = ""
@@ -89,7 +91,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
         refuse_sparse(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
-    raise _not_exportable(model, where, failures[-1]) from failures[-1]
+    raise _not_exportable(model, where, failures[-1], _fails_alone(face, tensors)) from failures[-1]
 
 
 def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
@@ -104,11 +106,22 @@ def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
     return {}
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether it hides an interrupt: one that strikes while torch reads a symbolic size becomes a TypeError's text."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or KeyboardInterrupt.__name__ in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch tells of exports that go well."""
+    """Without what torch tells of exports that go well, and of an error before it raises it."""
     sizes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    operations = logging.getLogger("torch._subclasses.fake_tensor")
     sizes.addFilter(_matters)
+    operations.addFilter(_is_no_error)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -117,11 +130,17 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         sizes.removeFilter(_matters)
+        operations.removeFilter(_is_no_error)
 
 
 def _matters(record: logging.LogRecord) -> bool:
     """An inequality of sizes that it cannot simplify (pooling rounds up) it checks as it is, after a long traceback."""
     return not record.getMessage().startswith("Failed to reduce inequalities")
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    """An operation that cannot take what it gets: pages of torch's own lines for what is raised and told."""
+    return record.exc_info is None
 
 
 class _Running:
@@ -154,7 +173,20 @@ def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
             handle.remove()
 
 
-def _not_exportable(model: torch.nn.Module, where: str, error: Exception) -> CaptureError:
+def _fails_alone(face: Face, tensors: list[torch.Tensor]) -> bool:
+    """Whether the call fails without any export as well; not known of a model whose weights are still to come."""
+    if any(parameter.is_meta for parameter in face.parameters()):
+        return False
+    buffers = {name: buffer.clone() for name, buffer in face.named_buffers()}
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(face, buffers, tuple(tensors))
+    except Exception:  # whatever the person's forward raises
+        return True
+    return False
+
+
+def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone: bool = False) -> CaptureError:
     kind = type(model.get_submodule(where)).__name__
     module = f"module {where!r} ({kind}) of the model" if where else f"the model ({kind})"
     if isinstance(error, TypeError) and "forward()" in str(error):
@@ -165,9 +197,18 @@ def _not_exportable(model: torch.nn.Module, where: str, error: Exception) -> Cap
             remedy='Say how it is called: Job(inputs=lambda batch: ((batch["x"],), {})).',
         )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    subject, got = f"{module}{_users_line(error)}", f"{type(error).__name__}: {first_line[:300]}"
+    if alone:
+        return CaptureError(
+            subject,
+            got=got,
+            expected="a forward that takes the job's first batch",
+            remedy="It fails without Roundelay, too: call the model on one batch by hand, and mend the model, the "
+            "batch or Job(inputs=...).",
+        )
     return CaptureError(
-        f"{module}{_users_line(error)}",
-        got=f"{type(error).__name__}: {first_line[:300]}",
+        subject,
+        got=got,
         expected="a forward that torch.export can follow: no Python branch on tensor values, no call that leaves torch",
         remedy="Replace the branch by torch.where or torch.cond, move data-dependent code into the loss or the data "
         "loader, and check with torch.export.export(model, args, strict=False).",
