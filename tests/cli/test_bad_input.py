@@ -52,7 +52,7 @@ JOBS = {
     "a model whose parts do not fit": (
         "model=nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(5, 3))",
         "'2' (Linear)",
-        "reduction dim",
+        "shapes cannot be multiplied",
         "takes the job's first batch",
         "without Roundelay, too",
     ),

@@ -6,11 +6,14 @@ import json
 import os
 import shutil
 import signal
+import time
+from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import trainer
+from roundelay.cli import app, trainer
 from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import finish, here, job_file, one_screen, start
@@ -271,6 +274,48 @@ class Once(nn.Linear):
     assert said.code == 128 + number, said.err
     assert said.err.count("Interrupted.") == 1
     assert "Traceback" not in said.err, said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_becomes_an_error_of_the_job_s_is_the_cause_told(
+    workplace: Path, number: signal.Signals
+) -> None:
+    hidden = f"""
+import os, signal, time
+
+def showcase(model):
+    try:
+        os.kill(os.getpid(), signal.{number.name})
+        time.sleep(20)
+    except KeyboardInterrupt:
+        raise ValueError("mine") from None
+"""
+    job = job_file(workplace, "showcase=showcase", hidden)
+    said = finish(start(workplace, "train", job, "--workers", 1, "--steps", 2, "--no-baseline"), 40.0)
+    assert said.code == 128 + number, said.err
+    assert said.err.count("Interrupted.") == 1
+    assert "mine" not in said.err, said.err
+
+
+@pytest.fixture
+def alarm() -> Generator[None]:
+    """What a test does to SIGALRM is undone."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_that_python_drops_is_raised_again_though_somebody_took_the_alarm(alarm: None) -> None:
+    signals = app._Signals()
+    signals.first = signal.SIGTERM
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signals._unraised(SimpleNamespace(exc_type=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(30)
+    signals.leave_to(signal.SIG_DFL)
+    signals._asked(signal.SIGALRM, None)  # one that was under way
+    assert signals.first == signal.SIGTERM
 
 
 def test_an_interrupt_is_not_sent_again_into_what_it_leaves(workplace: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,19 @@ def does_not_fit(h: Tensor) -> Tensor:
     return functional.linear(h, torch.ones(3, 77))
 
 
+def raises_from_itself(h: Tensor) -> Tensor:
+    error = ValueError(f"{h.ndim} dimensions, its own cause")
+    raise error from error
+
+
+def draws_behind_a_branch(h: Tensor) -> Tensor:
+    return h * random.random() if h.sum() < 1e9 else h
+
+
+def derives_behind_a_branch(h: Tensor) -> Tensor:
+    return torch.autograd.grad(h.square().sum(), h)[0] if h.sum() < 1e9 else h
+
+
 @pytest.mark.parametrize(
     ("does", "line", "kind", "remedy"),
     [
@@ -183,14 +197,27 @@ def does_not_fit(h: Tensor) -> Tensor:
             "ValueError: 2 dimensions",
             "by hand",
         ),
-        (does_not_fit, "return functional.linear(h, torch.ones(3, 77))", "reduction dim", "by hand"),
+        (does_not_fit, "return functional.linear(h, torch.ones(3, 77))", "shapes cannot be multiplied", "by hand"),
+        (raises_from_itself, "raise error from error", "its own cause", "by hand"),
+        (draws_behind_a_branch, "return h * random.random() if h.sum() < 1e9 else h", "Guard", "torch.where"),
+        (
+            derives_behind_a_branch,
+            "return torch.autograd.grad(h.square().sum(), h)[0] if h.sum() < 1e9 else h",
+            "Guard",
+            "torch.where",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_told_by_module_line_and_remedy(
     does: Callable[[Tensor], Tensor], line: str, kind: str, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CaptureError) as raised:
-        capture(Net(does), squares, pairs(), only_x)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch lets nothing of it go further
+    try:
+        with pytest.raises(CaptureError) as raised:
+            capture(Net(does), squares, pairs(), only_x)
+    finally:
+        logger.removeHandler(caplog.handler)
     error = raised.value
     assert error.subject.startswith("module 'inner' (Inner) of the model")
     assert f"{__file__}:" in error.subject
@@ -201,19 +228,40 @@ def test_a_model_that_cannot_be_exported_is_told_by_module_line_and_remedy(
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == [], "torch tells it on pages of its own"
 
 
-@pytest.mark.parametrize(
-    "hidden", [TypeError('no size: "KeyboardInterrupt: <EMPTY MESSAGE>"'), RuntimeError("no size")], ids=str
-)
-def test_an_interrupt_is_none_of_the_model_s_errors(hidden: Exception) -> None:
+def quotes(h: Tensor) -> Tensor:
+    raise TypeError('no size: "KeyboardInterrupt: <EMPTY MESSAGE>"')
+
+
+def names_it_as_cause(h: Tensor) -> Tensor:
+    reason = ValueError()
+    reason.__cause__ = KeyboardInterrupt()
+    raise RuntimeError("no size") from reason
+
+
+def fails_while_it_leaves(h: Tensor) -> Tensor:
+    try:
+        raise KeyboardInterrupt
+    finally:
+        raise_other()
+
+
+def raise_other() -> None:
+    raise RuntimeError("no size") from ValueError()
+
+
+@pytest.mark.parametrize("interrupted", [quotes, names_it_as_cause, fails_while_it_leaves])
+def test_an_interrupt_is_none_of_the_model_s_errors(interrupted: Callable[[Tensor], Tensor]) -> None:
     """One that strikes while torch reads a size in a symbolic shape comes out of it as a TypeError."""
-
-    def interrupted(h: Tensor) -> Tensor:
-        if isinstance(hidden, TypeError):
-            raise hidden
-        raise hidden from KeyboardInterrupt()
-
     with pytest.raises(KeyboardInterrupt):
         capture(Net(interrupted), squares, pairs(), only_x)
+
+
+def test_an_interrupt_before_the_capture_is_not_its_own() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(CaptureError):
+            capture(Net(raises), squares, pairs(), only_x)
 
 
 def test_item_as_a_number_alone_is_captured_and_equals_eager() -> None:

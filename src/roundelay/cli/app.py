@@ -257,12 +257,18 @@ class _Signals:
     its party yet ends without a word, for there it could not learn what was told.
 
     Nor is an interrupt lost where somebody's code drops it, or takes the error that it became for one it can mend: it
-    is raised again as long as the command goes on with no exception on its way through the main thread.
+    is raised again as long as the main thread goes on and handles no exception, in which it would be leaving.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self._listens = False  # not where a test calls a command
+        self._left = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the person has ended the command; a launcher sends SIGTERM because of an error that is told."""
+        return self.first == signal.SIGINT or (self.first is not None and not debug.is_launched())
 
     def listen(self) -> None:
         """Take both signals from now on; under a launcher SIGTERM only with :meth:`join`."""
@@ -279,6 +285,7 @@ class _Signals:
 
     def leave_to(self, handler: signal.Handlers) -> None:
         """Have both handled so from now on: this process is about to end."""
+        self._left = True
         if self._listens:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGINT, handler)
@@ -289,19 +296,24 @@ class _Signals:
         if self.first is None or ignored.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(ignored)
             return
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        self._ask_in(_AGAIN_S)
 
     def _raise(self, number: int, frame: object) -> None:
         first, self.first = self.first is None, self.first or number
-        signal.signal(signal.SIGALRM, self._asked)
-        signal.setitimer(signal.ITIMER_REAL, _ASKED_S)
+        self._ask_in(_ASKED_S)
         ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
         if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
             raise KeyboardInterrupt
 
+    def _ask_in(self, seconds: float) -> None:
+        signal.signal(signal.SIGALRM, self._asked)  # each time: somebody's time limit may have put his own there
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
     def _asked(self, number: int, frame: object) -> None:
         """Whether the command goes on as if nothing had been."""
-        signal.setitimer(signal.ITIMER_REAL, _ASKED_S)
+        if self._left:  # this one was under way then
+            return
+        self._ask_in(_ASKED_S)
         if sys.exc_info()[1] is None:
             raise KeyboardInterrupt
 
@@ -337,7 +349,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        if _SIGNALS.first == signal.SIGINT:  # not SIGTERM: a launcher sends it because of this very error
+        if _SIGNALS.interrupted:
             return _interrupted()
         _SIGNALS.leave_to(signal.SIG_IGN)  # a launcher may end this process while it tells why
         show_error(error, as_json, traced)

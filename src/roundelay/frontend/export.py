@@ -7,6 +7,7 @@ placeholders; linear, attention, convolution and LSTM stay single operations.
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
     """
     refuse_parts(model)
     face = Face(model, call)
+    before = sys.exc_info()[1]
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
@@ -78,7 +80,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
             except CaptureError:
                 raise
             except Exception as error:  # whatever the person's forward raises
-                if _interrupted(error):
+                if _interrupted(error, before):
                     raise KeyboardInterrupt from error
                 failures.append(error)
                 if running.failed_at is None:
@@ -91,7 +93,8 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
         refuse_sparse(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
-    raise _not_exportable(model, where, failures[-1], _fails_alone(face, tensors)) from failures[-1]
+    _refuse_failing(model, call, tensors)
+    raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
 def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
@@ -106,13 +109,20 @@ def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
     return {}
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether it hides an interrupt: one that strikes while torch reads a symbolic size becomes a TypeError's text."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt) or KeyboardInterrupt.__name__ in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _interrupted(error: Exception, before: BaseException | None) -> bool:
+    """Whether it hides an interrupt, but none of what was being handled ``before``.
+
+    One that strikes while torch reads a symbolic size becomes the text of a TypeError.
+    """
+    seen, left = {id(before)}, [error.__cause__, error.__context__]
+    while left:
+        reason = left.pop()
+        if reason is not None and id(reason) not in seen:  # an error may be among its own causes
+            seen.add(id(reason))
+            left += [reason.__cause__, reason.__context__]
+            if isinstance(reason, KeyboardInterrupt):
+                return True
+    return isinstance(error, TypeError) and KeyboardInterrupt.__name__ in str(error)
 
 
 @contextmanager
@@ -173,17 +183,17 @@ def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
             handle.remove()
 
 
-def _fails_alone(face: Face, tensors: list[torch.Tensor]) -> bool:
-    """Whether the call fails without any export as well; not known of a model whose weights are still to come."""
-    if any(parameter.is_meta for parameter in face.parameters()):
-        return False
-    buffers = {name: buffer.clone() for name, buffer in face.named_buffers()}
-    try:
-        with torch.no_grad():
-            torch.func.functional_call(face, buffers, tuple(tensors))
-    except Exception:  # whatever the person's forward raises
-        return True
-    return False
+def _refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> None:
+    """Raise what the call raises without any export; not known of a model whose weights are still to come."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    args, kwargs = call.unflatten(tensors)
+    with _watch_modules(model) as running:
+        try:
+            torch.func.functional_call(model, buffers, args, kwargs)
+        except Exception as error:  # whatever the person's forward raises
+            raise _not_exportable(model, running.failed_at or "", error, alone=True) from error
 
 
 def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone: bool = False) -> CaptureError:

@@ -46,7 +46,7 @@ PIPE_BYTES, PIPES_BYTES = 1 << 20, 32 << 20
 """That a worker's pipe may hold, and all of a run's together: a system lets a person's pipes hold 64 MiB."""
 
 _TICK_S = 0.25
-_MASKED = {signal.SIGINT, signal.SIGTERM}
+_MASKED = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
 
 Connect = Callable[[int], Endpoint]
 """From a worker's number to its endpoint; called in the worker's own process."""
