@@ -246,9 +246,10 @@ def _causes(case: Case) -> tuple[str, ...]:
 
 @contextmanager
 def launched() -> Iterator[Play]:
-    """Runs under torchrun; the first only shows how long their processes compute at the start."""
-    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
-        start_s = starting_s(Path(first))
+    """Runs under torchrun; two before show how long their processes compute at the start, once the files are at hand."""
+    for _ in range(2):
+        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
+            start_s = starting_s(Path(first))
     yield lambda seed, folder: (draw(seed), play(draw(seed), folder, start_s))
 
 
