@@ -246,7 +246,7 @@ def _causes(case: Case) -> tuple[str, ...]:
 
 @contextmanager
 def launched() -> Iterator[Play]:
-    """Runs under torchrun; two before show how long their processes compute at the start, once the files are at hand."""
+    """Runs under torchrun; two before show how long processes compute at the start, the second with files at hand."""
     for _ in range(2):
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
             start_s = starting_s(Path(first))
