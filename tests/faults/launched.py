@@ -21,6 +21,7 @@ from pathlib import Path
 
 from roundelay.observe.files import present
 from tests.faults.case import (
+    END_S,
     JOB,
     MISTAKES,
     MOMENTS,
@@ -36,9 +37,6 @@ from tests.faults.case import (
 )
 from tests.faults.job import EPOCHS
 from tests.faults.table import Play, strike
-
-END_S = 15.0
-"""Seconds in which all have ended: torchrun looks every tenth of a second, and each torch that ends takes a second."""
 
 START_S = 60.0
 """Seconds that a start may take at most, when it is measured."""
