@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from roundelay.errors import InternalError
 from roundelay.runtime import processes
 from roundelay.runtime.report import Incoming, Report
 from tests.api.jobs import make
+from tests.conftest import alive
 
 
 def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +57,29 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
     monkeypatch.setattr(Incoming, "filled", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
+def test_a_worker_that_is_forked_as_a_signal_comes_is_ended_with_the_others(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGALRM, too: by it an interrupt is raised again that somebody dropped."""
+    fork, forked = os.fork, list[int]()
+
+    def interrupted() -> int:
+        pid = fork()
+        if pid:
+            forked.append(pid)
+            os.kill(os.getpid(), number)
+        return pid
+
+    job = make()
+    plan = roundelay.plan(job, workers=2, transport="shm")
+    before = signal.signal(number, signal.default_int_handler)
+    monkeypatch.setattr(os, "fork", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            roundelay.train(job, plan=plan, steps=4)
+    finally:
+        signal.signal(number, before)
+    assert [alive(pid) for pid in forked] == [False]
