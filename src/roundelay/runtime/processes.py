@@ -214,7 +214,10 @@ def _pipe(num_workers: int) -> tuple[int, int]:
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
-    """Fork one worker; no signal can fall between the fork and the note of it."""
+    """Fork one worker; no signal that this thread takes can fall between the fork and the note of it.
+
+    One that another thread takes can: a worker that is not noted then ends with this process.
+    """
     reading, writing = _pipe(num_workers(task.plan))
     libc, parent = ctypes.CDLL(None), os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
