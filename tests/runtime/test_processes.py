@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay.errors import InternalError
+from roundelay.errors import InternalError, RunError
 from roundelay.runtime import processes
 from roundelay.runtime.report import Incoming, Report
 from tests.api.jobs import make
+from tests.conftest import alive
+from tests.runtime.interrupts import bystander, give, handled
 
 
 def test_a_worker_whose_launcher_was_killed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +61,40 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
 
 
-def test_the_signals_that_end_a_run_are_held_off_while_a_worker_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGALRM, too: by it an interrupt is raised again that somebody dropped."""
-    fork, held = os.fork, list[set[signal.Signals | int]]()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
+def test_an_interrupt_while_a_worker_is_forked_leaves_no_worker(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread is given it: that the main thread masks it then says nothing."""
+    fork, forked = os.fork, list[int]()
 
-    def watched() -> int:
-        held.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        return fork()
+    def interrupted() -> int:
+        pid = fork()
+        if pid:
+            forked.append(pid)
+            give(aside, number)
+        return pid
 
     job = make()
-    monkeypatch.setattr(os, "fork", watched)
-    roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
-    assert len(held) == 2
-    assert all({signal.SIGINT, signal.SIGTERM, signal.SIGALRM} <= each for each in held)
+    monkeypatch.setattr(os, "fork", interrupted)
+    with bystander() as aside, handled(number), pytest.raises(KeyboardInterrupt):
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+    assert [alive(pid) for pid in forked] == [False]
+
+
+def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where a container may have so many processes and no more."""
+    fork, forked, before = os.fork, list[int](), len(os.listdir("/proc/self/fd"))
+
+    def full() -> int:
+        if forked:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        forked.append(fork())
+        return forked[0]
+
+    job = make()
+    monkeypatch.setattr(os, "fork", full)
+    with pytest.raises(RunError, match="'Resource temporarily unavailable' when another process was to be started"):
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+    assert not alive(forked[0])
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -6,7 +6,6 @@ Measured in a forked child, so that neither its threads nor its memory touch the
 from __future__ import annotations
 
 import copy
-import ctypes
 import json
 import os
 import select
@@ -24,7 +23,7 @@ from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
-from roundelay.runtime.mortal import die_with, keep_children
+from roundelay.runtime.mortal import fork
 from roundelay.runtime.reader import Extent, read_batches
 
 BUDGET_S = 6.0
@@ -52,27 +51,25 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         precision: in which it computes, as a plan says it.
     """
     reading, writing = os.pipe()
-    libc, parent = ctypes.CDLL(None), os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            die_with(parent, libc)
-            keep_children(libc)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.close(reading)
-            torch.set_num_threads(threads)
-            os.write(writing, json.dumps(_samples_per_second(job, seed, precision)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
+    children: list[int] = []
+
+    def live() -> None:
+        torch.set_num_threads(threads)
+        os.write(writing, json.dumps(_samples_per_second(job, seed, precision)).encode())
+
     try:
+        try:
+            fork(live, children.append)
+        finally:
+            os.close(writing)
         poller = select.poll()  # select knows the first 1024 files only
         poller.register(reading, select.POLLIN)
         text = os.read(reading, 4096) if poller.poll(1000 * LIMIT_S) else b""  # one number, told at once
     finally:
         os.close(reading)
-        os.kill(pid, signal.SIGKILL)  # what its loader has started ends with it
-        os.waitpid(pid, 0)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)  # what its loader has started ends with it
+            os.waitpid(pid, 0)
     rate = json.loads(text) if text else 0.0
     return Baseline(threads, rate) if rate else None
 

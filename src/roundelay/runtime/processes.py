@@ -8,7 +8,6 @@ and no worker waits for what the launcher does with a report, except that a seco
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import queue
@@ -25,7 +24,7 @@ from typing import final
 import torch
 
 from roundelay.errors import InternalError, RoundelayError, WorkerLostError
-from roundelay.runtime.mortal import die_with, keep_children
+from roundelay.runtime.mortal import fork
 from roundelay.runtime.report import Incoming, Report, pieces_of
 from roundelay.runtime.tally import Listener, Tally, failure
 from roundelay.runtime.threads import HANDFUL_S, follow
@@ -46,7 +45,6 @@ PIPE_BYTES, PIPES_BYTES = 1 << 20, 32 << 20
 """That a worker's pipe may hold, and all of a run's together: a system lets a person's pipes hold 64 MiB."""
 
 _TICK_S = 0.25
-_MASKED = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
 
 Connect = Callable[[int], Endpoint]
 """From a worker's number to its endpoint; called in the worker's own process."""
@@ -214,37 +212,21 @@ def _pipe(num_workers: int) -> tuple[int, int]:
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
-    """Fork one worker; no signal that this thread takes can fall between the fork and the note of it.
-
-    One that another thread takes can: a worker that is not noted then ends with this process.
-    """
     reading, writing = _pipe(num_workers(task.plan))
-    libc, parent = ctypes.CDLL(None), os.getpid()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
-    try:
-        pid = os.fork()
-        if pid:
-            children.append(Child(worker, pid, reading))
-    finally:
-        if os.getpid() == parent:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if pid:
-        os.close(writing)
-        return
-    status = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends its children
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what the parent does when it is told to end
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        die_with(parent, libc)
-        keep_children(libc)
+    noted = len(children)
+
+    def live() -> None:
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
         for descriptor in (reading, *(child.pipe for child in children)):
             os.close(descriptor)
         _main(task, worker, connect, writing)
-        status = 0
+
+    try:
+        fork(live, lambda pid: children.append(Child(worker, pid, reading)))
     finally:
-        os._exit(status)
+        os.close(writing)
+        if len(children) == noted:
+            os.close(reading)
 
 
 def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
