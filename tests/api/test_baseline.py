@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,6 +16,8 @@ from torch.optim import SGD
 
 from roundelay.api.baseline import measure
 from roundelay.job import Job
+from tests.conftest import alive
+from tests.runtime.interrupts import bystander, give, handled
 
 ROWS, LOAD_S = 4, 0.03
 
@@ -24,13 +29,32 @@ def slowly(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield torch.randn(ROWS, 6), torch.zeros(ROWS, dtype=torch.long)
 
 
-def test_what_the_loader_takes_counts() -> None:
-    job = Job(
+def job() -> Job:
+    return Job(
         model=nn.Linear(6, 3),
         loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
         batches=slowly,
         optimizer=partial(SGD, lr=0.05),
     )
-    found = measure(job, 0, 1)
+
+
+def test_what_the_loader_takes_counts() -> None:
+    found = measure(job(), 0, 1)
     assert found is not None
     assert 0.0 < found.samples_per_second <= ROWS / LOAD_S
+
+
+def test_an_interrupt_at_its_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, forked, open_files = os.fork, list[int](), len(os.listdir("/proc/self/fd"))
+
+    def interrupted() -> int:
+        forked.append(fork())
+        if forked[0]:
+            give(aside, signal.SIGINT)
+        return forked[0]
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with bystander() as aside, handled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        measure(job(), 0, 1)
+    assert not alive(forked[0])
+    assert len(os.listdir("/proc/self/fd")) == open_files
