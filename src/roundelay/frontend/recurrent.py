@@ -80,12 +80,21 @@ for _name, _operator in OPERATORS.items():
 
 @final
 class StandingIn(TorchFunctionMode):
-    """While it lasts, stand-ins are called in the place of recurrent operations over padded sequences."""
+    """While it lasts, stand-ins are called in the place of recurrent operations over padded sequences.
+
+    Args:
+        between: called before each of torch's operations.
+    """
+
+    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._between = between
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call one of them, or what was called."""
+        self._between()
         name = getattr(func, "__name__", "")
         if func is torch._pack_padded_sequence:
             raise _refused()
