@@ -28,7 +28,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._waiting: list[int] = []
-        self._lasts = False
+        self._lasts = False  # where entering or leaving is interrupted, a handler that stays passes all on
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -43,8 +43,9 @@ class Interrupts:
     def __exit__(self, *raised: object) -> None:
         self._lasts = False
         try:
-            for number in self._handlers:
-                self._put_back(number)
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._hear:  # else a handler has set another
+                    signal.signal(number, handler)
         finally:
             self.come()
 
@@ -60,14 +61,8 @@ class Interrupts:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._lasts and number not in self._waiting and _in_torch(frame):
             self._waiting.append(number)
-            return
-        if not self._lasts:  # entering or leaving was interrupted
-            self._put_back(number)
-        self._handlers[number](number, frame)
-
-    def _put_back(self, number: int) -> None:
-        if signal.getsignal(number) == self._hear:  # else a handler has set another
-            signal.signal(number, self._handlers[number])
+        else:
+            self._handlers[number](number, frame)
 
 
 def _in_torch(frame: FrameType | None) -> bool:
