@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,27 @@ def test_an_interrupt_while_a_worker_is_forked_leaves_no_worker(
     monkeypatch.setattr(os, "fork", interrupted)
     with bystander() as aside, handled(number), pytest.raises(KeyboardInterrupt):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
-    assert [alive(pid) for pid in forked] == [False]
+    assert forked
+    assert not any(map(alive, forked))
+
+
+def test_an_interrupt_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one, behind that of a person's who presses Ctrl-C twice."""
+    end, ending, open_files = processes._end, list[Sequence[processes.Child]](), len(os.listdir("/proc/self/fd"))
+
+    def interrupted(children: Sequence[processes.Child], grace_s: float) -> None:
+        ending.append(children)
+        signal.raise_signal(signal.SIGINT)
+        end(children, grace_s)
+
+    job = make()
+    plan = roundelay.plan(job, workers=2, transport="shm")
+    monkeypatch.setattr(processes, "_end", interrupted)
+    with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        roundelay.train(job, plan=plan, steps=4, on_update=lambda update: signal.raise_signal(signal.SIGINT))
+    assert len(ending[0]) == 2
+    assert not any(alive(child.pid) for child in ending[0])
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

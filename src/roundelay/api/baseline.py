@@ -21,6 +21,7 @@ from roundelay.frontend.face import default_inputs
 from roundelay.frontend.loss import checked
 from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
+from roundelay.interrupts import Interrupts
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
 from roundelay.runtime.mortal import fork
@@ -50,28 +51,36 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         threads: intra-op threads.
         precision: in which it computes, as a plan says it.
     """
-    reading, writing = os.pipe()
-    children: list[int] = []
 
     def live() -> None:
         torch.set_num_threads(threads)
         os.write(writing, json.dumps(_samples_per_second(job, seed, precision)).encode())
 
-    try:
+    with Interrupts() as interrupts:
+        reading, writing = os.pipe()
         try:
-            fork(live, children.append)
+            try:
+                child = fork(live)
+            finally:
+                os.close(writing)
+            text = _told(reading, child, interrupts)
         finally:
-            os.close(writing)
-        poller = select.poll()  # select knows the first 1024 files only
-        poller.register(reading, select.POLLIN)
-        text = os.read(reading, 4096) if poller.poll(1000 * LIMIT_S) else b""  # one number, told at once
-    finally:
-        os.close(reading)
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)  # what its loader has started ends with it
-            os.waitpid(pid, 0)
+            os.close(reading)
     rate = json.loads(text) if text else 0.0
     return Baseline(threads, rate) if rate else None
+
+
+def _told(reading: int, child: int, interrupts: Interrupts) -> bytes:
+    """What it says, if it does; it has ended then."""
+    try:
+        interrupts.open()
+        poller = select.poll()  # select knows the first 1024 files only
+        poller.register(reading, select.POLLIN)
+        return os.read(reading, 4096) if poller.poll(1000 * LIMIT_S) else b""  # one number, told at once
+    finally:
+        interrupts.held = True
+        os.kill(child, signal.SIGKILL)  # what its loader has started ends with it
+        os.waitpid(child, 0)
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:

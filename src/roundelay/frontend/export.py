@@ -23,9 +23,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.face import CallShape, Face, OutputShape
-from roundelay.frontend.interrupts import Interrupts
 from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.unseen import refuse_parts, refuse_sparse
+from roundelay.interrupts import Interrupts, inside_torch
 
 PREFIX = "model."
 
@@ -75,7 +75,12 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
-        with _watch_modules(model) as running, _quiet(), Interrupts() as interrupts, StandingIn(interrupts.come):
+        with (
+            _watch_modules(model) as running,
+            _quiet(),
+            Interrupts(inside_torch) as interrupts,
+            StandingIn(interrupts.come),  # it may raise where an operation may
+        ):
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
             except CaptureError:

@@ -23,7 +23,8 @@ from typing import final
 
 import torch
 
-from roundelay.errors import InternalError, RoundelayError, WorkerLostError
+from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
+from roundelay.interrupts import Interrupts
 from roundelay.runtime.mortal import fork
 from roundelay.runtime.report import Incoming, Report, pieces_of
 from roundelay.runtime.tally import Listener, Tally, failure
@@ -92,18 +93,22 @@ def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], No
     tally = Tally(num_workers(task.plan), listen)
     children: list[Child] = []
     pump = Pump(children, reports)
-    try:
-        for k in range(num_workers(task.plan)):
-            _fork(task, k, connect, children)
-        forked()
-        pump.start()
-        follow(reports, tally)
-    finally:
-        well = len(tally.ended) == len(children) and not tally.failures  # else who is stopped would be waited for again
-        _end(children, END_S if well else 0.0)
-        pump.stop()
-        while not reports.empty():
-            tally.late(reports.get())
+    with Interrupts() as interrupts:
+        try:
+            for k in range(num_workers(task.plan)):
+                children.append(_fork(task, k, connect, children))
+            forked()
+            pump.start()
+            interrupts.open()
+            follow(reports, tally)
+        finally:
+            interrupts.held = True
+            well = len(tally.ended) == len(children) and not tally.failures  # else a stopped one is waited for again
+            _end(children, END_S if well else 0.0)
+            pump.stop()
+            interrupts.open()
+            while not reports.empty():
+                tally.late(reports.get())
     tally.raise_failure()
 
 
@@ -211,9 +216,8 @@ def _pipe(num_workers: int) -> tuple[int, int]:
     return reading, writing
 
 
-def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> None:
+def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
     reading, writing = _pipe(num_workers(task.plan))
-    noted = len(children)
 
     def live() -> None:
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
@@ -222,11 +226,12 @@ def _fork(task: Task, worker: int, connect: Connect, children: list[Child]) -> N
         _main(task, worker, connect, writing)
 
     try:
-        fork(live, lambda pid: children.append(Child(worker, pid, reading)))
+        return Child(worker, fork(live), reading)
+    except RunError:
+        os.close(reading)
+        raise
     finally:
         os.close(writing)
-        if len(children) == noted:
-            os.close(reading)
 
 
 def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
@@ -305,13 +310,11 @@ def _lost(
 def _end(children: Sequence[Child], grace_s: float) -> None:
     """Wait a little, then kill what still runs, and reap it."""
     deadline = time.monotonic() + grace_s
-    try:
-        for child in children:
-            child.wait(deadline - time.monotonic())
-    finally:  # a second Ctrl-C ends the patience, not the clean-up
-        for child in children:
-            if child.status() is None:
-                child.killed = True
-                os.kill(child.pid, signal.SIGKILL)
-        for child in children:
-            child.wait(END_S)
+    for child in children:
+        child.wait(deadline - time.monotonic())
+    for child in children:
+        if child.status() is None:
+            child.killed = True
+            os.kill(child.pid, signal.SIGKILL)
+    for child in children:
+        child.wait(END_S)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundelay.interrupts import Interrupts
 from roundelay.runtime.device import HOST, Device, Host, device_of
 from roundelay.runtime.pool import Pool
 from roundelay.runtime.report import Report, Reporter
@@ -24,6 +25,9 @@ from roundelay.transport.queues import next_item
 
 END_S = 5.0
 """Seconds that threads get to end once the run has ended or failed; one that computes on cannot be ended."""
+
+SURE_S = 1.0
+"""Of these, seconds that they get whatever interrupts: who hangs nowhere has ended by then, its loader's thread too."""
 
 HANDFUL_S = 0.01
 """Whoever has been woken by a report waits so long for more of them."""
@@ -48,24 +52,39 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     shared = wrap is unchanged and all(device is HOST for device in devices)
     gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)
     tally = Tally(size, listen)
-    try:
-        for thread in gang.threads:
-            thread.start()
-        follow(reports, tally)
-    finally:
-        deadline = time.monotonic() + END_S
+    with Interrupts() as interrupts:
         try:
-            if tally.failures or len(tally.ended) < size:
-                for endpoint in gang.endpoints:
-                    endpoint.abort("the run was ended")
             for thread in gang.threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-        finally:  # a second Ctrl-C ends the patience
-            gang.stop()
-        while not reports.empty():
-            tally.late(reports.get())
+                thread.start()
+            interrupts.open()
+            follow(reports, tally)
+        finally:
+            interrupts.held = True
+            _end(gang, bool(tally.failures) or len(tally.ended) < size, interrupts)
+            interrupts.open()
+            while not reports.empty():
+                tally.late(reports.get())
     tally.raise_failure()
+
+
+def _end(gang: _Gang, early: bool, interrupts: Interrupts) -> None:
+    began = time.monotonic()
+    try:
+        if early:
+            for endpoint in gang.endpoints:
+                endpoint.abort("the run was ended")
+        _join(gang.threads, began + SURE_S)
+        interrupts.open()  # a second Ctrl-C ends the patience
+        _join(gang.threads, began + END_S)
+    finally:
+        interrupts.held = True
+        gang.stop()
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _shared(task: Task, size: int, report: Reporter) -> _Gang:

@@ -1,0 +1,101 @@
+"""Interrupts at moments that can bear them: between a fork and the note of it there is none, nor in a clean-up.
+
+Python handles a signal in the main thread, between any two of its steps, whichever thread the system gives it to: a
+mask, which is one thread's, would not do. So for a time the handlers are exchanged for one that lets signals wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self, final
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # by an alarm an interrupt is raised again that got lost
+_TORCH = frozenset({"torch", "sympy", "mpmath"})
+
+
+def always(frame: FrameType | None, again: bool) -> bool:
+    """Every signal waits."""
+    return True
+
+
+def inside_torch(frame: FrameType | None, again: bool) -> bool:
+    """Signals wait that strike inside torch, or what torch calls of Python's library; a second of its kind does not.
+
+    Under its modes torch calls Python from C++ that cannot pass an exception on: an interrupt there ended the process
+    (``terminate called after throwing``) once in some hundred times, became a TypeError's text, or was dropped.
+    """
+    while frame is not None and not again:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _TORCH:
+            return True
+        if package and package not in sys.stdlib_module_names:  # generated code has no name
+            return False
+        frame = frame.f_back
+    return False
+
+
+@final
+class Interrupts:
+    """While it lasts, signals that a handler of Python's would take wait for :meth:`come`, :meth:`open`, or the end.
+
+    In a forked child none waits. Only the main thread handles signals: in another one this does nothing.
+
+    Args:
+        wait: whether one waits, by the frame that it strikes in, and by whether one of its kind waits already.
+
+    Attributes:
+        held: whether they wait. Set it: an assignment cannot be interrupted, and a call can.
+    """
+
+    def __init__(self, wait: Callable[[FrameType | None, bool], bool] = always) -> None:
+        self.held = False
+        self._wait = wait
+        self._process = os.getpid()
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._waiting: list[int] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _NUMBERS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._hear)
+        self.held = True
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.held = False  # where entering or leaving is interrupted, `_hear` may stay, and passes all on
+        try:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._hear:  # else somebody has set another
+                    signal.signal(number, handler)
+        finally:
+            self.come()
+
+    def open(self) -> None:
+        """Handle what waits, and from now on all that comes, until ``held`` is set."""
+        self.held = False
+        self.come()
+
+    def come(self) -> None:
+        """Handle what waits."""
+        if self._waiting:
+            number = self._waiting.pop(0)
+            try:
+                self._handlers[number](number, sys._getframe())
+            finally:
+                self.come()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        again = number in self._waiting
+        if self.held and os.getpid() == self._process and self._wait(frame, again):
+            if not again:
+                self._waiting.append(number)
+        else:
+            self._handlers[number](number, frame)
