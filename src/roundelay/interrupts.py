@@ -60,23 +60,36 @@ class Interrupts:
         self._waiting: list[int] = []
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in _NUMBERS:
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._hear)
         self.held = True
+        try:
+            if threading.current_thread() is threading.main_thread():
+                self._put_in_place()
+        except BaseException:  # a signal whose handler is not exchanged yet
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.held = False  # where entering or leaving is interrupted, `_hear` may stay, and passes all on
         try:
-            for number, handler in self._handlers.items():
-                if signal.getsignal(number) == self._hear:  # else somebody has set another
-                    signal.signal(number, handler)
+            self._put_back()
         finally:
-            self.come()
+            self.held = False
+            try:
+                self._put_back()  # the first time may have been interrupted
+            finally:
+                self.come()
+
+    def _put_in_place(self) -> None:
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            if callable(handler):  # else it is the system's, or not Python's
+                self._handlers[number] = handler
+                signal.signal(number, self._hear)
+
+    def _put_back(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._hear:  # else somebody has set another
+                signal.signal(number, handler)
 
     def open(self) -> None:
         """Handle what waits, and from now on all that comes, until ``held`` is set."""

@@ -91,6 +91,17 @@ def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tally = Tally(num_workers(task.plan), listen)
+    try:
+        _train(task, connect, forked, reports, tally)
+    finally:
+        while not reports.empty():
+            tally.late(reports.get())
+    tally.raise_failure()
+
+
+def _train(
+    task: Task, connect: Connect, forked: Callable[[], None], reports: queue.SimpleQueue[Report], tally: Tally
+) -> None:
     children: list[Child] = []
     pump = Pump(children, reports)
     with Interrupts() as interrupts:
@@ -106,10 +117,6 @@ def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], No
             well = len(tally.ended) == len(children) and not tally.failures  # else a stopped one is waited for again
             _end(children, END_S if well else 0.0)
             pump.stop()
-            interrupts.open()
-            while not reports.empty():
-                tally.late(reports.get())
-    tally.raise_failure()
 
 
 @final

@@ -52,6 +52,15 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     shared = wrap is unchanged and all(device is HOST for device in devices)
     gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)
     tally = Tally(size, listen)
+    try:
+        _train(gang, reports, tally)
+    finally:
+        while not reports.empty():
+            tally.late(reports.get())
+    tally.raise_failure()
+
+
+def _train(gang: _Gang, reports: queue.SimpleQueue[Report], tally: Tally) -> None:
     with Interrupts() as interrupts:
         try:
             for thread in gang.threads:
@@ -60,17 +69,13 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
             follow(reports, tally)
         finally:
             interrupts.held = True
-            _end(gang, bool(tally.failures) or len(tally.ended) < size, interrupts)
-            interrupts.open()
-            while not reports.empty():
-                tally.late(reports.get())
-    tally.raise_failure()
+            _end(gang, tally, interrupts)
 
 
-def _end(gang: _Gang, early: bool, interrupts: Interrupts) -> None:
+def _end(gang: _Gang, tally: Tally, interrupts: Interrupts) -> None:
     began = time.monotonic()
     try:
-        if early:
+        if tally.failures or len(tally.ended) < len(gang.endpoints):
             for endpoint in gang.endpoints:
                 endpoint.abort("the run was ended")
         _join(gang.threads, began + SURE_S)
