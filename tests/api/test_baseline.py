@@ -44,8 +44,8 @@ def test_what_the_loader_takes_counts() -> None:
     assert 0.0 < found.samples_per_second <= ROWS / LOAD_S
 
 
-def test_an_interrupt_at_its_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, forked, open_files = os.fork, list[int](), len(os.listdir("/proc/self/fd"))
+def test_an_interrupt_at_its_start_and_one_at_its_end_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, kill, forked, open_files = os.fork, os.kill, list[int](), len(os.listdir("/proc/self/fd"))
 
     def interrupted() -> int:
         forked.append(fork())
@@ -53,7 +53,12 @@ def test_an_interrupt_at_its_start_leaves_no_process(monkeypatch: pytest.MonkeyP
             give(aside, signal.SIGINT)
         return forked[0]
 
+    def ends(pid: int, number: int) -> None:
+        give(aside, signal.SIGINT)
+        kill(pid, number)
+
     monkeypatch.setattr(os, "fork", interrupted)
+    monkeypatch.setattr(os, "kill", ends)
     with bystander() as aside, handled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
         measure(job(), 0, 1)
     assert not alive(forked[0])
