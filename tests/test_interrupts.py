@@ -188,7 +188,7 @@ def test_an_interrupt_of_a_capture_does_not_end_the_process(nth: int, monkeypatc
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the suite by `&`
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs by `&`
             monkeypatch.setattr(FakeTensorMode, "dispatch", struck)
             capture(entry.build(0), entry.loss, batch, entry.inputs)
         except KeyboardInterrupt:
