@@ -104,6 +104,27 @@ def test_a_handler_that_is_set_meanwhile_stays() -> None:
         assert signal.getsignal(signal.SIGALRM) is other
 
 
+def test_a_handler_that_another_sets_waits_too() -> None:
+    """The command's own sets an alarm, by which an interrupt is raised again that somebody has dropped."""
+    heard = list[str]()
+
+    def sets_one(number: int, frame: object) -> None:
+        signal.signal(signal.SIGALRM, again)
+
+    def again(number: int, frame: object) -> None:
+        heard.append("again")
+
+    with handled(signal.SIGINT, sets_one), handled(signal.SIGALRM, signal.SIG_DFL):
+        with Interrupts() as interrupts:
+            interrupts.open()
+            signal.raise_signal(signal.SIGINT)
+            interrupts.held = True
+            signal.raise_signal(signal.SIGALRM)
+            heard.append("end")
+        assert heard == ["end", "again"]
+        assert signal.getsignal(signal.SIGALRM) is again
+
+
 def test_in_a_forked_child_nothing_waits() -> None:
     with handled(signal.SIGALRM, lambda number, frame: os._exit(7)), Interrupts():
         child = os.fork()
@@ -144,6 +165,7 @@ def called_in(modules: Sequence[str], inner: Callable[..., Any]) -> Callable[...
         (["my_model", "torch.functional"], True),
         (["my_model", "torch._ops", "contextlib"], True),
         (["my_model", "torch.fx", "", "weakref"], True),
+        (["my_model", "torch.fx", "namedtuple_Pair"], True),
         (["my_model", "torch.fx", "sympy.core", "mpmath"], True),
     ],
 )
@@ -153,7 +175,7 @@ def test_what_strikes_inside_torch_waits(modules: list[str], waits: bool) -> Non
         with Interrupts(inside_torch) as interrupts:
             called_in(modules, signal.raise_signal)(signal.SIGINT)
             heard.append("next")
-            interrupts.come()
+            interrupts.handle()
             heard.append("end")
         signal.raise_signal(signal.SIGINT)
     assert heard == (["next", "handled"] if waits else ["handled", "next"]) + ["end", "handled"]

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self, final
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # by an alarm an interrupt is raised again that got lost
-_TORCH = frozenset({"torch", "sympy", "mpmath"})
+_TORCH = frozenset({"torch", "functorch", "torchgen", "sympy", "mpmath", "networkx", "typing_extensions"})
 
 
 def always(frame: FrameType | None, again: bool) -> bool:
@@ -24,16 +23,17 @@ def always(frame: FrameType | None, again: bool) -> bool:
 
 
 def inside_torch(frame: FrameType | None, again: bool) -> bool:
-    """Signals wait that strike inside torch, or what torch calls of Python's library; a second of its kind does not.
+    """Signals wait that strike inside torch, or in what it calls of Python's library; a second of its kind does not.
 
-    Under its modes torch calls Python from C++ that cannot pass an exception on: an interrupt there ended the process
+    While it exports, torch calls Python from C++ that cannot pass an exception on: an interrupt there ended the process
     (``terminate called after throwing``) once in some hundred times, became a TypeError's text, or was dropped.
     """
     while frame is not None and not again:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _TORCH:
             return True
-        if package and package not in sys.stdlib_module_names:  # generated code has no name
+        generated = not package or package.startswith("namedtuple_")
+        if not generated and package not in sys.stdlib_module_names:
             return False
         frame = frame.f_back
     return False
@@ -41,26 +41,27 @@ def inside_torch(frame: FrameType | None, again: bool) -> bool:
 
 @final
 class Interrupts:
-    """While it lasts, signals that a handler of Python's would take wait for :meth:`come`, :meth:`open`, or the end.
+    """While it lasts, signals that have a handler in Python wait for :meth:`handle`, :meth:`open`, or the end.
 
     In a forked child none waits. Only the main thread handles signals: in another one this does nothing.
 
     Args:
-        wait: whether one waits, by the frame that it strikes in, and by whether one of its kind waits already.
+        waits: whether one waits, by the frame that it strikes in, and by whether one of its kind waits already.
 
     Attributes:
         held: whether they wait. Set it: an assignment cannot be interrupted, and a call can.
     """
 
-    def __init__(self, wait: Callable[[FrameType | None, bool], bool] = always) -> None:
+    def __init__(self, waits: Callable[[FrameType | None, bool], bool] = always) -> None:
         self.held = False
-        self._wait = wait
+        self._waits = waits
+        self._lasts = False
         self._process = os.getpid()
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._waiting: list[int] = []
 
     def __enter__(self) -> Self:
-        self.held = True
+        self.held = self._lasts = True
         try:
             if threading.current_thread() is threading.main_thread():
                 self._put_in_place()
@@ -70,6 +71,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._lasts = False
         try:
             self._put_back()
         finally:
@@ -77,12 +79,12 @@ class Interrupts:
             try:
                 self._put_back()  # the first time may have been interrupted
             finally:
-                self.come()
+                self.handle()
 
     def _put_in_place(self) -> None:
-        for number in _NUMBERS:
+        for number in signal.valid_signals():
             handler = signal.getsignal(number)
-            if callable(handler):  # else it is the system's, or not Python's
+            if callable(handler) and handler != self._hear:  # else it is the system's, or not Python's
                 self._handlers[number] = handler
                 signal.signal(number, self._hear)
 
@@ -94,21 +96,44 @@ class Interrupts:
     def open(self) -> None:
         """Handle what waits, and from now on all that comes, until ``held`` is set."""
         self.held = False
-        self.come()
+        self.handle()
 
-    def come(self) -> None:
+    def handle(self) -> None:
         """Handle what waits."""
         if self._waiting:
             number = self._waiting.pop(0)
             try:
-                self._handlers[number](number, sys._getframe())
+                self._call(number, sys._getframe())
             finally:
-                self.come()
+                self.handle()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         again = number in self._waiting
-        if self.held and os.getpid() == self._process and self._wait(frame, again):
+        if self.held and os.getpid() == self._process and self._waits(frame, again):
             if not again:
                 self._waiting.append(number)
         else:
+            self._call(number, frame)
+
+    def _call(self, number: int, frame: FrameType | None) -> None:
+        try:
             self._handlers[number](number, frame)
+        finally:
+            if self._lasts:
+                self._put_in_place()  # before one that it has set: the command's own sets an alarm
+
+
+def hides_interrupt(error: Exception, before: BaseException | None = None) -> bool:
+    """Whether an error hides an interrupt, but none of what was being handled ``before``.
+
+    One that strikes while torch reads a symbolic size becomes the text of a TypeError.
+    """
+    seen, left = {id(before)}, [error.__cause__, error.__context__]
+    while left:
+        reason = left.pop()
+        if reason is not None and id(reason) not in seen:  # an error may be among its own causes
+            seen.add(id(reason))
+            left += [reason.__cause__, reason.__context__]
+            if isinstance(reason, KeyboardInterrupt):
+                return True
+    return isinstance(error, TypeError) and KeyboardInterrupt.__name__ in str(error)

@@ -158,8 +158,19 @@ def test_an_error_inside_the_compiler_is_told_with_a_remedy(monkeypatch: pytest.
         compile_for(captured, cut_after(captured, []), BATCH)
 
 
+def test_an_interrupt_inside_the_compiler_is_none_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = captured_of(Noisy()).compiling("stash")
+    monkeypatch.setattr(Compiled, "_compiled", lambda self, args: _is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_for(captured, cut_after(captured, []), BATCH)
+
+
 def _fails(*args: Any) -> Any:
     raise TypeError("no such kernel")
+
+
+def _is_interrupted(*args: Any) -> Any:
+    raise TypeError("a size: KeyboardInterrupt")
 
 
 def test_a_missing_compiler_is_told_before_anything_is_compiled() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -34,6 +35,14 @@ def bystander() -> Iterator[threading.Thread]:
 
 
 def give(thread: threading.Thread, number: signal.Signals) -> None:
-    """Send a signal to a thread, and give it the time to take it."""
-    signal.pthread_kill(cast(int, thread.ident), number)
-    time.sleep(0.05)
+    """Send a signal that has a handler to a thread, and wait until it has taken it."""
+    hearing, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno())
+    try:
+        signal.pthread_kill(cast(int, thread.ident), number)
+        assert select.select([hearing], [], [], 10.0)[0]
+    finally:
+        signal.set_wakeup_fd(before)
+        hearing.close()
+        told.close()

@@ -87,9 +87,12 @@ def test_with_its_parent_ends(own: bool) -> None:
 
     parent = os.fork()
     if parent == 0:
-        fork(sleep if own else have_a_child)
-        time.sleep(20.0)
-        os._exit(0)
+        try:
+            fork(sleep if own else have_a_child)
+            time.sleep(20.0)
+        finally:
+            os._exit(0)
+    os.close(writing)
     pid = int(os.read(reading, 64))
     os.kill(parent, signal.SIGKILL)
     assert status(parent) == -signal.SIGKILL
@@ -98,4 +101,3 @@ def test_with_its_parent_ends(own: bool) -> None:
         time.sleep(0.01)
     assert not alive(pid)
     os.close(reading)
-    os.close(writing)

@@ -61,7 +61,26 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
+def test_an_error_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, wait = list[processes.Child](), processes.Child.wait
+
+    def fails(child: processes.Child, seconds: float) -> bool:
+        ending.append(child)
+        if len(ending) == 1:
+            raise OSError("what no system says")
+        return wait(child, seconds)
+
+    job = make()
+    plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(processes.Child, "wait", fails)
+    with pytest.raises(OSError, match="what no system says"):
+        roundelay.train(job, plan=plan, steps=4)
+    assert len({child.pid for child in ending}) == 2
+    assert not any(alive(child.pid) for child in ending)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1])
 def test_an_interrupt_while_a_worker_is_forked_leaves_no_worker(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +104,7 @@ def test_an_interrupt_while_a_worker_is_forked_leaves_no_worker(
 
 def test_an_interrupt_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one, behind that of a person's who presses Ctrl-C twice."""
-    end, ending, open_files = processes._end, list[Sequence[processes.Child]](), len(os.listdir("/proc/self/fd"))
+    end, ending = processes._end, list[Sequence[processes.Child]]()
 
     def interrupted(children: Sequence[processes.Child], grace_s: float) -> None:
         ending.append(children)
@@ -93,7 +112,7 @@ def test_an_interrupt_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.Monke
         end(children, grace_s)
 
     job = make()
-    plan = roundelay.plan(job, workers=2, transport="shm")
+    plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(processes, "_end", interrupted)
     with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
         roundelay.train(job, plan=plan, steps=4, on_update=lambda update: signal.raise_signal(signal.SIGINT))
@@ -104,7 +123,7 @@ def test_an_interrupt_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.Monke
 
 def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where a container may have so many processes and no more."""
-    fork, forked, before = os.fork, list[int](), len(os.listdir("/proc/self/fd"))
+    fork, forked = os.fork, list[int]()
 
     def full() -> int:
         if forked:
@@ -113,8 +132,9 @@ def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPa
         return forked[0]
 
     job = make()
+    plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", full)
     with pytest.raises(RunError, match="'Resource temporarily unavailable' when another process was to be started"):
-        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+        roundelay.train(job, plan=plan, steps=4)
     assert not alive(forked[0])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == open_files

@@ -25,6 +25,7 @@ from roundelay.interrupts import Interrupts
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
 from roundelay.runtime.mortal import fork
+from roundelay.runtime.processes import END_S, Child
 from roundelay.runtime.reader import Extent, read_batches
 
 BUDGET_S = 6.0
@@ -80,7 +81,7 @@ def _told(reading: int, child: int, interrupts: Interrupts) -> bytes:
     finally:
         interrupts.held = True
         os.kill(child, signal.SIGKILL)  # what its loader has started ends with it
-        os.waitpid(child, 0)
+        Child(0, child, reading).wait(END_S)
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:

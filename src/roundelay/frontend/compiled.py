@@ -25,6 +25,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError, PlanError
 from roundelay.frontend.draws import Draw, keyed_call
+from roundelay.interrupts import hides_interrupt
 
 Call = Callable[..., Sequence[Any]]
 Key = tuple[Any, ...]
@@ -70,7 +71,7 @@ class Compiled:
         try:
             results = made(*_tensors(args))
         except Exception as error:  # some operators compile, and fail when they are called
-            raise self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
+            raise self._failed(error) from error
         self.known[key] = made
         return results
 
@@ -87,9 +88,14 @@ class Compiled:
                 with _settings(self.saves_all), self.autocast():
                     made: Any = compile_fx(graph, _tensors(args))
         except Exception as error:  # whatever torch, the compiler or an operator without a lowering says
-            raise self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}") from error
+            raise self._failed(error) from error
         called: Call = made
         return called
+
+    def _failed(self, error: Exception) -> BaseException:
+        if hides_interrupt(error):
+            return KeyboardInterrupt()
+        return self._refused(f"{type(error).__name__}: {str(error).strip()[:500]}")
 
     def _refused(self, why: str) -> CaptureError:
         names = [node.name for node in self.piece.graph.nodes if node.op == "call_function"]

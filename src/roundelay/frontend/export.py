@@ -25,7 +25,7 @@ from roundelay.errors import CaptureError
 from roundelay.frontend.face import CallShape, Face, OutputShape
 from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.unseen import refuse_parts, refuse_sparse
-from roundelay.interrupts import Interrupts, inside_torch
+from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
 
 PREFIX = "model."
 
@@ -79,14 +79,14 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
             _watch_modules(model) as running,
             _quiet(),
             Interrupts(inside_torch) as interrupts,
-            StandingIn(interrupts.come),  # it may raise where an operation may
+            StandingIn(interrupts.handle),  # it may raise where an operation may
         ):
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
             except CaptureError:
                 raise
             except Exception as error:  # whatever the person's forward raises
-                if _interrupted(error, before):
+                if hides_interrupt(error, before):
                     raise KeyboardInterrupt from error
                 failures.append(error)
                 if running.failed_at is None:
@@ -113,22 +113,6 @@ def _rows_only(tensor: torch.Tensor) -> dict[int, Any]:
 
 def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
     return {}
-
-
-def _interrupted(error: Exception, before: BaseException | None) -> bool:
-    """Whether it hides an interrupt, but none of what was being handled ``before``.
-
-    One that strikes while torch reads a symbolic size becomes the text of a TypeError.
-    """
-    seen, left = {id(before)}, [error.__cause__, error.__context__]
-    while left:
-        reason = left.pop()
-        if reason is not None and id(reason) not in seen:  # an error may be among its own causes
-            seen.add(id(reason))
-            left += [reason.__cause__, reason.__context__]
-            if isinstance(reason, KeyboardInterrupt):
-                return True
-    return isinstance(error, TypeError) and KeyboardInterrupt.__name__ in str(error)
 
 
 @contextmanager

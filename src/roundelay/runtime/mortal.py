@@ -62,7 +62,8 @@ def _refused(error: OSError) -> RunError:
         "the system",
         got=f"{error.strerror!r} when another process was to be started",
         expected="room for it",
-        remedy="See its limits on processes (`ulimit -u`, a container's) and its free memory, or use fewer workers.",
+        remedy="See its limits on processes (`ulimit -u`, a container's) and its free memory. Fewer workers need "
+        "fewer, and --no-baseline one less.",
     )
 
 

@@ -115,8 +115,10 @@ def _train(
         finally:
             interrupts.held = True
             well = len(tally.ended) == len(children) and not tally.failures  # else a stopped one is waited for again
-            _end(children, END_S if well else 0.0)
-            pump.stop()
+            try:
+                _end(children, END_S if well else 0.0)
+            finally:
+                pump.stop()
 
 
 @final
@@ -317,11 +319,13 @@ def _lost(
 def _end(children: Sequence[Child], grace_s: float) -> None:
     """Wait a little, then kill what still runs, and reap it."""
     deadline = time.monotonic() + grace_s
-    for child in children:
-        child.wait(deadline - time.monotonic())
-    for child in children:
-        if child.status() is None:
-            child.killed = True
-            os.kill(child.pid, signal.SIGKILL)
-    for child in children:
-        child.wait(END_S)
+    try:
+        for child in children:
+            child.wait(deadline - time.monotonic())
+    finally:
+        for child in children:
+            if child.status() is None:
+                child.killed = True
+                os.kill(child.pid, signal.SIGKILL)
+        for child in children:
+            child.wait(END_S)

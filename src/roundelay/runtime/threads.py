@@ -27,7 +27,7 @@ END_S = 5.0
 """Seconds that threads get to end once the run has ended or failed; one that computes on cannot be ended."""
 
 SURE_S = 1.0
-"""Of these, seconds that they get whatever interrupts: who hangs nowhere has ended by then, its loader's thread too."""
+"""Of these, seconds that they get whatever interrupts: most have ended by then, and so have their loaders' threads."""
 
 HANDFUL_S = 0.01
 """Whoever has been woken by a report waits so long for more of them."""
