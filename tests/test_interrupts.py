@@ -92,6 +92,26 @@ def test_an_interrupt_while_handlers_are_exchanged_leaves_none_to_wait(
         assert [signal.getsignal(number) for number in ENDING] == [signal.default_int_handler] * 3
 
 
+def test_two_interrupts_while_handlers_are_exchanged_leave_none_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second keeps what has been exchanged from being put back."""
+    set_handler, calls = signal.signal, list[int]()
+
+    def interrupted(number: int, handler: Any) -> Any:
+        calls.append(number)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return set_handler(number, handler)
+
+    with handled(ENDING[0]), handled(ENDING[1]), handled(ENDING[2]):
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(KeyboardInterrupt), Interrupts():
+                pass
+        for number in ENDING:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+
+
 def test_a_handler_that_is_set_meanwhile_stays() -> None:
     """The command's own sets one for SIGALRM, which would end the process if it were put back."""
 

@@ -66,6 +66,7 @@ class Interrupts:
             if threading.current_thread() is threading.main_thread():
                 self._put_in_place()
         except BaseException:  # a signal whose handler is not exchanged yet
+            self.held = self._lasts = False  # first: another may strike in the call
             self.__exit__()
             raise
         return self
