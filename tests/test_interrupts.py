@@ -93,18 +93,20 @@ def test_an_interrupt_while_handlers_are_exchanged_leaves_none_to_wait(
 
 
 def test_two_interrupts_while_handlers_are_exchanged_leave_none_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second keeps what has been exchanged from being put back."""
-    set_handler, calls = signal.signal, list[int]()
+    """The first comes when all have been exchanged, the second before any can be put back."""
+    put_in_place = Interrupts._put_in_place
 
-    def interrupted(number: int, handler: Any) -> Any:
-        calls.append(number)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return set_handler(number, handler)
+    def first(interrupts: Interrupts) -> None:
+        put_in_place(interrupts)
+        raise KeyboardInterrupt
+
+    def second(interrupts: Interrupts, *raised: object) -> None:
+        raise KeyboardInterrupt
 
     with handled(ENDING[0]), handled(ENDING[1]), handled(ENDING[2]):
         with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", interrupted)
+            patch.setattr(Interrupts, "_put_in_place", first)
+            patch.setattr(Interrupts, "__exit__", second)
             with pytest.raises(KeyboardInterrupt), Interrupts():
                 pass
         for number in ENDING:
