@@ -147,6 +147,26 @@ def test_a_handler_that_another_sets_waits_too() -> None:
         assert signal.getsignal(signal.SIGALRM) is again
 
 
+def test_one_inside_another_passes_on_what_comes() -> None:
+    """As where a callback of a run captures another model."""
+    heard = list[int]()
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+
+    with handled(signal.SIGINT, hear):
+        with Interrupts() as outer:
+            outer.open()
+            with Interrupts() as inner:
+                inner.open()
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is hear
+    assert heard == [signal.SIGINT] * 4
+
+
 def test_in_a_forked_child_nothing_waits() -> None:
     with handled(signal.SIGALRM, lambda number, frame: os._exit(7)), Interrupts():
         child = os.fork()

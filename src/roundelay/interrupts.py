@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Self, final
 
@@ -64,7 +64,7 @@ class Interrupts:
         self.held = self._lasts = True
         try:
             if threading.current_thread() is threading.main_thread():
-                self._put_in_place()
+                self._put_in_place({})
         except BaseException:  # a signal whose handler is not exchanged yet
             self.held = self._lasts = False  # first: another may strike in the call
             self.__exit__()
@@ -82,10 +82,10 @@ class Interrupts:
             finally:
                 self.handle()
 
-    def _put_in_place(self) -> None:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            if callable(handler) and handler != self._hear:  # else it is the system's, or not Python's
+    def _put_in_place(self, before: Mapping[int, object]) -> None:
+        """Exchange the handlers that are others than they were ``before``."""
+        for number, handler in _handlers().items():
+            if callable(handler) and handler != before.get(number):  # else it is the system's, or not Python's
                 self._handlers[number] = handler
                 signal.signal(number, self._hear)
 
@@ -117,11 +117,16 @@ class Interrupts:
             self._call(number, frame)
 
     def _call(self, number: int, frame: FrameType | None) -> None:
+        before = _handlers()
         try:
             self._handlers[number](number, frame)
         finally:
             if self._lasts:
-                self._put_in_place()  # before one that it has set: the command's own sets an alarm
+                self._put_in_place(before)  # what it has set: the command's own sets an alarm
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
 def hides_interrupt(error: Exception, before: BaseException | None = None) -> bool:
