@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -96,8 +96,8 @@ def test_two_interrupts_while_handlers_are_exchanged_leave_none_to_wait(monkeypa
     """The first comes when all have been exchanged, the second before any can be put back."""
     put_in_place = Interrupts._put_in_place
 
-    def first(interrupts: Interrupts) -> None:
-        put_in_place(interrupts)
+    def first(interrupts: Interrupts, before: Mapping[int, object]) -> None:
+        put_in_place(interrupts, before)
         raise KeyboardInterrupt
 
     def second(interrupts: Interrupts, *raised: object) -> None:
