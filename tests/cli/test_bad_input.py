@@ -56,6 +56,12 @@ JOBS = {
         "takes the job's first batch",
         "without Roundelay, too",
     ),
+    "a number outside of the model's vocabulary": (
+        "model=nn.Embedding(9, 3), inputs=lambda b: ((b['y'] + 9,), {})",
+        "the model (Embedding)",
+        "IndexError: index out of range",
+        "without Roundelay, too",
+    ),
     "a model that cannot be exported": (
         "model=nn.Sequential(nn.Linear(6, 6), Branch(), nn.Linear(6, 3))",
         "'1' (Branch)",

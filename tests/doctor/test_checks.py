@@ -52,6 +52,13 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
         "warning",
         ("built for CUDA 13.0", "driver too old"),
     ),
+    "bf16 without torch": (spoiled(torch=ABSENT), "bf16", "warning", ("not known without torch",)),
+    "no LSTM in bf16": (
+        spoiled(torch={"lowered_error": "RuntimeError: could not create a primitive"}),
+        "bf16",
+        "warning",
+        ("could not create a primitive", "leave `--precision` out"),
+    ),
     "backends without torch": (spoiled(torch=ABSENT), "backends", "warning", ("not known without torch",)),
     "no torch.distributed": (
         spoiled(torch={"distributed": False, "gloo": False}),
@@ -165,7 +172,7 @@ def test_what_is_wrong_is_found_with_its_remedy(case: str) -> None:
 @pytest.mark.parametrize("case", WRONG)
 def test_nothing_else_is_blamed_for_it(case: str) -> None:
     machine, name, _, _ = WRONG[case]
-    expected = {name, "torch", "devices", "backends"} if machine.torch.version is None else {name}
+    expected = {name, "torch", "devices", "bf16", "backends"} if machine.torch.version is None else {name}
     assert {finding.name for finding in examine(machine) if finding.state != "ok"} == expected
 
 
@@ -214,7 +221,7 @@ def test_what_is_merely_unusual_is_told_and_no_more(case: str) -> None:
 def test_on_a_machine_where_all_is_well_every_check_says_so() -> None:
     assert [finding for finding in examine(WELL) if finding.state != "ok" or finding.remedy] == []
     names = [finding.name for finding in examine(WELL)]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 21
 
 
 def test_every_check_that_can_complain_is_made_to() -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from roundelay.doctor import examine
 from roundelay.doctor import probe as probe_machine
@@ -105,6 +107,16 @@ def test_this_machine_is_read() -> None:
     assert machine.packages["tensorboard"] is not None
     assert machine.cores.usable > 0
     assert {one.name for one in examine(machine) if one.state == "problem"} <= {"loopback", "disk"}
+
+
+def test_what_torch_says_of_an_lstm_in_bf16_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: nn.LSTM, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("could not create a primitive. Run again")
+        return x
+
+    monkeypatch.setattr(nn.LSTM, "forward", refuses)
+    assert read_torch().lowered_error == "RuntimeError: could not create a primitive"
 
 
 def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

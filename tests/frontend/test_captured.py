@@ -172,6 +172,11 @@ def does_not_fit(h: Tensor) -> Tensor:
     return functional.linear(h, torch.ones(3, 77))
 
 
+def asks_too_much(h: Tensor) -> Tensor:
+    nine = (h * 0 + 9).long()
+    return functional.embedding(nine, torch.ones(9, 6)).sum(1)
+
+
 def raises_from_itself(h: Tensor) -> Tensor:
     error = ValueError(f"{h.ndim} dimensions, its own cause")
     raise error from error
@@ -193,6 +198,7 @@ def derives(h: Tensor) -> Tensor:
         (asks_for_a_number, "return h[: int(h.sum().item())]", "", "torch.where"),
         (raises, 'raise ValueError(f"{h.ndim} dimensions, too few")', "ValueError: 2 dimensions", "by hand"),
         (does_not_fit, "return functional.linear(h, torch.ones(3, 77))", "shapes cannot be multiplied", "by hand"),
+        (asks_too_much, "return functional.embedding(nine, torch.ones(9, 6)).sum(1)", "IndexError", "by hand"),
         (raises_from_itself, "raise error from error", "its own cause", "by hand"),
         (draws, "return h * random.random() if h.sum() < 1e9 else h", "Guard", "torch.where"),
         (derives, "return torch.autograd.grad(h.sum(), h)[0] if h.sum() < 1e9 else h", "Guard", "torch.where"),
@@ -216,6 +222,15 @@ def test_a_model_that_cannot_be_exported_is_told_by_module_line_and_remedy(
     assert "\n" not in str(error)
     assert remedy in error.remedy
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == [], "torch tells it on pages of its own"
+
+
+def test_what_fails_in_the_graph_alone_is_not_said_to_be_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise ValueError("only here")
+
+    monkeypatch.setattr("roundelay.frontend.captured.clean", fails)
+    with pytest.raises(ValueError, match="only here"):
+        capture(Net(), squares, pairs(), only_x)
 
 
 def quotes(h: Tensor) -> Tensor:

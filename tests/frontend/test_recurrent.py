@@ -39,6 +39,19 @@ BY_KIND = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
 
+def lowered_lstm_fails() -> bool:
+    """Whether this processor has no kernel for an LSTM that autocast lowers: then torch itself raises."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return True
+    return False
+
+
+NO_KERNEL = "torch itself cannot compute an LSTM of fp32 values in bf16 on this processor"
+
+
 class Net(nn.Module):
     """A layer, a recurrent layer whose steps and states are both read, and a head."""
 
@@ -128,6 +141,8 @@ def test_an_operation_counts_its_products(kind: str) -> None:
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize(("kind", "options"), FORMS)
 def test_a_stand_in_says_the_layout_that_the_operation_has(kind: str, options: str, lowered: bool) -> None:
+    if lowered and kind == "lstm" and lowered_lstm_fails():
+        pytest.skip(NO_KERNEL)
     layer = KINDS[kind](**OPTIONS[options])
     x = torch.randn(3, 4, FEATURES)
     with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
@@ -193,6 +208,7 @@ class Inside(nn.Module):
         return out
 
 
+@pytest.mark.skipif(lowered_lstm_fails(), reason=NO_KERNEL)
 def test_a_layer_under_the_models_own_autocast_or_without_gradients_keeps_both() -> None:
     model = Inside()
     captured = capture(model, loss, batch_of())

@@ -21,6 +21,7 @@ class Torch:
         cuda: version of CUDA that it was built for; None if for none.
         devices: name and bytes of memory of every CUDA device that it can use.
         device_error: why it can use none, where it says so.
+        lowered_error: why the processor cannot compute an LSTM that autocast lowers to bf16, where it cannot.
     """
 
     version: str | None = None
@@ -31,6 +32,7 @@ class Torch:
     cuda: str | None = None
     devices: tuple[tuple[str, int], ...] = ()
     device_error: str = ""
+    lowered_error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ def read_torch(name: str = "torch") -> Torch:
         cuda=_or(lambda: torch.version.cuda, None),
         devices=devices,
         device_error=device_error,
+        lowered_error=_lowered(torch),
     )
 
 
@@ -94,6 +95,16 @@ def _devices(torch: Any) -> tuple[tuple[tuple[str, int], ...], str]:
             )
         except Exception as error:
             return (), f"{type(error).__name__}: {error}"
+
+
+def _lowered(torch: Any) -> str:
+    """What an LSTM in bf16 says on this processor: not every one has a kernel for it, and torch does not ask before."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).split('.')[0]}"
 
 
 def _or(read: Callable[[], Read], absent: Read) -> Read:

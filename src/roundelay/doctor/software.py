@@ -59,6 +59,17 @@ def devices(machine: Machine) -> Finding:
     return Finding("devices", "no CUDA device: the processor computes")
 
 
+def bf16(machine: Machine) -> Finding:
+    """Whether the processor computes every layer in bf16: torch hands an LSTM to oneDNN, which lacks it on some."""
+    found = machine.torch
+    if found.version is None:
+        return Finding("bf16", "not known without torch", "warning", "See torch.")
+    if not found.lowered_error:
+        return Finding("bf16", "computed by the processor, LSTMs too")
+    remedy = "For a model with an LSTM leave `--precision` out, or cast its input by hand."
+    return Finding("bf16", f"no kernel for an LSTM of fp32 values: {found.lowered_error}", "warning", remedy)
+
+
 def backends(machine: Machine) -> Finding:
     """What processes can talk over."""
     found = machine.torch
@@ -159,6 +170,7 @@ SOFTWARE: tuple[Check, ...] = (
     torch,
     commands,
     devices,
+    bf16,
     backends,
     malloc,
     compiler,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from roundelay.errors import CaptureError, JobError
+from roundelay.errors import CaptureError, JobError, RoundelayError
 from roundelay.frontend.batch import Batch, leaves, num_rows, replace
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
-from roundelay.frontend.export import Exported, export
+from roundelay.frontend.export import Exported, export, refuse_failing
 from roundelay.frontend.face import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
@@ -270,7 +270,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
             exported = export(model, call, tensors)
-        cleaned = clean(exported, tensors)
+        cleaned = _cleaned(model, exported, call, tensors)
         nodes = list(exported.module.graph.output_node().args[0])  # type: ignore[arg-type]
         with torch.enable_grad():
             made, _ = run_nodes(exported, tensors)
@@ -284,6 +284,17 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         raise _nothing_to_train(model)
     called = LossCall(loss, reads, exported.output_shape, sample)
     return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
+
+
+def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensors: list[torch.Tensor]) -> Cleaned:
+    """Clean the graph: the first time that its operations meet values, of which export saw no more than shapes."""
+    try:
+        return clean(exported, tensors)
+    except RoundelayError:
+        raise
+    except Exception:  # whatever an operation says of values, or of this processor
+        refuse_failing(model, call, tensors)
+        raise
 
 
 def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:

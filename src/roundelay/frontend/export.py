@@ -99,7 +99,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
         refuse_sparse(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
-    _refuse_failing(model, call, tensors)
+    refuse_failing(model, call, tensors)
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
@@ -173,8 +173,12 @@ def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
             handle.remove()
 
 
-def _refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> None:
-    """Raise what the call raises without any export; not known of a model whose weights are still to come."""
+def refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> None:
+    """Raise what the call raises without any export; not known of a model whose weights are still to come.
+
+    Raises:
+        CaptureError: the model's own forward fails on these tensors; naming the module and the line.
+    """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
