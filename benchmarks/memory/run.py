@@ -6,6 +6,8 @@ with `recompute` also the one tape that is made again. The largest batch is foun
 is run beside the smallest (one row per micro-batch), and what the ledger says that the larger one needs beyond the
 smaller is held against what each process has written beyond it by the end, and against what its resident memory has at
 most grown to beyond it.
+
+Below, workers of a model whose weights lie in a file (`benchmarks/memory/weights.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from torch import nn
 
 import roundelay
 from benchmarks.common import asked, report, table
+from benchmarks.memory.weights import COLUMNS, held
 from benchmarks.stage_functions.run import Attention
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.planner.ledger import ledger
 
 D, WIDTH, LENGTH, BLOCKS = 4, 64, 64, 4
 MIB = 2**20
@@ -58,19 +62,10 @@ def planned(rule: str, backward: str, micro_batches: int, rows: int) -> tuple[ro
     return made, captured, plan
 
 
-def ledger(plan: Plan) -> list[int]:
-    """Bytes that each worker needs: versions of its weights, gradients, two moments, tapes, messages."""
-    return [
-        stage.parameter_bytes * (max(1, worker.versions_held_peak) + 3)
-        + worker.tape_bytes_peak
-        + worker.unread_bytes_peak
-        for stage, worker in zip(plan.stages, roundelay.simulate(plan).workers, strict=True)
-    ]
-
-
 def needed(rule: Sequence[Any], rows: int) -> list[int]:
-    """The ledger, with the one whole tape that a recomputed forward makes again for its backward."""
-    found = ledger(planned(rule[0], rule[1], rule[2], rows)[2])
+    """The plan's ledger with Adam's two moments, and the one whole tape that a recomputed forward makes again."""
+    plan = planned(rule[0], rule[1], rule[2], rows)[2]
+    found = [one.total for one in ledger(plan, [2 * stage.parameter_bytes for stage in plan.stages])]
     if rule[1] != "recompute":
         return found
     whole = planned(rule[0], "stash", rule[2], rows)[2].stages
@@ -124,7 +119,9 @@ def main() -> None:
         numbers[" ".join(map(str, rule))] = {"rows": found, **both}
     columns = ["rule", "largest batch, rows", "ledger by worker, MiB"]
     columns += [f"{what}, beyond the least, MiB" for what in ("ledger", "written", "resident at most")]
-    report(what, f"Budget: {budget / MIB:.0f} MiB per worker.\n\n" + table(columns, rows), numbers)
+    fits = f"Budget: {budget / MIB:.0f} MiB per worker.\n\n" + table(columns, rows)
+    stages, numbers["weights in a file"] = held(30)
+    report(what, f"{fits}\n\nWeights in a file:\n\n{table(COLUMNS, stages)}", numbers)
 
 
 if __name__ == "__main__":

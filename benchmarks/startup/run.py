@@ -1,7 +1,8 @@
 """From a captured and planned job to the first update of 4 workers: what the start of the processes costs.
 
 The workers are forked; for comparison, an interpreter that only imports torch, which each would pay if it were spawned.
-Beside it, what comes before: capturing the default job, and planning it with every operation measured afresh.
+Beside it, what comes before: capturing the default job, and planning it with every operation measured afresh. And all
+of it, as it is typed: from the command's start to the first update that it tells, imports included.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common import alternate, asked, report, spread, table
@@ -21,6 +23,7 @@ from roundelay.api.gathering import Event, Updated
 from roundelay.cli.job_file import load_job
 
 WORKERS = 4
+LIMIT_S = 120.0
 DEFAULT = Path(__file__).parent.parent.parent / "examples" / "char_gpt.py"
 
 
@@ -53,6 +56,29 @@ def importing() -> float:
     return time.perf_counter() - start
 
 
+def typed(*launcher: str, options: Sequence[str] = ()) -> float:
+    """Seconds from a command's start to the first update of the default job in its run folder."""
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        told = Path(folder) / "run" / "metrics.jsonl"
+        command = [sys.executable, *launcher, "-m", "roundelay", "train", str(DEFAULT), *options]
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [*command, "--no-baseline", "--steps", "400", "--out", "run"],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while not (told.exists() and told.stat().st_size):
+                if process.poll() is not None or time.perf_counter() - start > LIMIT_S:
+                    raise SystemExit(f"{' '.join(command)}: no update in {LIMIT_S:.0f} s, or an error")
+                time.sleep(0.005)
+            return time.perf_counter() - start
+        finally:
+            process.terminate()
+            process.wait()
+
+
 def main() -> None:
     what = asked(__doc__ or "", 5)
     candidates: dict[str, Callable[[], float]] = {
@@ -62,6 +88,12 @@ def main() -> None:
     os.environ["ROUNDELAY_CACHE"] = "none"  # else a plan is measured once
     candidates["the default job: captured and planned"] = planning
     candidates["one new interpreter: import torch"] = importing
+    candidates["roundelay train --workers 4 --transport shm, as typed"] = functools.partial(
+        typed, options=["--workers", str(WORKERS), "--transport", "shm"]
+    )
+    candidates["torchrun --nproc-per-node 4 -m roundelay train, as typed"] = functools.partial(
+        typed, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"
+    )
     found = alternate(candidates, what.repeats)
     report(what, table(["", "s"], [[name, spread(values, 2)] for name, values in found.items()]), {"s": found})
 

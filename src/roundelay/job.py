@@ -32,7 +32,7 @@ class Job:
         evaluate: model -> metrics; gets the original module in eval mode with the freshest weights.
         showcase: model -> text to show after training, for example a few lines that a language model writes.
         weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
-            :func:`roundelay.empty_weights`, and no process ever holds it whole.
+            :func:`roundelay.empty_weights`, and no worker holds more than its stage.
         steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; else one epoch.
 
     What is called in a run is called on workers. Over ``memory`` these share threads, so a worker's next call may come

@@ -24,6 +24,16 @@ class Branch(nn.Module):
         if x.sum() > 0:
             return x
         return -x
+
+NET = mlp.model()
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, named):
+        super().__init__(named, {})
+
+class Pair(list):
+    def __init__(self, x, y):
+        super().__init__([x, y])
 """
 
 JOBS = {
@@ -32,6 +42,19 @@ JOBS = {
     "LBFGS": ("optimizer=lambda n: torch.optim.LBFGS([p for _, p in n])", "LBFGS", "closure", "AdamW"),
     "an optimizer that raises": ("optimizer=lambda n: 1 / 0", "Job(optimizer=...)", "ZeroDivisionError"),
     "no optimizer": ("optimizer=lambda n: 3", "Job(optimizer=...)", "a int"),
+    "an optimizer of parameters that it was not given": (
+        "model=NET, optimizer=lambda n: torch.optim.SGD(NET.parameters(), lr=0.1)",
+        "Job(optimizer=...), SGD",
+        "not given, such as one of model.parameters()",
+        "lambda named:",
+    ),
+    "an optimizer without a learning rate": ("optimizer=WithoutRate", "WithoutRate", "lr = 'nothing'", "lr=3e-4"),
+    "a batch of a kind that cannot be made again": (
+        "batches=lambda e: [Pair(*b.values()) for b in mlp.batches(e)]",
+        "the batch, a Pair",
+        "TypeError",
+        "must be made as dict or list are",
+    ),
     "ReduceLROnPlateau": ("scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau", "metric"),
     "a scheduler that raises": ("scheduler=lambda o: 1 / 0", "Job(scheduler=...)", "ZeroDivisionError"),
     "no scheduler": ("scheduler=lambda o: 3", "Job(scheduler=...)", "a int"),
@@ -105,6 +128,12 @@ def test_a_job_file_that_cannot_be_read_is_told_with_its_line(capsys: Capture, w
     path = workplace / "bad.py"
     path.write_text(text)
     one_screen(told(capsys, "train", path), "job file", "bad.py", *words, "def job(seed: int) -> roundelay.Job")
+
+
+def test_a_syntax_error_in_what_a_job_file_imports_is_told_with_its_own_file(capsys: Capture, workplace: Path) -> None:
+    (workplace / "helper_of_mine.py").write_text("x = 1\ny = (\n")
+    (workplace / "bad.py").write_text("import helper_of_mine\n")
+    one_screen(told(capsys, "train", workplace / "bad.py"), "bad.py", "helper_of_mine.py, line 2", "never closed")
 
 
 def test_a_job_file_that_is_none_is_told(capsys: Capture, workplace: Path) -> None:
@@ -208,6 +237,18 @@ def test_a_checkpoint_that_is_none_or_of_another_model_is_refused(capsys: Captur
     assert here(capsys, "train", MLP, *SMALL, "--out", "run").code == 0
     other = job_file(workplace, "model=nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))")
     one_screen(told(capsys, "train", other, *SMALL, "--from", "run"), "checkpoint run", "'0.weight'", "(16, 6)")
+    short, long = (f"model=nn.Sequential(nn.Linear(6, 3), Table({size}))" for size in (4, 5))
+    table = (
+        "class Table(nn.Module):\n"
+        "    def __init__(self, size):\n"
+        "        super().__init__()\n"
+        "        self.register_buffer('cos', torch.ones(size))\n"
+        "    def forward(self, x):\n"
+        "        return x * self.cos[:3]\n"
+    )
+    assert here(capsys, "train", job_file(workplace, short, table), *SMALL, "--out", "short").code == 0
+    job = job_file(workplace, long, table)
+    one_screen(told(capsys, "train", job, *SMALL, "--from", "short"), "checkpoint short", "1.cos", "made by")
 
 
 def test_debug_shows_the_traceback_and_its_levels_are_checked(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

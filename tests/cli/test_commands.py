@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from roundelay.cli.job_file import job_maker
 from roundelay.ir.plan import FORMAT, SINCE_1, Plan
@@ -80,6 +81,40 @@ def test_train_tells_where_the_time_and_the_memory_of_each_worker_went(
     assert ("threads of one process" in said.told) == (transport == "memory")
 
 
+def test_a_worker_of_a_model_in_a_file_holds_its_own_stage_and_no_more(workplace: Path) -> None:
+    layers, width, mib = 8, 1024, 1 << 20
+    text = (
+        "import torch, roundelay\n"
+        "def job(seed):\n"
+        "    with roundelay.empty_weights():\n"
+        f"        layers = [torch.nn.Linear({width}, {width}, bias=False) for _ in range({layers})]\n"
+        "    model = torch.nn.Sequential(*layers)\n"
+        "    return roundelay.Job(model=model, weights='model.safetensors', loss=lambda o, b: o.square().mean(),\n"
+        f"        batches=lambda epoch: [{{'x': torch.ones(2, {width})}}] * 9, inputs=lambda b: ((b['x'],), {{}}),\n"
+        "        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))\n"
+    )
+    Path("job.py").write_text(text)
+    save_file({f"{i}.weight": torch.eye(width) for i in range(layers)}, "model.safetensors")
+    asked = (
+        "--workers",
+        4,
+        "--transport",
+        "shm",
+        "--rule",
+        "1f1b",
+        "--cuts",
+        "linear_1,linear_3,linear_5",
+        "--steps",
+        6,
+    )
+    said = finish(start(workplace, "train", "job.py", *asked, "--out", "run", MALLOC_MMAP_THRESHOLD_=str(mib)))
+    assert said.code == 0, said.err
+    assert "plain PyTorch" not in said.told, "it would hold the whole model"
+    for row in json.loads(Path("run/summary.json").read_text())["memory"]:
+        assert row["predicted"]["weights"] == layers * width * width
+        assert 0 < row["private_bytes"] - row["predicted"]["total"] < 3 * layers * width * width
+
+
 def test_in_half_precision_the_loss_scale_and_skipped_updates_are_told(capsys: Capture, workplace: Path) -> None:
     asked = ("--rule", "1f1b", "--precision", "fp16", "--loss-scale", "dynamic:1073741824:2")
     said = here(capsys, "train", MLP, *FAST, *asked, "--steps", 5, "--out", "run")
@@ -120,6 +155,42 @@ def test_a_scale_that_is_too_large_for_ever_is_told_and_ends_the_run(
     assert "Updates 0 to 7 are skipped" in said.told
     assert "Updates 0 to 31 are skipped" in said.told
     assert "Restart" not in said.told
+
+
+def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capture, workplace: Path) -> None:
+    once = (
+        "failed = []\n"
+        "def away_once(epoch):\n"
+        "    for number, batch in enumerate(mlp.batches(epoch)):\n"
+        "        if (epoch, number) == (1, 2) and not failed:\n"
+        "            failed.append(True)\n"
+        "            raise OSError('the disk was away')\n"
+        "        yield batch\n"
+    )
+    job = job_file(workplace, "batches=away_once", once)
+    asked = ("--transport", "memory", "--epochs", 2, "--rule", "pipeoptim")
+    for number, (restarts, out) in enumerate(((1, "restarted"), (0, "failed"))):
+        said = here(capsys, "train", job, *FAST, *asked, "--restarts", restarts, "--out", out)
+        assert said.code == number, said.err
+        assert "the disk was away" in said.told
+        assert ("Restart 1: going on after update" in said.told) == (restarts > 0)
+    assert here(capsys, "train", MLP, *FAST, *asked, "--out", "whole").code == 0
+    ends = [load_file(Path(out) / "checkpoint" / "model.safetensors") for out in ("restarted", "whole")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    losses = [[line["loss"] for line in read_metrics(Path(out) / "metrics.jsonl")] for out in ("restarted", "whole")]
+    assert losses[0] == losses[1]
+
+
+def test_inputs_may_take_things_out_of_the_batch(capsys: Capture, workplace: Path) -> None:
+    ends = []
+    for changes in ("inputs=lambda b: ((b.pop('x'),), {})", ""):
+        said = here(
+            capsys, "train", job_file(workplace, changes), "--workers", 2, "--steps", 3, "--out", f"run{len(ends)}"
+        )
+        assert said.code == 0, said.err
+        assert "told no figure" not in said.told
+        ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:

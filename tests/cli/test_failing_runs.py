@@ -128,6 +128,7 @@ CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     ),
     "the optimizer's step": ("optimizer=lambda n: Step(n, lr=0.1)", True, ("update of micro-batch 3", "no step")),
     "evaluate": ("evaluate=lambda m: fail('no score')", True, ("Job(evaluate=...) after update 4", "no score")),
+    "a score without a name": ("evaluate=lambda m: {3: 0.5}", True, ("Job(evaluate=...) after update 4", "name 3 of")),
     "a score that is none": ("evaluate=lambda m: {'score': 'high'}", True, ("Job(evaluate=...)", "'high'")),
 }
 
@@ -158,6 +159,22 @@ def test_an_exception_on_a_worker_is_told_with_its_place(
     one_screen(said, *words)
     assert said.code == (2 if "batch" in case else 1)
     whole_or_nothing(updates)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_state_that_cannot_be_told_is_the_cause(capsys: Capture, workplace: Path, transport: str) -> None:
+    seen = (
+        "class Seen(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        super().step()\n"
+        "        for group in self.param_groups:\n"
+        "            for p in group['params']:\n"
+        "                self.state[p]['seen'] = {1, 2}\n"
+    )
+    job = job_file(workplace, "optimizer=lambda n: Seen(n, lr=0.1)", seen)
+    said = here(capsys, "train", job, "--workers", 2, "--steps", 3, "--no-baseline", "--transport", transport)
+    one_screen(said, ", state", "Object of type set is not JSON serializable")
+    assert said.code == 1
 
 
 def test_a_showcase_that_raises_leaves_a_whole_run(capsys: Capture, workplace: Path) -> None:

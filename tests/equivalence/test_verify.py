@@ -13,8 +13,11 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
+import roundelay
+from roundelay.api import verifying
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import Verification
+from roundelay.errors import UserCodeError
 from roundelay.job import Named
 from roundelay.runtime.optimizer import RateTable
 from tests.equivalence.cells import (
@@ -228,3 +231,24 @@ def test_a_model_in_double_precision() -> None:
         batches.append((batch[0].double(), batch[1]))
     place = Bench(doubled, entry.build(0).double(), batches)
     held(place.verify(place.plan(RECOMPUTE, 3, 3, "gloo")))
+
+
+def test_a_loss_that_cannot_be_computed_again_is_told_as_the_persons(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, weights = verifying.run_reference, [1.0] * 99
+
+    def loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return outputs.square().mean() * weights.pop()
+
+    def run_reference(*args: Any, **kwargs: Any) -> Any:
+        weights.clear()
+        return place(*args, **kwargs)
+
+    job = roundelay.Job(
+        model=nn.Linear(3, 3),
+        loss=loss,
+        batches=lambda epoch: [(torch.ones(4, 3), torch.ones(4))] * 9,
+        optimizer=partial(SGD, lr=0.1),
+    )
+    monkeypatch.setattr(verifying, "run_reference", run_reference)
+    with pytest.raises(UserCodeError, match="the one-process reference: got IndexError: pop from empty list"):
+        roundelay.verify(job, plan=roundelay.plan(job, workers=1, rule="gpipe", cuts="equal"), steps=3)

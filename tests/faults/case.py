@@ -270,10 +270,15 @@ def _cause(case: Case) -> str:
     return "Interrupted." if case.victim < 0 else f"worker {case.victim} (process"
 
 
-def _goes_on(folder: Path, case: Case, server: Server) -> tuple[str, ...]:
+def forget_mistakes(folder: Path) -> None:
+    """Take back what makes the job in a folder fail."""
     for mistake in MISTAKES:
         for where in ("read", "loss"):
             (folder / f"{where}-{mistake}").unlink(missing_ok=True)
+
+
+def _goes_on(folder: Path, case: Case, server: Server) -> tuple[str, ...]:
+    forget_mistakes(folder)
     pid = server.train(folder, "--workers", 2, "--from", "run", "--steps", 3, "--out", "more")
     status = server.wait(pid, 60)
     return () if status == 0 else (f"--from ended with {status}: {(folder / 'err').read_text()[-500:]}",)

@@ -31,6 +31,7 @@ from tests.faults.case import (
     UPDATES,
     Case,
     Outcome,
+    forget_mistakes,
     loads,
     reached,
     updates_told,
@@ -88,10 +89,10 @@ def _fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def begin(case: Case, folder: Path) -> subprocess.Popen[bytes]:
+def begin(workers: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start the launcher in a process group of its own; what all say goes to the file ``err``."""
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}", "-m", "roundelay"]
-    train = ["train", str(JOB), "--no-baseline", "--epochs", str(EPOCHS), "--out", "run"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "roundelay"]
+    train = ["train", str(JOB), "--no-baseline", *(options or ("--epochs", str(EPOCHS), "--out", "run"))]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     with (folder / "err").open("ab") as said:
         return subprocess.Popen(
@@ -110,7 +111,7 @@ def starting_s(folder: Path) -> dict[int, float]:
 
     By the clock a start takes half as long where nothing runs beside it.
     """
-    launcher, began = begin(Case("torchrun", 3, "start", -1, "SIGKILL", 100, 0.0), folder), time.monotonic()
+    launcher, began = begin(3, folder), time.monotonic()
     try:
         while not updates_told(folder):
             assert launcher.poll() is None, (folder / "err").read_text()
@@ -137,9 +138,9 @@ def _end_all(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def play(case: Case, folder: Path, start_s: Mapping[int, float]) -> Outcome:
-    """Run a case in an empty folder, where processes compute so long at the start."""
-    launcher = begin(case, folder)
+def play(case: Case, folder: Path, start_s: Mapping[int, float], *, go_on: bool) -> Outcome:
+    """Run a case in an empty folder, where processes compute so long at the start; continue from what it leaves."""
+    launcher = begin(case.workers, folder)
     try:
         ready = _due(case, folder, launcher, start_s)
         deadline = time.monotonic() + 120
@@ -164,7 +165,23 @@ def play(case: Case, folder: Path, start_s: Mapping[int, float]) -> Outcome:
     ours = str(ROOT / "src" / "roundelay")  # not whatever lies in a clone of that name, such as torch
     wrong += ["a traceback of ours"] if any(ours in part for part in said.split("Traceback")[1:]) else []
     wrong += [f"process {pid} is left" for pid in left]
-    return Outcome(code, seconds, late, said, tuple(wrong))
+    went_on = go_on and not wrong and present(folder / "run" / "checkpoint").exists()
+    if went_on:
+        wrong += _goes_on(case, folder)
+    return Outcome(code, seconds, late, said, tuple(wrong), went_on)
+
+
+def _goes_on(case: Case, folder: Path) -> list[str]:
+    """What is wrong with another run under the launcher, of as many processes, from the checkpoint that is left."""
+    forget_mistakes(folder)
+    try:
+        code: int | str = begin(case.workers, folder, "--from", "run", "--steps", "3", "--out", "more").wait(START_S)
+    except subprocess.TimeoutExpired:
+        code = "nothing"
+    finally:
+        _end_all(folder)
+    done = (folder / "more" / "summary.json").exists()
+    return [] if code == 0 and done else [f"--from ended with {code}: {(folder / 'err').read_text()[-500:]}"]
 
 
 def _due(
@@ -248,7 +265,7 @@ def launched() -> Iterator[Play]:
     for _ in range(2):
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as first:
             start_s = starting_s(Path(first))
-    yield lambda seed, folder: (draw(seed), play(draw(seed), folder, start_s))
+    yield lambda seed, folder: (draw(seed), play(draw(seed), folder, start_s, go_on=seed % 3 == 0))
 
 
 def main() -> None:

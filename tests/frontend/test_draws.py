@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from torch.nn import functional
 
 from roundelay.errors import DeadlineError
 from roundelay.frontend import Draw, draws
-from roundelay.frontend.draws import keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK, keyed_attention, keyed_call, keyed_dropout
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import (
     DRAW,
@@ -267,3 +269,39 @@ def test_the_default_generator_is_not_waited_for_without_end(monkeypatch: pytest
     over.set()
     thread.join()
     assert keyed_call(torch.rand, 3, draw=Draw(1, 0), position=0).shape == (3,)
+
+
+def takes_it_in_a_child(leave: bool) -> bool:
+    """Whether a forked child can take the lock, and leave it once more than it has taken it itself."""
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        with DEFAULT_GENERATOR_LOCK:
+            pass
+        if leave:
+            DEFAULT_GENERATOR_LOCK.__exit__()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_takes_the_lock_that_a_thread_left_behind_holds() -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with DEFAULT_GENERATOR_LOCK:
+            held.set()
+            release.wait(30.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(30.0)
+        assert takes_it_in_a_child(leave=False)
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_what_the_forking_thread_holds_its_child_holds_as_well() -> None:
+    with DEFAULT_GENERATOR_LOCK:
+        assert takes_it_in_a_child(leave=True)

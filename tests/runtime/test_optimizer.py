@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from roundelay.runtime.optimizer import RateTable
+from roundelay.errors import JobError
+from roundelay.runtime.optimizer import RateTable, build_optimizer, without_gradients
 
 
 def table(named: list[tuple[str, torch.nn.Parameter]]) -> RateTable:
@@ -39,3 +42,37 @@ def test_neither_weights_nor_state_are_held() -> None:
     gc.collect()
     assert [one() for one in held] == [None, None]
     assert made.at(1) == (0.5, 1.0)
+
+
+class Demanding(torch.optim.SGD):
+    """Its step asks for gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        """Refuse."""
+        raise AssertionError("a step without gradients")
+
+
+@pytest.mark.filterwarnings("error")
+def test_rates_ahead_ask_for_no_step_of_the_persons_own() -> None:
+    halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    assert RateTable(partial(Demanding, lr=1.0), halved, parameters()).at(2) == (0.25,)
+
+
+@pytest.mark.parametrize("rate", [None, "fast"])
+def test_a_rate_that_is_no_number_is_refused(rate: Any) -> None:
+    def make(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(named, lr=0.1)
+        made.param_groups[0]["lr"] = rate
+        return made
+
+    with pytest.raises(JobError, match=f"SGD: got a parameter group with lr = {rate!r}"):
+        RateTable(make, None, parameters())
+
+
+def test_a_stage_s_optimizer_of_the_whole_model_s_parameters_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    copies = without_gradients(model)
+    with pytest.raises(JobError, match="not given"):
+        build_optimizer(lambda named: torch.optim.SGD(model.parameters(), lr=0.1), copies)
+    assert build_optimizer(lambda named: torch.optim.SGD(named, lr=0.1), copies)
+    assert build_optimizer(lambda named: torch.optim.SGD(named[:1], lr=0.1), copies)

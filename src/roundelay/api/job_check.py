@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import num_rows
+from roundelay.frontend.batch import num_rows, replace
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -57,16 +57,34 @@ def check_inputs(job: Job, batch: Any) -> None:
         JobError: the batch cannot be used, or the function raises.
     """
     num_rows(batch)
+    copied = _copy(batch)  # the function may take things out of it
     if job.inputs is None:
         return
     try:
-        job.inputs(batch)
+        job.inputs(copied)
     except Exception as error:  # the person's own code
         raise JobError(
             "Job(inputs=...) on the first batch",
             got=f"{type(error).__name__}: {error}",
             expected="a function batch -> (args, kwargs)",
             remedy='For example: inputs=lambda batch: ((batch["x"],), {}).',
+        ) from error
+
+
+def _copy(batch: Any) -> Any:
+    """A batch of the same tensors.
+
+    Raises:
+        JobError: it is of a kind that cannot be made again of its parts.
+    """
+    try:
+        return replace(batch, lambda _, leaf: leaf)
+    except Exception as error:  # the person's own kind of batch
+        raise JobError(
+            f"the batch, a {type(batch).__name__}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a dict, tuple or list, or a kind that is made of what is in it as these are",
+            remedy="Let batches(epoch) yield dicts or tuples; one of a kind of yours must be made as dict or list are.",
         ) from error
 
 

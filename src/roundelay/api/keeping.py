@@ -203,7 +203,7 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Eval
     try:
         with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
-            metrics = {name: float(value) for name, value in job.evaluate(model).items()}
+            metrics = {_name(name): float(value) for name, value in job.evaluate(model).items()}
     except Exception as error:  # the person's own code
         raise UserCodeError(
             f"Job(evaluate=...) after update {updates - 1}",
@@ -212,6 +212,12 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Eval
             remedy="Correct the function; it gets the original module in eval mode.",
         ) from error
     return Evaluated(updates, epoch, metrics)
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the name {name!r} of type {type(name).__name__}, which is no text")
+    return name
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
-from roundelay.runtime.optimizer import build_optimizer, build_scheduler
+from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
@@ -89,7 +89,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         check_inputs(job, sample)
         with without_dumps():
             captured = capture_model(job.model, job.loss, sample, job.inputs)
-        build_scheduler(job.scheduler, build_optimizer(job.optimizer, list(job.model.named_parameters())))
+        RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
         return captured
 
 

@@ -276,5 +276,13 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
             expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
             remedy="Continue with the job that the checkpoint was made by.",
         )
-    captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
+    try:
+        captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
+    except Exception as error:  # a buffer of another size, or the person's own hook
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            expected="tensors that the model's load_state_dict takes",
+            remedy="Continue with the job that the checkpoint was made by.",
+        ) from error
     return start

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from roundelay.api.cutting import users_code
 from roundelay.api.length import Length
 from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
 from roundelay.api.planning import capture
@@ -118,7 +119,7 @@ def verify_session(
     notes: list[Note] = []
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
-        with one_thread():
+        with one_thread(), users_code("the one-process reference"):
             reference = _on_cpu(_reference(session, origin, notes))
     if session.initial.flight is not None:
         reference, notes = behind(session, reference, notes)

@@ -1,8 +1,10 @@
-"""Weights that stay in their file until a stage reads them, so that no process ever holds the whole model.
+"""Weights that stay in their file until a stage reads them, so that no worker holds more than its stage.
 
 A model is built with :func:`empty_weights`, which leaves its parameters on the meta device, without memory; its job
 names the file. :func:`fill` maps the file into memory: a page of it is read when an operator first touches it, may be
 dropped again, and is shared by all processes. A worker then copies the parameters of its own stage, and those alone.
+
+The process that started them gathers all stages for every checkpoint and evaluation, and at the end: the whole model.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def train_job(
     session, folder = _begun(session, out, party)
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
-        on_cpu = set(plan.devices) == {CPU}  # beside devices, what a CPU does alone tells nothing
-        plain = _plain(job, seed, plan.precision, quiet) if baseline and on_cpu else []
+        plain = _plain(job, seed, plan.precision, quiet) if baseline and _fits_one(job, plan) else []
         trained = _trained(session, folder, restarts, checkpoint_every, quiet, party, curves)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
@@ -154,6 +153,11 @@ def attend_job(
         if party.deputy:
             raise
         return 1
+
+
+def _fits_one(job: Job, plan: Plan) -> bool:
+    """Whether one process may hold the whole model, and tells something: beside devices, what a CPU does does not."""
+    return set(plan.devices) == {CPU} and job.weights is None
 
 
 def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:

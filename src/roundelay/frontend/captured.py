@@ -82,7 +82,7 @@ class Captured:
         Raises:
             JobError: the call differs from the sample's in more than its tensors.
         """
-        tensors, call = CallShape.flatten(*self._inputs(micro_batch))
+        tensors, call = CallShape.flatten(*_called(self._inputs, micro_batch))
         if not call.matches(self._call) or len(tensors) != len(self.graph.inputs):
             raise JobError(
                 "the call of the model",
@@ -317,7 +317,7 @@ def _own(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    called = inputs(batch)
+    called = inputs(replace(batch, lambda _, leaf: leaf))  # it may take things out of it
     pair: Any = called  # the person's own function: it may return anything
     good = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (tuple, list))
     if not good or not isinstance(pair[1], Mapping):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,9 +34,25 @@ class GeneratorLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        #: identities of the threads that wait for it
+        self.waiting: set[int] = set()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Be free in a child if another thread than that which forked held it: it is not in the child."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+        self.waiting = set()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=LONGEST_HELD_S):
+        self.waiting.add(threading.get_ident())
+        try:
+            taken = self._lock.acquire(timeout=LONGEST_HELD_S)
+        finally:
+            self.waiting.discard(threading.get_ident())
+        if not taken:
             raise DeadlineError(
                 "torch's default generator",
                 got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",

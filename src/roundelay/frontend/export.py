@@ -206,8 +206,8 @@ def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone:
         return CaptureError(
             subject,
             got=got,
-            expected="a forward that takes the job's first batch",
-            remedy="It fails without Roundelay, too: call the model on one batch by hand, and mend the model, the "
+            expected="a forward that takes the job's first batch, with its row twice if it has but one",
+            remedy="It fails without Roundelay, too: call the model on such a batch by hand, and mend the model, the "
             "batch or Job(inputs=...).",
         )
     return CaptureError(

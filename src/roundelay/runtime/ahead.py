@@ -20,6 +20,7 @@ from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
+from roundelay.frontend import DEFAULT_GENERATOR_LOCK
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.transport.queues import next_item
 
@@ -114,6 +115,17 @@ def _end(processes: Sequence[Any]) -> None:
             process.join(max(0.0, deadline - monotonic()))
 
 
+def _kept_waiting(deadline_s: float) -> DeadlineError:
+    """By what keeps the generators that the loader needs: in a worker's own process, an evaluation."""
+    return DeadlineError(
+        "Job(evaluate=...)",
+        got=f"an evaluation in worker 0's process, for which the loader has waited for {deadline_s:g} s",
+        expected="one that ends within deadline_s: both draw from the process's random generators, one at a time",
+        remedy="Raise deadline_s (--deadline-s, or in the plan), evaluate less, or use --transport shm: there it is in "
+        "a process of its own.",
+    )
+
+
 @final
 class _Reader(threading.Thread, Generic[_Item]):
     """The thread: fills free registers until the source ends, fails, or is not wanted any more."""
@@ -167,6 +179,8 @@ class _Reader(threading.Thread, Generic[_Item]):
             with suppress(queue.Empty):
                 return next_item(self._filled, min(left, TELL_S))
             self._registers.tell(self.asked or "the data", monotonic() - began)
+        if self.ident in DEFAULT_GENERATOR_LOCK.waiting:
+            raise _kept_waiting(deadline_s)
         raise DeadlineError(
             f"the data: {self.asked}" if self.asked else "the data",
             got=f"no batch from the loader for {deadline_s:g} s",

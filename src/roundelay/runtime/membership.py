@@ -21,7 +21,7 @@ from roundelay.runtime.garbage import settled
 from roundelay.runtime.line import NEWS_S, Line
 from roundelay.runtime.party import TICK_S, Party
 from roundelay.runtime.report import Report, Reporter
-from roundelay.runtime.tally import Listener, Tally, failure
+from roundelay.runtime.tally import Listener, Tally, failure, instead
 from roundelay.runtime.threads import follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.schedules import num_workers
@@ -151,15 +151,14 @@ def _drain(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
         tally.late(reports.get())
 
 
-def _pass_on(report: Report, line: Line, rank: int) -> tuple[bool, bool]:
+def _pass_on(report: Report, line: Line) -> tuple[bool, bool]:
     """Send a report, or why it cannot be sent; whether it is the worker's last, and whether all is well."""
     try:
         line.send(report)
     except WorkerLostError:
         raise
-    except Exception as error:  # a state of which there is no copy to be had, for one
-        told = error if isinstance(error, RoundelayError) else unexpected(f"worker {rank}, {report.kind}", error)
-        report = failure(rank, told)
+    except Exception as error:
+        report = instead(report, error)
         line.send(report)
     return report.kind in ("finished", "failed"), report.kind != "failed"
 
@@ -203,7 +202,7 @@ def attend(task: Task, party: Party, wrap: Wrap) -> bool:
                         report = next_item(outgoing, TICK_S)
                     except queue.Empty:
                         continue
-                    ended, well = _pass_on(report, line, party.rank)
+                    ended, well = _pass_on(report, line)
         except KeyboardInterrupt:
             time.sleep(NEWS_S)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
     """The job's optimizer over all of ``named``.
 
     Raises:
-        JobError: it is no optimizer, or one whose step needs a closure.
+        JobError: it is no optimizer, one whose step needs a closure, or one of other parameters than ``named``.
     """
     try:
         optimizer = make(named)
@@ -47,6 +48,14 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
             got="a step that needs a closure",
             expected="a step from gradients alone: a stage cannot evaluate the whole model again",
             remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
+        )
+    given = {id(parameter) for _, parameter in named}
+    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise JobError(
+            f"Job(optimizer=...), {type(optimizer).__name__}",
+            got="a parameter that the function was not given, such as one of model.parameters()",
+            expected="an optimizer over parameters of its argument: every stage trains parameters of its own",
+            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
         )
     return optimizer
 
@@ -101,12 +110,16 @@ class RateTable:
         make: the job's optimizer.
         schedule: the job's scheduler.
         named: parameters to make them with; they are not touched.
+
+    Raises:
+        JobError: the optimizer or the scheduler cannot be used.
     """
 
     def __init__(self, make: OptimizerFactory, schedule: SchedulerFactory | None, named: Named) -> None:
         self._optimizer = build_optimizer(make, named)
-        narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
+        narrow(self._optimizer, {}, named)  # groups alone: no state is held
         self._optimizer.state.clear()
+        self._optimizer.step = MethodType(_no_step, self._optimizer)  # type: ignore[method-assign]  # for schedulers
         self._scheduler = build_scheduler(schedule, self._optimizer)
         self._rates: list[tuple[float, ...]] = [self._now()]
 
@@ -119,14 +132,35 @@ class RateTable:
         if self._scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
-            self._optimizer.step()  # without gradients it changes nothing, but the scheduler wants to see it first
+            self._optimizer.step()  # it changes nothing, but the scheduler wants to see it first
             with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
                 self._scheduler.step()
             self._rates.append(self._now())
         return self._rates[update]
 
     def _now(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+        return tuple(_rate(self._optimizer, group) for group in self._optimizer.param_groups)
+
+
+def _no_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step of an optimizer that has no parameters; its own may want some."""
+
+
+def _rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """A group's learning rate.
+
+    Raises:
+        JobError: it has none that is a number.
+    """
+    try:
+        return float(group["lr"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise JobError(
+            f"Job(optimizer=...), {type(optimizer).__name__}",
+            got=f"a parameter group with lr = {group.get('lr', 'nothing')!r:.80}",
+            expected="a number: curves show it, schedulers change it, and weights are predicted with it",
+            remedy="Give the optimizer a learning rate, for example lr=3e-4.",
+        ) from error
 
 
 def without_gradients(model: torch.nn.Module) -> Named:

@@ -25,9 +25,10 @@ import torch
 
 from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.interrupts import Interrupts
+from roundelay.runtime.explain import unexpected
 from roundelay.runtime.mortal import fork
 from roundelay.runtime.report import Incoming, Report, pieces_of
-from roundelay.runtime.tally import Listener, Tally, failure
+from roundelay.runtime.tally import Listener, Tally, failure, instead
 from roundelay.runtime.threads import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.schedules import num_workers
@@ -247,8 +248,9 @@ def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
     sender = _Sender(writing)
     try:
         work(task, worker, connect(worker), sender.put)
-    except RoundelayError as error:  # it met nobody; once it works, its errors are told by itself
-        sender.put(failure(worker, error))
+    except Exception as error:  # it met nobody; once it works, its errors are told by itself
+        told = error if isinstance(error, RoundelayError) else unexpected(f"worker {worker}, its start", error)
+        sender.put(failure(worker, told))
     finally:
         sender.finish()
 
@@ -273,10 +275,18 @@ class _Sender:
         torch.set_num_threads(1)
         with suppress(BrokenPipeError):  # the launcher is gone, and this process will be in a moment
             while (report := self._reports.get()) is not None:
-                for piece in pieces_of(report):
+                for piece in _pieces(report):
                     _write_all(self._writing, piece)
                 if self._reports.empty():
                     time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
+
+
+def _pieces(report: Report) -> list[bytes | memoryview]:
+    """A report's pieces, or those of why it cannot be told."""
+    try:
+        return pieces_of(report)
+    except Exception as error:
+        return pieces_of(instead(report, error))
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -7,6 +7,7 @@ from typing import final
 
 from roundelay import errors
 from roundelay.errors import RoundelayError
+from roundelay.runtime.explain import unexpected
 from roundelay.runtime.report import Report
 
 Listener = Callable[[Report], None]
@@ -89,6 +90,12 @@ def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
     """An error as a report, which :func:`restored` makes an error again."""
     what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
     return Report("failed", worker, {"kind": type(error).__name__, **what, "trace": trace})
+
+
+def instead(report: Report, error: Exception) -> Report:
+    """Why a report cannot be sent, in its place: a state of which no copy is to be had, or that JSON cannot hold."""
+    told = error if isinstance(error, RoundelayError) else unexpected(f"worker {report.worker}, {report.kind}", error)
+    return failure(report.worker, told)
 
 
 def restored(report: Report) -> RoundelayError:
