@@ -184,9 +184,8 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
 def test_inputs_may_take_things_out_of_the_batch(capsys: Capture, workplace: Path) -> None:
     ends = []
     for changes in ("inputs=lambda b: ((b.pop('x'),), {})", ""):
-        said = here(
-            capsys, "train", job_file(workplace, changes), "--workers", 2, "--steps", 3, "--out", f"run{len(ends)}"
-        )
+        job, out = job_file(workplace, changes), f"run{len(ends)}"
+        said = here(capsys, "train", job, "--workers", 2, "--steps", 3, "--out", out)
         assert said.code == 0, said.err
         assert "told no figure" not in said.told
         ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))

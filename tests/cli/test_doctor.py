@@ -49,7 +49,7 @@ def test_the_table_and_the_object_tell_the_same(capsys: Capture, monkeypatch: py
     monkeypatch.setattr(stdout, "_width", 400)  # no word is broken
     told = "".join(here(capsys, "doctor").told.split())
     checks = here(capsys, "doctor", "--json").json["checks"]
-    assert {"name": "processes", "state": "problem"}.items() <= checks[15].items()
+    assert {"name": "processes", "state": "problem"}.items() <= checks[16].items()
     for check in checks:
         assert set(check) == {"name", "found", "state", "remedy"}
         assert f"{check['name']}{check['state']}".replace(" ", "") in told

@@ -34,8 +34,6 @@ class GeneratorLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        #: identities of the threads that wait for it
-        self.waiting: set[int] = set()
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
@@ -44,15 +42,9 @@ class GeneratorLock:
             self._lock.release()
         else:
             self._lock = threading.RLock()
-        self.waiting = set()
 
     def __enter__(self) -> None:
-        self.waiting.add(threading.get_ident())
-        try:
-            taken = self._lock.acquire(timeout=LONGEST_HELD_S)
-        finally:
-            self.waiting.discard(threading.get_ident())
-        if not taken:
+        if not self._lock.acquire(timeout=LONGEST_HELD_S):
             raise DeadlineError(
                 "torch's default generator",
                 got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",

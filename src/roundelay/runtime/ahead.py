@@ -20,7 +20,6 @@ from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
-from roundelay.frontend import DEFAULT_GENERATOR_LOCK
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.transport.queues import next_item
 
@@ -105,6 +104,13 @@ def note(asked: str, processes: Sequence[Any] = ()) -> None:
         reader.asked, reader.processes = asked, processes
 
 
+def hold_up(held_up: bool) -> None:
+    """Say whether the loader waits for the random generators; heard in a reader's thread."""
+    reader = threading.current_thread()
+    if isinstance(reader, _Reader):
+        reader.held_up = held_up
+
+
 def _end(processes: Sequence[Any]) -> None:
     """End processes that a loader has started and that do not answer; a reader that waits for them wakes up."""
     for end in (BaseProcess.terminate, BaseProcess.kill):
@@ -137,6 +143,8 @@ class _Reader(threading.Thread, Generic[_Item]):
         #: what the loader has been asked for, and the processes that it has for it
         self.asked = ""
         self.processes: Sequence[Any] = ()
+        #: whether it waits for the random generators that the loader needs
+        self.held_up = False
         self._source, self._registers, self._numbers = source, registers, count()
         self._filled: queue.SimpleQueue[tuple[_Item] | BaseException | None] = queue.SimpleQueue()
 
@@ -179,7 +187,7 @@ class _Reader(threading.Thread, Generic[_Item]):
             with suppress(queue.Empty):
                 return next_item(self._filled, min(left, TELL_S))
             self._registers.tell(self.asked or "the data", monotonic() - began)
-        if self.ident in DEFAULT_GENERATOR_LOCK.waiting:
+        if self.held_up:
             raise _kept_waiting(deadline_s)
         raise DeadlineError(
             f"the data: {self.asked}" if self.asked else "the data",

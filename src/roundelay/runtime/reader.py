@@ -24,7 +24,7 @@ from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
-from roundelay.runtime.ahead import Registers, ahead, note
+from roundelay.runtime.ahead import Registers, ahead, hold_up, note
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ class Generators:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run on the loader's states; the process's own come back afterwards."""
+        hold_up(True)
         with DEFAULT_GENERATOR_LOCK:
+            hold_up(False)
             outside = _states()
             if self._states is not None:
                 _set_states(self._states)
