@@ -31,6 +31,10 @@ class WithoutRate(torch.optim.Optimizer):
     def __init__(self, named):
         super().__init__(named, {})
 
+class Demanding(torch.optim.SGD):
+    def step(self, closure=None):
+        raise AttributeError("no gradient")
+
 class Pair(list):
     def __init__(self, x, y):
         super().__init__([x, y])
@@ -49,6 +53,11 @@ JOBS = {
         "lambda named:",
     ),
     "an optimizer without a learning rate": ("optimizer=WithoutRate", "WithoutRate", "lr = 'nothing'", "lr=3e-4"),
+    "an optimizer whose schedule cannot be run ahead": (
+        "optimizer=lambda n: Demanding(n, lr=0.1), scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)",
+        "Demanding, beside a scheduler",
+        "AttributeError in a step without gradients",
+    ),
     "a batch of a kind that cannot be made again": (
         "batches=lambda e: [Pair(*b.values()) for b in mlp.batches(e)]",
         "the batch, a Pair",

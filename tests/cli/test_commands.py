@@ -181,15 +181,23 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
     assert losses[0] == losses[1]
 
 
-def test_inputs_may_take_things_out_of_the_batch(capsys: Capture, workplace: Path) -> None:
+def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken out is there again next time, and what is put in comes to the loss; beside plain PyTorch, too."""
+    monkeypatch.setattr("roundelay.api.baseline.BUDGET_S", 0.2)
+    stored = "STORED = list(mlp.batches(0))\ndef put(b):\n    b['z'] = b['y']\n    return (b.pop('x'),), {}\n"
     ends = []
-    for changes in ("inputs=lambda b: ((b.pop('x'),), {})", ""):
-        job, out = job_file(workplace, changes), f"run{len(ends)}"
-        said = here(capsys, "train", job, "--workers", 2, "--steps", 3, "--out", out)
+    for changes in (
+        "batches=lambda e: STORED",
+        "batches=lambda e: STORED, inputs=lambda b: ((b.pop('x'),), {})",
+        "batches=lambda e: STORED, inputs=put, loss=lambda o, b: nn.functional.cross_entropy(o, b['z'])",
+    ):
+        job, out = job_file(workplace, changes, stored), f"run{len(ends)}"
+        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out)
         assert said.code == 0, said.err
         assert "told no figure" not in said.told
         ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    for other in ends[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in ends[0].items())
 
 
 def test_evaluations_are_kept_with_their_update(capsys: Capture, workplace: Path) -> None:

@@ -182,16 +182,15 @@ def asleep(folder: Path) -> list[int]:
     return left
 
 
-def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told_as_itself() -> None:
-    def slow(epoch: int) -> Iterator[Batch]:
-        for batch in hanging(99, epoch):
-            time.sleep(0.01)  # else all is read before the first evaluation begins
-            yield batch
+def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> None:
+    def slow(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        time.sleep(0.01)  # so that the loader waits for a free register, and has not read all when the first one begins
+        return functional.cross_entropy(outputs, batch[1])
 
-    job = replace(small(slow), evaluate=lambda model: {"waited": let_go.wait(3.0)})
-    plan = replace(roundelay.plan(job, workers=2, transport="memory", cuts="equal"), deadline_s=1.0)
-    with pytest.raises(DeadlineError, match=r"Job\(evaluate=...\): got an evaluation in worker 0's.*--deadline-s"):
-        roundelay.train(job, plan=plan, epochs=3)
+    job = replace(small(partial(hanging, 99)), loss=slow, evaluate=lambda model: {"waited": let_go.wait(ENDLESS_S)})
+    plan = replace(roundelay.plan(job, workers=2, transport="memory", cuts="equal"), deadline_s=2.0)
+    with pytest.raises(DeadlineError, match=r"the data: .*no batch for 2 s .* `evaluate` has them.*--deadline-s"):
+        roundelay.train(job, plan=plan, epochs=100)
 
 
 def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

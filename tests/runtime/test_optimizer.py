@@ -52,10 +52,11 @@ class Demanding(torch.optim.SGD):
         raise AssertionError("a step without gradients")
 
 
-@pytest.mark.filterwarnings("error")
-def test_rates_ahead_ask_for_no_step_of_the_persons_own() -> None:
+def test_a_step_that_fails_without_gradients_is_refused_beside_a_scheduler() -> None:
     halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    assert RateTable(partial(Demanding, lr=1.0), halved, parameters()).at(2) == (0.25,)
+    with pytest.raises(JobError, match="Demanding, beside a scheduler: got AssertionError in a step without gradients"):
+        RateTable(partial(Demanding, lr=1.0), halved, parameters()).at(1)
+    assert RateTable(partial(Demanding, lr=1.0), None, parameters()).at(1) == (1.0,)
 
 
 @pytest.mark.parametrize("rate", [None, "fast"])

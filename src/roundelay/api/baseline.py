@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundelay.frontend.batch import num_rows
+from roundelay.frontend.batch import fresh, num_rows
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.loss import checked
 from roundelay.frontend.placed import CPU
@@ -94,7 +94,8 @@ def _samples_per_second(job: Job, seed: int, precision: str) -> float:
     how = job.inputs or default_inputs
     times: list[float] = []
     began = start = time.perf_counter()
-    for batch in read_batches(job.batches, seed, Extent(batches=200)):
+    for loaded in read_batches(job.batches, seed, Extent(batches=200)):
+        batch = fresh(loaded)  # a run gives each update a batch of its own, too
         args, kwargs = how(batch)
         with autocast(precision, CPU):
             loss, count = checked(job.loss(model(*args, **kwargs), batch))

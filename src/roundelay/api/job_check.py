@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import num_rows, replace
+from roundelay.frontend.batch import fresh, num_rows
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -72,13 +72,13 @@ def check_inputs(job: Job, batch: Any) -> None:
 
 
 def _copy(batch: Any) -> Any:
-    """A batch of the same tensors.
+    """A batch of the same tensors, which may be changed.
 
     Raises:
         JobError: it is of a kind that cannot be made again of its parts.
     """
     try:
-        return replace(batch, lambda _, leaf: leaf)
+        return fresh(batch)
     except Exception as error:  # the person's own kind of batch
         raise JobError(
             f"the batch, a {type(batch).__name__}",

@@ -89,7 +89,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         check_inputs(job, sample)
         with without_dumps():
             captured = capture_model(job.model, job.loss, sample, job.inputs)
-        RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
+        RateTable(job.optimizer, job.scheduler, without_gradients(job.model)).at(1)
         return captured
 
 

@@ -70,6 +70,11 @@ def replace(
     return batch if other is None else other(path, batch)
 
 
+def fresh(batch: Batch) -> Batch:
+    """The same tensors in containers of their own: ``inputs`` may take things out of a batch, or put things in."""
+    return replace(batch, lambda _, leaf: leaf)
+
+
 def num_rows(batch: Batch) -> int:
     """Rows of a batch: the size of dimension 0, the same for every tensor that has dimensions.
 

@@ -12,7 +12,7 @@ import torch
 import torch.fx
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.batch import Batch, leaves, num_rows, replace
+from roundelay.frontend.batch import Batch, fresh, leaves, num_rows, replace
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
@@ -174,7 +174,7 @@ class Captured:
             each: called with every operation's number and a function that runs it; returns what that returns. The loss
                 is the last one.
         """
-        values = self.values(micro_batch)
+        values = self.values(fresh(micro_batch))
         order = {op.name: i for i, op in enumerate(self.graph.ops)}
 
         def call(node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def _own(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    called = inputs(replace(batch, lambda _, leaf: leaf))  # it may take things out of it
+    called = inputs(batch)
     pair: Any = called  # the person's own function: it may return anything
     good = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (tuple, list))
     if not good or not isinstance(pair[1], Mapping):

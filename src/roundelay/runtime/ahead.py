@@ -121,14 +121,15 @@ def _end(processes: Sequence[Any]) -> None:
             process.join(max(0.0, deadline - monotonic()))
 
 
-def _kept_waiting(deadline_s: float) -> DeadlineError:
-    """By what keeps the generators that the loader needs: in a worker's own process, an evaluation."""
+def _kept_waiting(asked: str, deadline_s: float) -> DeadlineError:
+    """Of a loader that waits for the generators, which in a worker's own process an evaluation may have."""
     return DeadlineError(
-        "Job(evaluate=...)",
-        got=f"an evaluation in worker 0's process, for which the loader has waited for {deadline_s:g} s",
-        expected="one that ends within deadline_s: both draw from the process's random generators, one at a time",
-        remedy="Raise deadline_s (--deadline-s, or in the plan), evaluate less, or use --transport shm: there it is in "
-        "a process of its own.",
+        f"the data: {asked}" if asked else "the data",
+        got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: `evaluate` "
+        "has them, or a loader that was given up before",
+        expected="one within deadline_s",
+        remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use --transport shm: "
+        "there it runs in a process of its own.",
     )
 
 
@@ -188,7 +189,7 @@ class _Reader(threading.Thread, Generic[_Item]):
                 return next_item(self._filled, min(left, TELL_S))
             self._registers.tell(self.asked or "the data", monotonic() - began)
         if self.held_up:
-            raise _kept_waiting(deadline_s)
+            raise _kept_waiting(self.asked, deadline_s)
         raise DeadlineError(
             f"the data: {self.asked}" if self.asked else "the data",
             got=f"no batch from the loader for {deadline_s:g} s",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -117,9 +116,8 @@ class RateTable:
 
     def __init__(self, make: OptimizerFactory, schedule: SchedulerFactory | None, named: Named) -> None:
         self._optimizer = build_optimizer(make, named)
-        narrow(self._optimizer, {}, named)  # groups alone: no state is held
+        narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
         self._optimizer.state.clear()
-        self._optimizer.step = MethodType(_no_step, self._optimizer)  # type: ignore[method-assign]  # for schedulers
         self._scheduler = build_scheduler(schedule, self._optimizer)
         self._rates: list[tuple[float, ...]] = [self._now()]
 
@@ -132,18 +130,26 @@ class RateTable:
         if self._scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
-            self._optimizer.step()  # it changes nothing, but the scheduler wants to see it first
+            self._stand_still()
             with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
                 self._scheduler.step()
             self._rates.append(self._now())
         return self._rates[update]
 
+    def _stand_still(self) -> None:
+        """Let an update pass without gradients: it changes nothing, but the scheduler wants to see it first."""
+        try:
+            self._optimizer.step()
+        except Exception as error:  # the person's own code
+            raise JobError(
+                f"Job(optimizer=...), {type(self._optimizer).__name__}, beside a scheduler",
+                got=f"{type(error).__name__} in a step without gradients: {error}",
+                expected="a step that leaves parameters alone whose grad is None: the schedule is run ahead with it",
+                remedy="Skip such parameters in step(), as torch's own optimizers do, or give no scheduler.",
+            ) from error
+
     def _now(self) -> tuple[float, ...]:
         return tuple(_rate(self._optimizer, group) for group in self._optimizer.param_groups)
-
-
-def _no_step(optimizer: torch.optim.Optimizer) -> None:
-    """The step of an optimizer that has no parameters; its own may want some."""
 
 
 def _rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:

@@ -25,7 +25,6 @@ import torch
 
 from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.interrupts import Interrupts
-from roundelay.runtime.explain import unexpected
 from roundelay.runtime.mortal import fork
 from roundelay.runtime.report import Incoming, Report, pieces_of
 from roundelay.runtime.tally import Listener, Tally, failure, instead
@@ -249,8 +248,7 @@ def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
     try:
         work(task, worker, connect(worker), sender.put)
     except Exception as error:  # it met nobody; once it works, its errors are told by itself
-        told = error if isinstance(error, RoundelayError) else unexpected(f"worker {worker}, its start", error)
-        sender.put(failure(worker, told))
+        sender.put(failure(worker, error if isinstance(error, RoundelayError) else _not_met(worker, error)))
     finally:
         sender.finish()
 
@@ -301,6 +299,15 @@ def _unread(error: Exception) -> InternalError:
         got=f"{type(error).__name__}: {error}",
         expected="reports of its workers that it can read",
         remedy="If memory ran out, it holds the newest state of all stages; else report this as a bug.",
+    )
+
+
+def _not_met(worker: int, error: Exception) -> RunError:
+    return RunError(
+        f"worker {worker}, before it met the others",
+        got=f"{type(error).__name__}: {error}",
+        expected="connections to the others, and threads that serve them",
+        remedy="See `roundelay doctor` for the limits of this machine; ROUNDELAY_DEBUG=1 shows the traceback.",
     )
 
 
