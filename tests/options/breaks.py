@@ -294,7 +294,7 @@ PROPERTIES = (
     ),
     Break(
         "no learning rate: all rules are one",
-        (Edit("runtime/optimizer.py", 'tuple(float(group["lr"]) for', 'tuple(float(group["lr"]) or 1e-3 for'),),
+        (Edit("runtime/optimizer.py", 'return float(group["lr"])', 'return float(group["lr"]) or 1e-3'),),
         (RULES + "test_without_a_learning_rate_all_rules_are_one",),
     ),
     Break(
