@@ -142,7 +142,9 @@ def test_a_job_file_that_cannot_be_read_is_told_with_its_line(capsys: Capture, w
 def test_a_syntax_error_in_what_a_job_file_imports_is_told_with_its_own_file(capsys: Capture, workplace: Path) -> None:
     (workplace / "helper_of_mine.py").write_text("x = 1\ny = (\n")
     (workplace / "bad.py").write_text("import helper_of_mine\n")
-    one_screen(told(capsys, "train", workplace / "bad.py"), "bad.py", "helper_of_mine.py, line 2", "never closed")
+    one_screen(
+        told(capsys, "train", workplace / "bad.py"), "bad.py", "line 1: SyntaxError", "(helper_of_mine.py, line 2)"
+    )
 
 
 def test_a_job_file_that_is_none_is_told(capsys: Capture, workplace: Path) -> None:

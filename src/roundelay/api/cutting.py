@@ -15,7 +15,7 @@ from roundelay.cost.compute import roofline
 from roundelay.debug import cache_folder, malloc_settings
 from roundelay.errors import PlanError, RoundelayError, UserCodeError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, fresh
+from roundelay.frontend.batch import Batch
 from roundelay.frontend.operations import measure_operations
 from roundelay.ir.graph import Graph
 from roundelay.ir.profile import Profile
@@ -133,7 +133,7 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
         UserCodeError: the model or the loss raised.
     """
     with users_code("measuring the operations on the first micro-batch"), one_thread():
-        values = captured.values(fresh(micro_batch))
+        values = captured.values(micro_batch)
         key = {
             "model": captured.graph.fingerprint,
             "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in values.items()},

@@ -84,9 +84,8 @@ def _module(path: Path) -> ModuleType:
 
 
 def _told(path: Path, error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
-        where = "" if Path(error.filename) == path else f"{error.filename}, "
-        return f"{where}line {error.lineno}: {error.msg}"
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"line {error.lineno}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     line = f"line {frames[-1].lineno}: " if frames else ""
     return f"{line}{type(error).__name__}: {error}"

@@ -82,7 +82,8 @@ class Captured:
         Raises:
             JobError: the call differs from the sample's in more than its tensors.
         """
-        tensors, call = CallShape.flatten(*_called(self._inputs, micro_batch))
+        own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
+        tensors, call = CallShape.flatten(*_called(self._inputs, own))
         if not call.matches(self._call) or len(tensors) != len(self.graph.inputs):
             raise JobError(
                 "the call of the model",
@@ -93,7 +94,7 @@ class Captured:
             )
         self._check_sizes(tensors)
         named = {INPUT + str(i): tensor for i, tensor in enumerate(tensors)}
-        fields = leaves(micro_batch)
+        fields = leaves(own)
         missing = [name.removeprefix(BATCH) for name in self.graph.batch if name.removeprefix(BATCH) not in fields]
         if missing:
             raise JobError(
@@ -174,7 +175,7 @@ class Captured:
             each: called with every operation's number and a function that runs it; returns what that returns. The loss
                 is the last one.
         """
-        values = self.values(fresh(micro_batch))
+        values = self.values(micro_batch)
         order = {op.name: i for i, op in enumerate(self.graph.ops)}
 
         def call(node: torch.fx.Node, args: Any, kwargs: Any) -> Any:

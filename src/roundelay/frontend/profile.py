@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 
-from roundelay.frontend.batch import fresh
 from roundelay.frontend.captured import Captured
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw
@@ -156,7 +155,7 @@ def _learning(function: StageFunction) -> StageFunction:
 
 def _once(captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode: Mode) -> list[_Measured]:
     """Forward and backward through all stages."""
-    values: dict[str, Any] = dict(captured.values(fresh(micro_batch)))
+    values: dict[str, Any] = dict(captured.values(micro_batch))
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
     tapes, measured = [], []
     for stage in stages:
