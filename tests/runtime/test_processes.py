@@ -16,6 +16,8 @@ import roundelay
 from roundelay.errors import InternalError, RunError
 from roundelay.runtime import processes
 from roundelay.runtime.report import Incoming, Report
+from roundelay.transport.contract import Endpoint
+from roundelay.transport.wiring import Wiring
 from tests.api.jobs import make
 from tests.conftest import alive
 from tests.runtime.interrupts import bystander, give, handled
@@ -138,3 +140,19 @@ def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPa
         roundelay.train(job, plan=plan, steps=4)
     assert not alive(forked[0])
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_worker_that_cannot_connect_tells_what_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where a process may have so many threads and no more: what a library raises is no bug of ours."""
+    endpoint = processes.ShmEndpoint
+
+    def full(worker: int, wiring: Wiring, deadline_s: float) -> Endpoint:
+        if worker == 1:
+            raise RuntimeError("can't start new thread")
+        return endpoint(worker, wiring, deadline_s)
+
+    job = make()
+    plan = roundelay.plan(job, workers=2, transport="shm")
+    monkeypatch.setattr(processes, "ShmEndpoint", full)
+    with pytest.raises(RunError, match="worker 1, before it met the others: got RuntimeError: can't start new thread"):
+        roundelay.train(job, plan=plan, steps=4)
