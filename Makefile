@@ -1,7 +1,11 @@
 # What a developer types; `make` alone lists it. Needs Python 3.11 or newer and a package index, nothing else.
 PYTHON ?= python3
 
+# An index serves torch's CUDA build to one Python and its CPU build to another; which one, the target below says.
+CUDA_PYTHON ?= python3
+
 BIN := .venv/bin
+CUDA := .venv-cuda
 LOCK := requirements/lock.txt
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 
@@ -10,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test lint verify-table verify-rules models options bench faults resumes clean
+.PHONY: help venv train test test-cuda-build lint verify-table verify-rules models options bench faults resumes clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -24,6 +28,11 @@ train: $(DONE) ## Train the example, a small character-level GPT
 
 test: $(DONE) ## Run the tests, on two processes
 	@$(BIN)/pytest -n 2 --dist loadfile
+
+test-cuda-build: $(CUDA)/.done ## Run what forks on torch's CUDA build, without a GPU: an environment of 5 GB; CUDA_PYTHON=python3.12
+	@$(CUDA)/bin/pytest -n 2 --dist loadfile tests/api tests/runtime tests/transport tests/resume
+	@OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.runtime.stand_in never every_rule
+	@OMP_NUM_THREADS=1 $(CUDA)/bin/roundelay doctor
 
 lint: $(DONE) ## Check style, formatting, types and import contracts
 	@$(BIN)/ruff check .
@@ -83,3 +92,13 @@ $(DONE): $(BIN)/python pyproject.toml $(LOCK)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -m pip check >/dev/null || $(BIN)/python -m pip check
 	@mv $(BEGUN) $(DONE)
+
+$(CUDA)/.done: pyproject.toml $(LOCK)
+	@rm -rf $(CUDA) && $(CUDA_PYTHON) -m venv $(CUDA)
+	@echo "Installing $$(grep '^torch==' $(LOCK)) for $$($(CUDA_PYTHON) --version) (gigabytes: minutes)"
+	@$(CUDA)/bin/python -m pip -qq --disable-pip-version-check --no-input install --constraint $(LOCK) torch
+	@$(CUDA)/bin/python -c 'import sys, torch; sys.exit(None if torch.version.cuda else "make: the index serves \
+	  torch " + torch.__version__ + ", no CUDA build, to this Python; name another: CUDA_PYTHON=python3.12")'
+	@$(CUDA)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps --requirement $(LOCK)
+	@$(CUDA)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps --no-build-isolation --editable .
+	@touch $@

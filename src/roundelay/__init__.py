@@ -12,6 +12,7 @@ Names are loaded when first used, so that the parts that need no torch (plans, p
 from __future__ import annotations
 
 import importlib
+import sys
 
 TYPE_CHECKING = False  # `typing` takes milliseconds to load, in which a Ctrl-C would still show where it struck
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from roundelay.job import Job
 
 __version__ = "0.1.0"
+
+if sys.modules.get("torch") is not None:  # else it is loaded with the first name that needs it
+    importlib.import_module("roundelay.fork_safety")
 
 _HOMES = {
     "Updated": "roundelay.api",

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from roundelay import fork_safety  # noqa: F401  a job exists only where autograd was started safely
+
 Named = list[tuple[str, torch.nn.Parameter]]
 Batches = Callable[[int], Iterable[Any]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]

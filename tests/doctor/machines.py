@@ -27,6 +27,7 @@ WELL = Machine(
     memory=Memory(total=32 * GIB, available=20 * GIB, limit=None),
     driver=False,
     fork=True,
+    fork_error="",
     loopback_error="",
     shm=Space(path="/dev/shm", total=16 * GIB, free=16 * GIB, writable=True),
     folder=Space(path="/home/me", total=100 * GIB, free=50 * GIB, writable=True),

@@ -126,6 +126,12 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
         ("limit of the container 512 MiB", "docker run --memory"),
     ),
     "no fork": (spoiled(fork=False), "processes", "problem", ("cannot fork", "--transport memory")),
+    "no gradients behind a fork": (
+        spoiled(fork_error="RuntimeError: Unable to handle autograd's threading"),
+        "processes",
+        "problem",
+        ("cannot compute gradients: RuntimeError: Unable", "--transport memory", "torchrun"),
+    ),
     "no loopback": (
         spoiled(loopback_error="Cannot assign requested address"),
         "loopback",

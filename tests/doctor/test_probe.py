@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roundelay import fork_safety
 from roundelay.doctor import examine
 from roundelay.doctor import probe as probe_machine
 from roundelay.doctor.cgroup import cpu_quota, memory_limit
@@ -102,6 +103,7 @@ def test_this_machine_is_read() -> None:
     assert machine.torch.version is not None
     assert machine.torch.gloo
     assert machine.fork
+    assert machine.fork_error == ""
     assert machine.folder.free > 0
     assert machine.folder.path == str(Path.cwd())
     assert machine.packages["tensorboard"] is not None
@@ -197,3 +199,21 @@ def test_a_torch_that_is_not_there_is_told() -> None:
     found = read_torch("no_such_torch")
     assert found.version is None
     assert "no_such_torch" in found.error
+
+
+def test_a_fork_in_which_no_gradient_can_be_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried_by, real = os.getpid(), fork_safety.one_backward
+
+    def refused() -> None:
+        generation = 1 if os.getppid() == tried_by else 2
+        if generation == 2:
+            raise RuntimeError("Unable to handle autograd's threading\nhere")
+        real()
+
+    monkeypatch.setattr(fork_safety, "one_backward", refused)
+    assert probe_machine().fork_error == "RuntimeError: Unable to handle autograd's threading here"
+
+
+def test_a_forked_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_safety, "one_backward", lambda: os.kill(os.getpid(), 9))
+    assert probe_machine().fork_error == "it ends with -9"

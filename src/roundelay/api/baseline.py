@@ -6,26 +6,21 @@ Measured in a forked child, so that neither its threads nor its memory touch the
 from __future__ import annotations
 
 import copy
-import json
-import os
-import select
-import signal
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
 
+from roundelay.errors import RunError
 from roundelay.frontend.batch import fresh, num_rows
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.loss import checked
 from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
-from roundelay.interrupts import Interrupts
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
-from roundelay.runtime.mortal import fork
-from roundelay.runtime.processes import END_S, Child
+from roundelay.runtime.isolated import isolated
 from roundelay.runtime.reader import Extent, read_batches
 
 BUDGET_S = 6.0
@@ -52,36 +47,13 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         threads: intra-op threads.
         precision: in which it computes, as a plan says it.
     """
-
-    def live() -> None:
-        torch.set_num_threads(threads)
-        os.write(writing, json.dumps(_samples_per_second(job, seed, precision)).encode())
-
-    with Interrupts() as interrupts:
-        reading, writing = os.pipe()
-        try:
-            try:
-                child = fork(live)
-            finally:
-                os.close(writing)
-            text = _told(reading, child, interrupts)
-        finally:
-            os.close(reading)
-    rate = json.loads(text) if text else 0.0
-    return Baseline(threads, rate) if rate else None
-
-
-def _told(reading: int, child: int, interrupts: Interrupts) -> bytes:
-    """What it says, if it does; it has ended then."""
     try:
-        interrupts.open()
-        poller = select.poll()  # select knows the first 1024 files only
-        poller.register(reading, select.POLLIN)
-        return os.read(reading, 4096) if poller.poll(1000 * LIMIT_S) else b""  # one number, told at once
-    finally:
-        interrupts.held = True
-        os.kill(child, signal.SIGKILL)  # what its loader has started ends with it
-        Child(0, child, reading).wait(END_S)
+        rate = isolated(
+            lambda: _samples_per_second(job, seed, precision), "plain PyTorch", threads=threads, limit_s=LIMIT_S
+        )
+    except RunError:
+        return None
+    return Baseline(threads, rate) if rate else None
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:

@@ -1,12 +1,15 @@
 """Compile a plan's stages before any worker starts.
 
-Here, in the process that starts the workers, and before it does: forked workers inherit what is compiled, threads share
-it, the reference is handed the same functions, and no deadline of the run has begun.
+In the process that starts the workers, and before it does: forked workers inherit what is compiled, threads share it,
+the reference is handed the same functions, and no deadline of the run has begun. Only where a backward in this process
+would spoil later forks (:mod:`roundelay.fork_safety`) a child compiles first, which fills inductor's cache on disk, and
+then each worker, and the reference's process, compiles for itself from that cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from roundelay.api.quiet import without_dumps
@@ -34,10 +37,21 @@ def for_plan(captured: Captured, plan: Plan) -> Captured:
     return captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
 
 
-def compile_stages(
-    job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, stage: int | None = None
-) -> None:
-    """Compile what the plan says, for the micro-batches of the run's first batch; does nothing a second time.
+Compile = Callable[[Collection[int]], None]
+"""Compiles the stages of these numbers; does nothing a second time in a process.
+
+Raises :class:`CaptureError` if a stage cannot be compiled.
+"""
+
+
+def compile_stages(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> None:
+    """Compile all stages here, if the plan says so; see :func:`stage_compiler`."""
+    if plan.compile:
+        stage_compiler(job, captured, plan, stages, seed)(range(plan.num_stages))
+
+
+def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> Compile:
+    """What compiles a plan's stages for the micro-batches of the run's first batch, which is read now.
 
     Args:
         job: the job.
@@ -45,19 +59,21 @@ def compile_stages(
         plan: the plan.
         stages: its stages.
         seed: of the run.
-        stage: compile this one only.
 
     Raises:
         PlanError: there is no C++ compiler.
-        CaptureError: a stage cannot be compiled.
     """
-    if not plan.compile:
-        return
     check_compiler()
+    with one_thread():
+        kinds = list(_kinds(first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
+    return partial(_compile, captured, stages, kinds)
+
+
+def _compile(captured: Captured, stages: Partition, kinds: Sequence[Any], numbers: Collection[int]) -> None:
     try:
         with one_thread(), without_dumps():
-            for micro_batch in _kinds(first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches):
-                compile_for(captured, stages, micro_batch, stage)
+            for micro_batch in kinds:
+                compile_for(captured, stages, micro_batch, numbers)
     except RoundelayError:
         raise
     except Exception as error:  # the person's own code, or what torch compiled of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import torch
@@ -23,6 +23,7 @@ from roundelay.lower.crossing import share
 from roundelay.observe.profiles import keep, kept, machine, place
 from roundelay.planner.price import Cuts, Prices, Terms, priced
 from roundelay.planner.stages import choose_cuts, equal_cuts, names_of
+from roundelay.runtime.isolated import apart
 
 MEASURED, ROOFLINE, EQUAL = WAYS = ("measured", "roofline", "equal")
 """How cuts are chosen: by a profile of this machine, by fixed constants, or by the number of operations."""
@@ -148,7 +149,8 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
         found = None if path is None else kept(path, key, length)
         if found is not None:
             return found, f"measured on this machine at an earlier plan ({path})"
-        profile = measure_operations(captured, micro_batch)
+        measured = apart(lambda: astuple(measure_operations(captured, micro_batch)), "measuring the operations")
+        profile = Profile(*map(tuple, measured))
     if path is not None and keep(path, key, profile):
         return profile, f"measured on this machine now, and kept for the next plan ({path})"
     why = "nothing is to be kept" if path is None else f"{path} cannot be written"

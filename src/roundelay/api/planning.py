@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
+from roundelay.runtime.isolated import apart
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
@@ -269,15 +270,26 @@ def _measured(
     edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
     checked = replace(draft, edges=edges)
     check_plan(checked)
-    compile_stages(job, captured, draft, stages, seed)
     devices = [torch.device(name) for name in draft.devices]
     halved = schedule.halved
-    with users_code("measuring the stages on the first micro-batch"), one_thread():
-        measured = profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
+
+    def profiles() -> list[StageProfile]:
+        compile_stages(job, captured, draft, stages, seed)
+        with users_code("measuring the stages on the first micro-batch"), one_thread():
+            return profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
+
+    measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
+    with users_code("measuring the loader"), one_thread():
         read_s = _round(reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell))
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
     prove(made)
     return made, spared(captured.graph, draft, stages, measured, asked=asked)
+
+
+def _apart(profiles: Callable[[], list[StageProfile]]) -> list[StageProfile]:
+    """The profiles, measured where no later fork is spoilt."""
+    rows = apart(lambda: [asdict(one) for one in profiles()], "measuring the stages on the first micro-batch")
+    return [StageProfile(**{**row, "spared_bytes": tuple(row["spared_bytes"])}) for row in rows]
 
 
 def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:

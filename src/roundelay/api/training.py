@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.compiling import Compile, for_plan, stage_compiler
 from roundelay.api.continuing import changed, initial, order_of
 from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated, samples_per_second
 from roundelay.api.keeping import Keeper, Saving
@@ -20,19 +20,21 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.check import programs_of
+from roundelay.lower.refuse import FORKING
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.files import present
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
+from roundelay.runtime.isolated import backwards_apart, check_transport, isolated
 from roundelay.runtime.launch import run
 from roundelay.runtime.membership import attend
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
 from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import DEADLINE_S
-from roundelay.runtime.worker import Task, Wrap, unchanged
-from roundelay.schedules import num_workers
+from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
+from roundelay.schedules import num_workers, stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +195,9 @@ class Session:
             wrap: put around every endpoint, to delay messages on purpose.
             party: the processes that a launcher has started, if one has; this one leads them.
         """
-        self._compile(party)
+        if party is None:
+            check_transport(self.plan.transport)
+        prepare = self._compile(party)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and not audit)
 
@@ -207,7 +211,7 @@ class Session:
             notify(self.drained)
         try:
             with one_thread():
-                run(self._task(audit, handlers or {}), listen, wrap, party)
+                run(self._task(audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
         finally:
             keeper.leave(notify)
@@ -234,16 +238,35 @@ class Session:
         """
         self._compile(party)
         with one_thread():
-            return attend(self._task(False, {}), party, unchanged)
+            return attend(self._task(False, {}, None), party, unchanged)
 
-    def _compile(self, party: Party | None) -> None:
-        """Compile the stages that run in this process or in forks of it; a party goes on when all its members have."""
-        rank = None if party is None else party.rank
-        compile_stages(self.job, self.captured, self.plan, self.partition, self.seed, rank)
-        if party is not None and self.plan.compile:
+    def compile(self) -> None:
+        """Compile all stages in this process, if the plan says so."""
+        if self.plan.compile:
+            self._compiler()(range(self.plan.num_stages))
+
+    def _compiler(self) -> Compile:
+        return stage_compiler(self.job, self.captured, self.plan, self.partition, self.seed)
+
+    def _compile(self, party: Party | None) -> Prepare | None:
+        """Compile what runs in this process, or in forks of it; what these must do themselves, if anything.
+
+        A party goes on when all its members have compiled.
+        """
+        if not self.plan.compile:
+            return None
+        compiler, mine = self._compiler(), stages_of(self.plan)
+        if party is not None:
+            compiler(mine[party.rank])
             party.gather("compiled")
+        elif self.plan.transport in FORKING and backwards_apart():
+            isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
+            return lambda worker: compiler(mine[worker])
+        else:
+            compiler(range(self.plan.num_stages))
+        return None
 
-    def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]]) -> Task:
+    def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]], prepare: Prepare | None) -> Task:
         return Task(
             plan=self.plan,
             programs=programs_of(self.plan),
@@ -255,6 +278,7 @@ class Session:
             initial=self.initial,
             audit=audit,
             handlers=handlers,
+            prepare=prepare,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
+from roundelay.lower.refuse import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
+from roundelay.runtime.isolated import apart
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
 from roundelay.runtime.reader import read
 from roundelay.runtime.sampling import DEADLINE_S
@@ -116,14 +119,13 @@ def verify_session(
     check_way(tamper)
     origin = origin_of(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
-    notes: list[Note] = []
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
-        with one_thread(), users_code("the one-process reference"):
-            reference = _on_cpu(_reference(session, origin, notes))
-    if session.initial.flight is not None:
-        reference, notes = behind(session, reference, notes)
-    result = _compare(session, trained, reference, notes)
+        if session.plan.transport in FORKING:
+            found = apart(partial(_judged, session, origin, trained), "the one-process reference")
+        else:
+            found = _judged(session, origin, trained)
+    result = Verification(**found, workers=trained.workers)
     if tamper is not None and result.equal:
         raise UsageError(
             f"--tamper {tamper} at stage {next(iter(handlers))}",
@@ -132,6 +134,17 @@ def verify_session(
             remedy="Give more --steps, or another way to tamper.",
         )
     return result
+
+
+def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]:
+    """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
+    session.compile()  # known already, but in a process of its own
+    notes: list[Note] = []
+    with one_thread(), users_code("the one-process reference"):
+        reference = _on_cpu(_reference(session, origin, notes))
+    if session.initial.flight is not None:
+        reference, notes = behind(session, reference, notes)
+    return _compare(session, trained, reference, notes)
 
 
 def check_way(tamper: str | None) -> None:
@@ -253,7 +266,7 @@ def _compare(
     trained: Trained,
     reference: ReferenceResult,
     notes: list[Note],
-) -> Verification:
+) -> dict[str, Any]:
     stage, difference = _first_in_time(trained, notes)
     pairs = _pairs(trained, reference)
     odd = next((name for name, ours, theirs in pairs if not _same(ours, theirs)), "")
@@ -268,16 +281,15 @@ def _compare(
         difference = f"{odd} at the end of the run"
     elif odd:
         difference += f"; at the end {odd} differs"
-    return Verification(
-        equal=not difference,
-        tensors=sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
-        steps=reference.updates - session.initial.updates,
-        difference=difference,
-        stage=stage,
-        reference_pid=os.getpid(),
-        workers=trained.workers,
-        losses=len(losses),
-    )
+    return {
+        "equal": not difference,
+        "tensors": sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
+        "steps": reference.updates - session.initial.updates,
+        "difference": difference,
+        "stage": stage,
+        "reference_pid": os.getpid(),
+        "losses": len(losses),
+    }
 
 
 def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:

@@ -27,6 +27,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.job import Job
 from roundelay.runtime.device import named, present
+from roundelay.runtime.isolated import apart
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.party import Party
 from roundelay.runtime.sampling import DEADLINE_S
@@ -207,7 +208,8 @@ def planned(
         if chosen.plan.compile and party is None:
             with doing("Compiling the stages ...", quiet):
                 stages = fitted(captured, chosen.plan)
-                compile_stages(job, for_plan(captured, chosen.plan), chosen.plan, stages, seed)
+                lowered = for_plan(captured, chosen.plan)
+                apart(lambda: compile_stages(job, lowered, chosen.plan, stages, seed), "compiling the stages")
     else:
         given = choices.given()
         beside = {} if resume is None else taken_over(resume, captured.graph.fingerprint, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -68,6 +69,16 @@ def _short(text: str) -> str:
     lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
     cut = "\n".join(lines[:_LINES])
     return cut if len(cut) <= _LETTERS and len(lines) <= _LINES else cut[:_LETTERS].rstrip() + " ..."
+
+
+def _leave_spinner() -> None:
+    """Have a forked child print past the spinner, which redirects the streams and whose thread the child lacks."""
+    sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_spinner)
 
 
 @contextmanager

@@ -57,8 +57,12 @@ def memory(machine: Machine) -> Finding:
 
 def fork(machine: Machine) -> Finding:
     """Whether workers can be processes."""
+    if machine.fork and not machine.fork_error:
+        return Finding("processes", "can be forked, and compute gradients then")
     if machine.fork:
-        return Finding("processes", "can be forked")
+        found = f"a forked process cannot compute gradients: {machine.fork_error}"
+        remedy = "Use `--transport memory` (threads of one process), or torchrun, whose processes are not forked."
+        return Finding("processes", found, "problem", remedy)
     remedy = "Use `--transport memory`, or Linux (on Windows: WSL)."
     return Finding("processes", "this system cannot fork: `--transport gloo` would not work", "problem", remedy)
 

@@ -94,6 +94,7 @@ class Machine:
         memory: its memory.
         driver: whether an NVIDIA driver is there.
         fork: whether processes can be forked.
+        fork_error: why a forked one could not compute a gradient when it was tried; empty if it could.
         loopback_error: why loopback cannot be used; empty if it can.
         shm: ``/dev/shm``.
         folder: the current folder.
@@ -116,6 +117,7 @@ class Machine:
     memory: Memory
     driver: bool
     fork: bool
+    fork_error: str
     loopback_error: str
     shm: Space | None
     folder: Space

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from roundelay.debug import Launched, launched, settings
 from roundelay.doctor.cgroup import cpu_quota, memory_limit
+from roundelay.doctor.fork_probe import forked_backward_error
 from roundelay.doctor.machine import Cores, Machine, Memory, Space, Torch
 from roundelay.errors import UsageError
 
@@ -39,11 +40,12 @@ def probe(commands_error: str = "") -> Machine:
         commands_error: why Roundelay's commands could not be loaded, if they could not.
     """
     launch, launch_error = _launch()
+    torch = read_torch()
     now = settings()
     return Machine(
         python=sys.version_info[:3],
         commands_error=commands_error,
-        torch=read_torch(),
+        torch=torch,
         packages={name: _version(name) for name in OPTIONAL},
         compiler=next(filter(None, map(shutil.which, filter(None, (now.get("CXX"), *_COMPILERS)))), None),
         glibc=_or(lambda: os.confstr("CS_GNU_LIBC_VERSION"), None),
@@ -56,6 +58,7 @@ def probe(commands_error: str = "") -> Machine:
         memory=_memory(),
         driver=_DRIVER.exists(),
         fork=hasattr(os, "fork"),
+        fork_error="" if torch.version is None else _forked(),
         loopback_error=_loopback(),
         shm=_or(lambda: _space(Path("/dev/shm")), None),
         folder=_or(lambda: _space(Path.cwd()), _GONE),
@@ -153,6 +156,14 @@ def _memory() -> Memory:
 def _space(path: Path) -> Space:
     usage = shutil.disk_usage(path)
     return Space(path=str(path), total=usage.total, free=usage.free, writable=os.access(path, os.W_OK))
+
+
+def _forked() -> str:
+    """Why no gradient can be computed in a forked process; empty if one can."""
+    try:
+        return forked_backward_error()
+    except OSError as error:  # no process, no pipe
+        return str(error)
 
 
 def _loopback() -> str:

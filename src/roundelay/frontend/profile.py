@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -122,30 +122,30 @@ class _Placed:
         return time.perf_counter()
 
 
-def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stage: int | None = None) -> None:
-    """Compile the segments of one stage, or of all, for the shapes of a micro-batch; what is compiled already stays.
+def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stages: Collection[int]) -> None:
+    """Compile the segments of some stages for the shapes of a micro-batch; what is compiled already stays.
 
     Args:
         captured: the model, with the mode to compile for.
         partition: its stages.
         micro_batch: of the size that will be trained on.
-        stage: its number; None for all.
+        stages: their numbers.
 
     Raises:
         CaptureError: a stage cannot be compiled.
     """
     assert captured.mode is not None
     plain, parameters = captured.compiling(None), captured.parameters()
-    stages = [
+    functions = [
         _Placed(
-            _learning(captured.stage(spec)) if stage in (None, spec.stage) else plain.stage(spec),
+            _learning(captured.stage(spec)) if spec.stage in stages else plain.stage(spec),
             parameters,
             spec,
             CPU,
         )
         for spec in partition.stages
     ]
-    _once(captured, stages, micro_batch, captured.mode)
+    _once(captured, functions, micro_batch, captured.mode)
 
 
 def _learning(function: StageFunction) -> StageFunction:

@@ -36,10 +36,10 @@ def unexpected(subject: str, error: BaseException) -> UserCodeError:
     )
 
 
-def out_of_memory(worker: int, error: MemoryError) -> UserCodeError:
-    """A worker had no memory left."""
+def out_of_memory(subject: str, error: MemoryError) -> UserCodeError:
+    """A process had no memory left."""
     return UserCodeError(
-        f"worker {worker}",
+        subject,
         got=f"out of memory {error}",
         expected="memory for weights, tapes and messages",
         remedy='Use smaller micro-batches, `recompute = ["all"]` in the plan, or more workers.',

@@ -130,7 +130,7 @@ def _follow(reports: queue.SimpleQueue[Report], tally: Tally, rank: int) -> None
     except RoundelayError:
         raise
     except MemoryError as error:
-        raise out_of_memory(rank, error) from error
+        raise out_of_memory(f"worker {rank}", error) from error
     except Exception as error:
         raise unexpected(f"worker {rank}", error) from error
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from roundelay.errors import RunError
@@ -31,6 +33,7 @@ def fork(live: Callable[[], None]) -> int:
         RunError: if the system starts no further process.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
+    flush_output()  # else the child would write what waits once more
     try:
         pid = os.fork()
         if not pid:
@@ -54,7 +57,15 @@ def _live(live: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
         live()
         status = 0
     finally:
+        flush_output()
         os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what has been printed, as far as somebody takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or None, or whatever a notebook has put there
+            stream.flush()
 
 
 def _refused(error: OSError) -> RunError:

@@ -246,6 +246,8 @@ def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) 
 def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
     sender = _Sender(writing)
     try:
+        if task.prepare is not None:
+            task.prepare(worker)
         work(task, worker, connect(worker), sender.put)
     except Exception as error:  # it met nobody; once it works, its errors are told by itself
         sender.put(failure(worker, error if isinstance(error, RoundelayError) else _not_met(worker, error)))
@@ -274,7 +276,7 @@ class _Sender:
         with suppress(BrokenPipeError):  # the launcher is gone, and this process will be in a moment
             while (report := self._reports.get()) is not None:
                 for piece in _pieces(report):
-                    _write_all(self._writing, piece)
+                    write_all(self._writing, piece)
                 if self._reports.empty():
                     time.sleep(HANDFUL_S)  # to be woken by each costs the worker more than telling it
 
@@ -287,7 +289,8 @@ def _pieces(report: Report) -> list[bytes | memoryview]:
         return pieces_of(instead(report, error))
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write bytes to a pipe, however few it takes at once."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -47,6 +47,10 @@ Wrap = Callable[[Endpoint], Endpoint]
 """Put around every endpoint of a run, for tests that delay messages."""
 
 
+Prepare = Callable[[int], None]
+"""What a forked worker does before it meets the others, told its number."""
+
+
 def unchanged(endpoint: Endpoint) -> Endpoint:
     """The wrap that does nothing."""
     return endpoint
@@ -67,6 +71,7 @@ class Task:
         initial: weights and states to start from.
         audit: report a digest of everything that is computed.
         handlers: stage to its own handlers; those of :data:`HANDLERS` where it has none.
+        prepare: what every forked worker does first.
     """
 
     plan: Plan
@@ -79,6 +84,7 @@ class Task:
     initial: Initial
     audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
+    prepare: Prepare | None = None
 
 
 @dataclass(slots=True)
@@ -114,7 +120,7 @@ def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, devic
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
     except MemoryError as error:
-        _fail(out_of_memory(worker, error), worker, endpoint, report)
+        _fail(out_of_memory(f"worker {worker}", error), worker, endpoint, report)
     except GeneratorExit:  # given up: the run is over
         raise
     except BaseException as error:  # nothing may end a worker in silence
