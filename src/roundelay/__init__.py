@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roundelay.errors import RoundelayError
     from roundelay.ir.plan import Plan
     from roundelay.ir.rule import UpdateRule, register_rule
-    from roundelay.job import Job
+    from roundelay.job import Job, StopTraining
 
 __version__ = "0.1.0"
 
@@ -44,12 +44,14 @@ _HOMES = {
     "UpdateRule": "roundelay.ir.rule",
     "register_rule": "roundelay.ir.rule",
     "Job": "roundelay.job",
+    "StopTraining": "roundelay.job",
 }
 
 __all__ = [
     "Job",
     "Plan",
     "RoundelayError",
+    "StopTraining",
     "UpdateRule",
     "Updated",
     "capture",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,22 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
 
+class StopTraining(Exception):
+    """Raised by ``evaluate``, or by ``on_update``, to have the training end early and in good order.
+
+    The batch that is read next is the last one, for all stages. The summary says why the training has ended.
+
+    Args:
+        reason: why, for people.
+        metrics: what ``evaluate`` would have returned.
+    """
+
+    def __init__(self, reason: str = "", metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason or "StopTraining was raised"
+        self.metrics = dict(metrics or {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One training job.
@@ -31,7 +47,8 @@ class Job:
         optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
         inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.
         scheduler: optimizer -> torch learning-rate scheduler, stepped after every update.
-        evaluate: model -> metrics; gets the original module in eval mode with the freshest weights.
+        evaluate: model -> metrics; gets the original module in eval mode with the freshest weights. May raise
+            :class:`StopTraining`.
         showcase: model -> text to show after training, for example a few lines that a language model writes.
         weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
             :func:`roundelay.empty_weights`, and no worker holds more than its stage.

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import app, trainer
+from roundelay.cli import trainer
+from roundelay.cli.signals import Signals
 from roundelay.errors import RunError
 from roundelay.observe.metrics import read_metrics
 from tests.cli.harness import finish, here, job_file, one_screen, start
@@ -324,7 +325,7 @@ def alarm() -> Generator[None]:
 
 
 def test_an_interrupt_that_python_drops_is_raised_again_though_somebody_took_the_alarm(alarm: None) -> None:
-    signals = app._Signals()
+    signals = Signals()
     signals.first = signal.SIGTERM
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signals._unraised(SimpleNamespace(exc_type=KeyboardInterrupt))
@@ -354,7 +355,7 @@ def showcase(model):
     assert (workplace / "left").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT"])
 def test_a_worker_that_is_killed_is_told_before_those_that_miss_it(capsys: Capture, workplace: Path, name: str) -> None:
     before = (
         BEFORE

@@ -523,7 +523,7 @@ def test_of_those_that_make_the_same_mistake_all_but_one_are_silent_and_wait_to_
     for name, value in (LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(app, "_BEHIND_S", 2.0)
-    monkeypatch.setattr(app._SIGNALS, "first", signal.SIGTERM if signalled else None)
+    monkeypatch.setattr(app.SIGNALS, "first", signal.SIGTERM if signalled else None)
     start = time.monotonic()
     said = here(capsys, *command)
     assert (said.code != 0, said.out, said.err) == (True, "", "")

@@ -27,7 +27,7 @@ END_S = 10.0
 #: Behind so many updates a run may have done all before a fault reaches it.
 NEAR = UPDATES // 2
 MOMENTS = ("start", "training", "checkpoint", "end")
-SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
+SIGNALS = ("SIGKILL", "SIGSTOP")  # a forked worker is deaf to SIGTERM, which a scheduler sends to all
 MISTAKES = ("exception", "memory")
 
 

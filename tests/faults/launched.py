@@ -47,7 +47,7 @@ def draw(seed: int) -> Case:
     """A random case; the number of one at the start is in hundredths of what its process computes there."""
     dice = random.Random(seed)
     workers = dice.choice([2, 3])
-    victim, fault = dice.randrange(workers), dice.choice(SIGNALS)
+    victim, fault = dice.randrange(workers), dice.choice((*SIGNALS, "SIGTERM"))
     if dice.random() < 0.25:
         victim, fault = -1, dice.choice(["SIGKILL", "SIGTERM", "SIGINT"])
     elif dice.random() < 0.2:
@@ -92,7 +92,8 @@ def _fields(pid: int) -> list[str]:
 def begin(workers: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start the launcher in a process group of its own; what all say goes to the file ``err``."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "-m", "roundelay"]
-    train = ["train", str(JOB), "--no-baseline", *(options or ("--epochs", str(EPOCHS), "--out", "run"))]
+    length = options or ("--epochs", str(EPOCHS), "--out", "run")
+    train = ["train", str(JOB), "--no-baseline", "--grace-s", "1", *length]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     with (folder / "err").open("ab") as said:
         return subprocess.Popen(
@@ -237,7 +238,7 @@ def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool, tra
         wrong.append("exit code 0 without a summary")
     told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
     told = told or said.count("was stopped by a signal")  # this is told besides, by its sentry
-    mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in SIGNALS
+    mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in (*SIGNALS, "SIGTERM")
     killed = case.fault == "SIGKILL" and case.victim >= 0 and not trained
     elsewhere = killed and "Signal 9 (SIGKILL) received by PID" in said
     if told > 1 or (told < 1 and met and not mute and not elsewhere):

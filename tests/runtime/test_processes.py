@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import roundelay
+from roundelay.api import training
 from roundelay.errors import InternalError, RunError
 from roundelay.runtime import processes
 from roundelay.runtime.report import Incoming, Report
@@ -58,6 +59,7 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
         raise MemoryError("no room for a state")
 
     job = make()
+    monkeypatch.setattr(training, "check_transport", lambda transport: None)  # which hears a child, too
     monkeypatch.setattr(Incoming, "filled", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
@@ -74,6 +76,7 @@ def test_an_error_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPat
 
     job = make()
     plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(training, "check_transport", lambda transport: None)  # which waits for a child, too
     monkeypatch.setattr(processes.Child, "wait", fails)
     with pytest.raises(OSError, match="what no system says"):
         roundelay.train(job, plan=plan, steps=4)

@@ -31,5 +31,9 @@ def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypa
     monkeypatch.setattr(processes, "END_S", PATIENCE_S)
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 1"):
-        processes._run(cast(Task, SimpleNamespace(plan=None)), lambda report: None, lambda worker: cast(Endpoint, None))
+        processes._run(
+            cast(Task, SimpleNamespace(plan=None, prepare=None)),
+            lambda report: None,
+            lambda worker: cast(Endpoint, None),
+        )
     assert time.monotonic() - began < PATIENCE_S

@@ -55,9 +55,10 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint has been written."""
+    """A checkpoint has been written: of the weights after ``updates`` updates."""
 
     path: str
+    updates: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,13 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopping:
+    """``evaluate`` or ``on_update`` has asked for the end: the batch that is read next is the run's last."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """The gradients of a batch are not finite, so that stages skip its update.
 
@@ -111,7 +119,7 @@ class Skipped:
     loss_scale: float
 
 
-Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained | Skipped
+Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained | Stopping | Skipped
 Notify = Callable[[Event], None]
 Rates = Callable[[int], tuple[float, ...]]
 

@@ -15,15 +15,16 @@ import torch
 
 from roundelay.api.background import Background
 from roundelay.api.continuing import laid_out
-from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot
+from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
 from roundelay.errors import RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.job import Job
+from roundelay.job import Job, StopTraining
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint, Position, Until
 from roundelay.observe.flight import Flight
+from roundelay.runtime.control import Control
 from roundelay.runtime.reader import Extent
 
 ABANDON_S = 3.0
@@ -59,6 +60,7 @@ class Kept(Protocol):
     extent: Extent
     order: dict[str, str]
     since: int
+    control: Control
 
 
 @final
@@ -129,14 +131,17 @@ class Keeper:
             self._told.put(self._save(self._saving.path, snapshot, position))
             self._saved_at = time.monotonic()
         if self._evaluates and not _is_between(snapshot.header):
-            self.evaluations.append(self._evaluate(snapshot.header))
-            self._told.put(self.evaluations[-1])
+            found, reason = self._evaluate(snapshot.header)
+            self.evaluations.append(found)
+            self._told.put(found)
+            if reason is not None:
+                self._told.put(Stopping(reason))
 
     def _is_time(self, header: MicroBatch) -> bool:
         """Whether to write a checkpoint that is for an interruption only."""
         return not header.final and time.monotonic() - self._saved_at >= INTERIM_S
 
-    def _evaluate(self, header: MicroBatch) -> Evaluated:
+    def _evaluate(self, header: MicroBatch) -> tuple[Evaluated, str | None]:
         return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
 
     def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
@@ -152,7 +157,7 @@ class Keeper:
             fingerprint=session.plan.model,
             rule=session.plan.rule,
             num_stages=session.plan.num_stages,
-            until=_until(session.extent),
+            until=Until() if snapshot.header.final and session.control.ending else _until(session.extent),
             loss_scale=snapshot.loss_scale,
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
@@ -162,7 +167,7 @@ class Keeper:
             if snapshot.header.final:
                 raise
             return NotSaved(str(path), error.got)
-        return Saved(str(path))
+        return Saved(str(path), position.updates)
 
 
 def _until(extent: Extent) -> Until:
@@ -188,8 +193,8 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
             buffer.copy_(snapshot.buffers.get(name, buffer))
 
 
-def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Evaluated:
-    """Call the job's ``evaluate`` on its own model.
+def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:
+    """Call the job's ``evaluate`` on its own model: what it says, and why the training is to end, if it says so.
 
     Args:
         job: the job.
@@ -200,10 +205,15 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Eval
     Raises:
         UserCodeError: it raises, or returns something else than numbers by name.
     """
+    reason = None
     try:
         with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
-            metrics = {_name(name): float(value) for name, value in job.evaluate(model).items()}
+            try:
+                said = job.evaluate(model)
+            except StopTraining as stop:
+                said, reason = stop.metrics, stop.reason
+            metrics = {_name(name): float(value) for name, value in said.items()}
     except Exception as error:  # the person's own code
         raise UserCodeError(
             f"Job(evaluate=...) after update {updates - 1}",
@@ -211,7 +221,7 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> Eval
             expected="a dict of names to numbers",
             remedy="Correct the function; it gets the original module in eval mode.",
         ) from error
-    return Evaluated(updates, epoch, metrics)
+    return Evaluated(updates, epoch, metrics), reason
 
 
 def _name(name: object) -> str:

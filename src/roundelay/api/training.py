@@ -9,7 +9,17 @@ from typing import Any
 
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
 from roundelay.api.continuing import changed, initial, order_of
-from roundelay.api.gathering import Drained, Evaluated, Event, Gatherer, Notify, Snapshot, Updated, samples_per_second
+from roundelay.api.gathering import (
+    Drained,
+    Evaluated,
+    Event,
+    Gatherer,
+    Notify,
+    Snapshot,
+    Stopping,
+    Updated,
+    samples_per_second,
+)
 from roundelay.api.keeping import Keeper, Saving
 from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
@@ -18,12 +28,13 @@ from roundelay.api.threads import one_thread
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
-from roundelay.job import Job
+from roundelay.job import Job, StopTraining
 from roundelay.lower.check import programs_of
 from roundelay.lower.refuse import FORKING
 from roundelay.observe import checkpoint as store
 from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.files import present
+from roundelay.runtime.control import Control
 from roundelay.runtime.device import check_here
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.isolated import backwards_apart, check_transport, isolated
@@ -55,6 +66,7 @@ class Trained:
         loads: worker that reads to what its reader loaded meanwhile: [batch, start_s, end_s].
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
+        stopped: why ``evaluate`` or ``on_update`` had it end early; empty if neither did.
     """
 
     plan: Plan
@@ -69,6 +81,7 @@ class Trained:
     loads: dict[int, list[list[Any]]] = field(hash=False)
     digests: dict[tuple[str, int, int], str] = field(hash=False)
     workers: dict[int, dict[str, Any]] = field(hash=False)
+    stopped: str = ""
 
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
@@ -97,7 +110,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         save_to: where to write a checkpoint after every epoch and at the end.
         checkpoint_every: also after every so many updates, without draining the stages.
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
-            slow one is told late. One that raises ends the training; the last checkpoint is whole.
+            slow one is told late. One that raises ends the training; the last checkpoint is whole. One that raises
+            :class:`roundelay.StopTraining` ends it in good order, soon after.
 
     Raises:
         UsageError: something given cannot be used.
@@ -127,6 +141,8 @@ def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
             return
         try:
             on_update(event)
+        except StopTraining:
+            raise
         except Exception as error:  # the person's own code
             raise UserCodeError(
                 f"on_update at update {event.update}",
@@ -154,6 +170,9 @@ class Session:
         self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
     ) -> None:
         self.job, self.plan, self.seed, self.start = job, plan, seed, start
+        self.control = Control()
+        #: why ``evaluate`` or ``on_update`` has had the run end early, if one has
+        self.stopped = ""
         self.captured = for_plan(captured, plan)
         if start is not None and start.seed != seed:
             raise UsageError(
@@ -198,6 +217,7 @@ class Session:
         if party is None:
             check_transport(self.plan.transport)
         prepare = self._compile(party)
+        notify = self._ending_early(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and not audit)
 
@@ -228,7 +248,26 @@ class Session:
             loads=gatherer.loads,
             digests=gatherer.digests,
             workers=gatherer.summaries,
+            stopped=self.stopped,
         )
+
+    def _ending_early(self, notify: Notify) -> Notify:
+        """Pass events on, and have the run end soon where the person's code asks for it."""
+
+        def end(reason: str) -> None:
+            self.stopped = self.stopped or reason
+            self.control.end_soon()
+
+        def passed_on(event: Event) -> None:
+            if isinstance(event, Stopping):
+                end(event.reason)
+            try:
+                notify(event)
+            except StopTraining as stop:
+                end(stop.reason)
+                notify(Stopping(stop.reason))
+
+        return passed_on
 
     def attend(self, party: Party) -> bool:
         """Run one worker of a party that another process leads; whether all went well here.
@@ -279,6 +318,7 @@ class Session:
             audit=audit,
             handlers=handlers,
             prepare=prepare,
+            control=self.control,
         )
 
 

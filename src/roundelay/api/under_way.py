@@ -85,7 +85,7 @@ class UnderWay:
             return
         updates, epoch = start.position.updates, start.position.epoch - 1
         if not any(isinstance(event, Evaluated) and event.updates == updates for event in self.events):
-            self.note(evaluate(left.job, left.captured.model, updates, epoch))
+            self.note(evaluate(left.job, left.captured.model, updates, epoch)[0])
 
     def _read(self, updates: int) -> list[Told]:
         """What was told of so many updates; the rest is cut off."""

@@ -29,6 +29,7 @@ from roundelay.cli.doctor import doctor
 from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
+from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.trainer import attend_job, train_job
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.check import programs_of
@@ -82,6 +83,15 @@ def train(
             show_default=False,
         ),
     ] = 0,
+    grace_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for a checkpoint when SIGTERM asks for the end; a second signal ends at once. 0: none.", min=0
+        ),
+    ] = 20.0,
+    usr1: Annotated[
+        bool, typer.Option("--usr1", help="Take SIGUSR1 as SIGTERM: Slurm sends it ahead, by --signal=USR1@60.")
+    ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
     ] = False,
@@ -89,7 +99,7 @@ def train(
 ) -> int:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
     with o.together(choices, restarts) as (party, choices):
-        _SIGNALS.join()
+        SIGNALS.join()
         o.exclusive(steps, epochs)
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
@@ -99,8 +109,12 @@ def train(
         captured, plan, reasons = o.planned(
             job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
         )
+        grace = Grace(grace_s, (signal.SIGTERM, signal.SIGUSR1) if usr1 else (signal.SIGTERM,))
         if party is not None and not party.leads:
-            return attend_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
+            with SIGNALS.gracefully(grace, lambda: None, lambda: party.met):
+                return attend_job(
+                    job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
+                )
         summary = train_job(
             job,
             captured,
@@ -117,6 +131,7 @@ def train(
             party=party,
             reasons=reasons,
             curves=curves,
+            grace=grace,
         )
         if as_json:
             show_json(summary)
@@ -248,86 +263,12 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
-class _Signals:
-    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and the first is remembered.
-
-    A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
-    interrupt; what the person did is then still the cause to tell. A launcher that has lost one process ends the others
-    by SIGTERM: where an error is on its way to be told, the first of these changes nothing, and one that has not found
-    its party yet ends without a word, for there it could not learn what was told.
-
-    Nor is an interrupt lost where somebody's code drops it, or takes the error that it became for one it can mend: it
-    is raised again as long as the main thread goes on and handles no exception, in which it would be leaving.
-    """
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self._listens = False  # not where a test calls a command
-        self._left = False
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the person has ended the command; a launcher sends SIGTERM because of an error that is told."""
-        return self.first == signal.SIGINT or (self.first is not None and not debug.is_launched())
-
-    def listen(self) -> None:
-        """Take both signals from now on; under a launcher SIGTERM only with :meth:`join`."""
-        self._listens = True
-        sys.unraisablehook = self._unraised
-        signal.signal(signal.SIGINT, self._raise)
-        if not debug.is_launched():
-            signal.signal(signal.SIGTERM, self._raise)
-
-    def join(self) -> None:
-        """Take a launcher's SIGTERM, too, from now on."""
-        if self._listens:
-            signal.signal(signal.SIGTERM, self._raise)
-
-    def leave_to(self, handler: signal.Handlers) -> None:
-        """Have both handled so from now on: this process is about to end."""
-        self._left = True
-        if self._listens:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGINT, handler)
-            signal.signal(signal.SIGTERM, handler)
-
-    def _unraised(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised while it collects something."""
-        if self.first is None or ignored.exc_type is not KeyboardInterrupt:
-            sys.__unraisablehook__(ignored)
-            return
-        self._ask_in(_AGAIN_S)
-
-    def _raise(self, number: int, frame: object) -> None:
-        first, self.first = self.first is None, self.first or number
-        self._ask_in(_ASKED_S)
-        ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
-        if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
-            raise KeyboardInterrupt
-
-    def _ask_in(self, seconds: float) -> None:
-        signal.signal(signal.SIGALRM, self._asked)  # each time: somebody's time limit may have put his own there
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def _asked(self, number: int, frame: object) -> None:
-        """Whether the command goes on as if nothing had been."""
-        if self._left:  # this one was under way then
-            return
-        self._ask_in(_ASKED_S)
-        if sys.exc_info()[1] is None:
-            raise KeyboardInterrupt
-
-
-_AGAIN_S, _ASKED_S = 0.02, 0.5
-_SIGNALS = _Signals()
-
-
 def main() -> None:
     """Entry point: every error becomes one screen and an exit code."""
     torch.set_num_threads(1)
-    _SIGNALS.listen()
+    SIGNALS.listen()
     code = guarded(app, "--json" in sys.argv)
-    _SIGNALS.leave_to(signal.SIG_DFL)  # all is told: what would be raised now, libraries would show as they unload
+    SIGNALS.leave_to(signal.SIG_DFL)  # all is told: what would be raised now, libraries would show as they unload
     gc.freeze()  # spares a last collection over all that torch has traced: seconds in which nothing is done any more
     sys.exit(code)
 
@@ -349,11 +290,11 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RoundelayError as error:
-        if _SIGNALS.interrupted:
+        if SIGNALS.interrupted:
             return _interrupted()
-        _SIGNALS.leave_to(signal.SIG_IGN)  # a launcher may end this process while it tells why
+        SIGNALS.leave_to(signal.SIG_IGN)  # a launcher may end this process while it tells why
         show_error(error, as_json, traced)
-        _SIGNALS.leave_to(signal.SIG_DFL)
+        SIGNALS.leave_to(signal.SIG_DFL)
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
@@ -368,7 +309,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         show_error(_misspelt(error), as_json, traced)
         return code
     except Exception as error:
-        if _SIGNALS.first is not None:
+        if SIGNALS.first is not None:
             return _interrupted()
         if traced:
             raise
@@ -378,19 +319,19 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
 
 def _behind(code: int) -> int:
     """The exit code, when the process that tells may have told: the launcher ends all when one has ended."""
-    if _SIGNALS.first is None:  # else one has
+    if SIGNALS.first is None:  # else one has
         with suppress(KeyboardInterrupt):
             time.sleep(_BEHIND_S)
     return code
 
 
 def _interrupted() -> int:
-    _SIGNALS.leave_to(signal.SIG_IGN)  # a launcher that Ctrl-C meets, too, sends SIGTERM then
+    SIGNALS.leave_to(signal.SIG_IGN)  # a launcher that Ctrl-C meets, too, sends SIGTERM then
     if debug.leads():
         stderr.show_cursor()
         stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
-    _SIGNALS.leave_to(signal.SIG_DFL)  # an end that hangs can still be ended
-    return 128 + (_SIGNALS.first or signal.SIGINT)
+    SIGNALS.leave_to(signal.SIG_DFL)  # an end that hangs can still be ended
+    return 128 + SIGNALS.cause
 
 
 def _misspelt(error: typer.TyperException) -> UsageError:

@@ -8,14 +8,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.baseline import Baseline, measure
-from roundelay.api.gathering import Drained, Evaluated, Event, Notify, NotSaved, Restarted, Saved, Skipped, Updated
+from roundelay.api.gathering import (
+    Drained,
+    Evaluated,
+    Event,
+    Notify,
+    NotSaved,
+    Restarted,
+    Saved,
+    Skipped,
+    Stopping,
+    Updated,
+)
 from roundelay.api.keeping import Saving, evaluating
 from roundelay.api.length import Length
 from roundelay.api.planning import explain
@@ -25,6 +36,7 @@ from roundelay.cli.accounts import accounts, gaps_between, loads_of, show_accoun
 from roundelay.cli.curves import draw
 from roundelay.cli.developer import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
+from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.errors import UsageError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -36,6 +48,8 @@ from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.trace import write_trace
 from roundelay.runtime.party import Party
 from roundelay.schedules import num_workers
+
+_NO_GRACE = Grace()
 
 _TOLD_SKIPS = (8, 16, 32, 64, 128)
 """Updates in a row that are skipped when it is told: a dynamic scale that is found skips fewer."""
@@ -58,6 +72,7 @@ def train_job(
     party: Party | None = None,
     reasons: Sequence[str] = (),
     curves: CurveWriter | None = None,
+    grace: Grace = _NO_GRACE,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -77,6 +92,7 @@ def train_job(
         party: the processes that a launcher has started, if one has; this one leads them.
         reasons: for the plan's cuts.
         curves: TensorBoard's writer, if it is to draw the run.
+        grace: what the run is granted when a signal asks for its end.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
@@ -84,7 +100,7 @@ def train_job(
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         plain = _plain(job, seed, plan.precision, quiet) if baseline and _fits_one(job, plan) else []
-        trained = _trained(session, folder, restarts, checkpoint_every, quiet, party, curves)
+        trained = _trained(session, folder, restarts, checkpoint_every, quiet, party, curves, grace)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -177,6 +193,7 @@ def _trained(
     quiet: bool,
     party: Party | None,
     writer: CurveWriter | None,
+    grace: Grace,
 ) -> Trained:
     with ExitStack() as stack:
         metrics = stack.enter_context(folder.open_metrics())
@@ -196,9 +213,57 @@ def _trained(
 
         def run(session: Session, notify: Notify) -> Trained:
             saving = Saving(path=folder.checkpoint, every=every)
-            return session.run(notify=notify, saving=saving, party=party)
+            ending = GoodEnd(session, notify, folder)
+            with SIGNALS.gracefully(grace, ending.ask, ending.ready):
+                return session.run(notify=ending.heard, saving=saving, party=party)
 
         return run_restarting(session, restarts, run, notify, folder.checkpoint)
+
+
+@final
+class GoodEnd:
+    """The end of a run that a signal has asked for: a checkpoint in mid-flight, and then the interrupt.
+
+    Args:
+        session: the run.
+        notify: told of every event.
+        folder: the run's.
+    """
+
+    def __init__(self, session: Session, notify: Notify, folder: RunFolder) -> None:
+        self._session, self._notify, self._folder = session, notify, folder
+        self._updates = 0
+        self._wanted: int | None = None
+
+    def ask(self) -> None:
+        """Ask for it."""
+        self._wanted = self._updates
+        self._session.control.save_soon()
+
+    def ready(self) -> bool:
+        """Whether there is anything to save."""
+        return self._updates > 0
+
+    def heard(self, event: Event) -> None:
+        """Pass an event on; the checkpoint that was asked for ends the run.
+
+        Raises:
+            KeyboardInterrupt: it is written, or cannot be.
+        """
+        self._notify(event)
+        if isinstance(event, Updated):
+            self._updates = event.update + 1
+        if self._wanted is None or not isinstance(event, (Saved, NotSaved)):
+            return
+        if isinstance(event, Saved) and event.updates >= self._wanted:
+            stderr.print(
+                f"Asked to end: the checkpoint after update {event.updates - 1} is written. Go on with --from "
+                f"{self._folder.path}.",
+                markup=False,
+            )
+        elif isinstance(event, Saved):
+            return
+        raise KeyboardInterrupt
 
 
 def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progress | None, bar: TaskID | None) -> None:
@@ -250,6 +315,8 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",
             markup=False,
         )
+    elif isinstance(event, Stopping):
+        stderr.print(f"The training ends soon: {event.reason}", markup=False)
     else:
         assert isinstance(event, Saved)
 
@@ -289,6 +356,7 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "skipped_updates": [trained.workers[k]["skipped"] for k in sorted(wall)],
         "bytes_received": [sum(trained.workers[k]["bytes_received"].values()) for k in sorted(wall)],
         "wall_s": max(wall.values()),
+        "stopped": trained.stopped,
         "run_folder": str(folder.path),
     }
 
@@ -307,6 +375,8 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
     for threads, rate in plain.items():
         ratio = f"  (this run: {summary['samples_per_second'] / rate:.2f} x)" if rate == max(plain.values()) else ""
         rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
+    if summary["stopped"]:
+        rows.append(["ended early", summary["stopped"]])
     if any(summary["skipped_updates"]):
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, held in enumerate(summary["activation_bytes"]):

@@ -9,6 +9,7 @@ as in line. :mod:`roundelay.actor.reader` is the same actor on the simulator's c
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -35,6 +36,9 @@ TELL_S = 2.0
 
 KILL_S = 1.0
 """Seconds that a loader's process has to obey before it is killed."""
+
+ENDING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which a scheduler tells all processes that a run must end: its launcher ends it in good order."""
 
 Tell = Callable[[str, float], None]
 """Told what is waited for, and how many seconds so far."""
@@ -151,6 +155,7 @@ class _Reader(threading.Thread, Generic[_Item]):
 
     def run(self) -> None:
         """See the class."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by the loader's processes: the run needs them yet
         try:
             with closing(self._source):
                 while self._may_go_on():

@@ -76,6 +76,11 @@ class Party:
             for one in (store, another)  # a wait that is given up keeps a store's only connection
         )
 
+    @property
+    def met(self) -> bool:
+        """Whether all have met on the control line: from then on each loss is heard of."""
+        return self._met
+
     @contextmanager
     def told_once(self) -> Iterator[None]:
         """Of what ends this process before all have met on the line, one process on each host tells.

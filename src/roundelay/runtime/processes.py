@@ -25,6 +25,7 @@ import torch
 
 from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.interrupts import Interrupts
+from roundelay.runtime.ahead import ENDING
 from roundelay.runtime.mortal import fork
 from roundelay.runtime.report import Incoming, Report, pieces_of
 from roundelay.runtime.tally import Listener, Tally, failure, instead
@@ -230,6 +231,8 @@ def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) 
 
     def live() -> None:
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang
+        for number in ENDING:  # a scheduler sends them to all processes; the launcher then ends the run in good order
+            signal.signal(number, signal.SIG_IGN)
         for descriptor in (reading, *(child.pipe for child in children)):
             os.close(descriptor)
         _main(task, worker, connect, writing)

@@ -25,6 +25,7 @@ from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
 from roundelay.runtime.ahead import Registers, ahead, hold_up, note
+from roundelay.runtime.control import Control
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def read(
     values: Callable[[Any], dict[str, torch.Tensor]],
     *,
     registers: Registers | None = None,
+    control: Control | None = None,
 ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
     """Micro-batches with their header and the values that enter the graph.
 
@@ -118,6 +120,7 @@ def read(
         extent: from where to where.
         values: micro-batch -> tensors by value name.
         registers: if given, a thread of its own reads ahead into them.
+        control: may ask for a checkpoint, or for the end, before any batch.
 
     Raises:
         DeadlineError: a batch did not come in time.
@@ -130,13 +133,18 @@ def read(
         for batch, epoch, ends_epoch, final in source:
             rows = num_rows(batch)
             sizes = split_rows(rows, micro_batches)
-            saved = int(not final and extent.saves(t, ends_epoch))
+            if control is not None and control.ending:
+                final = True
+            asked = control is not None and control.takes_save()
+            saved = int(not final and (asked or extent.saves(t, ends_epoch)))
             for i, part in enumerate(split(batch, micro_batches)):
                 last = int(final and i + 1 == len(sizes))
                 header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
                 yield header, values(part)
                 g += 1
             t += 1
+            if final:
+                return
 
 
 def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any, int, bool, bool], None, None]:

@@ -24,6 +24,7 @@ from roundelay.lower.riding import Riding
 from roundelay.observe.digest import digest
 from roundelay.observe.memory import private_bytes, resident_bytes
 from roundelay.runtime.ahead import Registers
+from roundelay.runtime.control import Control
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.explain import explained, out_of_memory, unexpected
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
@@ -72,6 +73,7 @@ class Task:
         audit: report a digest of everything that is computed.
         handlers: stage to its own handlers; those of :data:`HANDLERS` where it has none.
         prepare: what every forked worker does first.
+        control: by which the launcher asks the reader for a checkpoint or the end.
     """
 
     plan: Plan
@@ -85,6 +87,7 @@ class Task:
     audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
     prepare: Prepare | None = None
+    control: Control | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +159,7 @@ class _Worker:
             task.extent,
             task.captured.values,
             registers=self.registers,
+            control=task.control,
         )
         self.data = device.feed(data)
         #: by number of the stage
