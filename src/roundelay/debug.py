@@ -6,17 +6,18 @@
 
 ``ROUNDELAY_CACHE``: where measured profiles are kept, or ``none``; otherwise see :func:`cache_folder`.
 
-``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :func:`launched`.
+``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :mod:`roundelay.launchers`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from roundelay import launchers
 from roundelay.errors import UsageError
+from roundelay.launchers import LEADER, Launched
 
 VARIABLES = {
     "ROUNDELAY_CACHE": "folder of what is kept between runs, such as measured profiles; `none` keeps nothing",
@@ -118,108 +119,36 @@ def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: now[name] for name in sorted(now) if name.startswith("ROUNDELAY_") or name in others}
 
 
-LEADER = 0
-"""Number of the one of a launcher's processes that shows and writes what they do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """This process is one of several that a launcher started together.
-
-    Args:
-        rank: its number, and its worker's.
-        local_rank: its number on its host.
-        host_rank: number of its host; the leader's is 0.
-        size: how many there are.
-        nodes: on how many hosts.
-        host: where the launcher's store listens.
-        port: at which port.
-        run: name of the run and number of its restart: no two attempts meet.
-        restart: number of the restart.
-        interface: network interface to talk over (``GLOO_SOCKET_IFNAME``); None: loopback.
-    """
-
-    rank: int
-    local_rank: int
-    host_rank: int
-    size: int
-    nodes: int
-    host: str
-    port: int
-    run: str
-    restart: int
-    interface: str | None
-
-    @property
-    def deputy(self) -> bool:
-        """Whether it is the first on its host beside the leader."""
-        return self.local_rank == int(self.host_rank == 0)
-
-
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     """How a launcher started this process; None if it was started by hand.
 
     Raises:
-        UsageError: the launcher's variables are incomplete, or its store would have to be opened by us.
+        UsageError: the launcher's variables are incomplete.
     """
-    now = os.environ if environment is None else environment
-    if not is_launched(now):
-        return None
-    if now.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise _launcher("a launcher without a store of its own", "one that keeps a store")
-    try:
-        restart = int(now["TORCHELASTIC_RESTART_COUNT"])
-        found = Launched(
-            rank=int(now["RANK"]),
-            local_rank=int(now["LOCAL_RANK"]),
-            host_rank=int(now["GROUP_RANK"]),
-            size=int(now["WORLD_SIZE"]),
-            nodes=int(now["GROUP_WORLD_SIZE"]),
-            host=now["MASTER_ADDR"],
-            port=int(now["MASTER_PORT"]),
-            run=f"{now['TORCHELASTIC_RUN_ID']}/{restart}",
-            restart=restart,
-            interface=now.get("GLOO_SOCKET_IFNAME"),
-        )
-    except (KeyError, ValueError) as error:
-        raise _launcher(f"its variables without a usable {error}", "those that torchrun sets") from error
-    if found.nodes > 1 and found.interface is None:
-        raise UsageError(
-            "the network between hosts",
-            got="no interface to talk over",
-            expected="one: nothing listens outside loopback unless it is told to",
-            remedy="Set GLOO_SOCKET_IFNAME on every host, for example to eth0.",
-        )
-    return found
+    return launchers.launched(os.environ if environment is None else environment)
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process."""
-    return "TORCHELASTIC_RUN_ID" in (os.environ if environment is None else environment)
+    return launchers.is_launched(os.environ if environment is None else environment)
 
 
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
     """Which of a launcher's workers this process is, for people; None if it was started by hand."""
-    now = os.environ if environment is None else environment
-    return f"worker {now.get('RANK', '?')}" if is_launched(now) else None
+    rank = launchers.rank_of(os.environ if environment is None else environment)
+    return None if rank is None else f"worker {rank}"
+
+
+def by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher is torchrun, whose processes are its own children and its to end."""
+    return launchers.is_torchrun(os.environ if environment is None else environment)
 
 
 def leads(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a person looks at this process: it was started by hand, or is the launcher's :data:`LEADER`."""
-    now = os.environ if environment is None else environment
-    return not is_launched(now) or now.get("RANK") == str(LEADER)
+    """Whether a person looks at this process: it was started by hand, or is the launcher's leader."""
+    return launchers.rank_of(os.environ if environment is None else environment) in (None, str(LEADER))
 
 
 def first_on_host(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this process tells what all that a launcher started on this host would tell in the same words."""
-    now = os.environ if environment is None else environment
-    return not is_launched(now) or now.get("LOCAL_RANK", "0") == "0"
-
-
-def _launcher(got: str, expected: str) -> UsageError:
-    return UsageError(
-        "starting under a launcher",
-        got=got,
-        expected=expected,
-        remedy="Use `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT ... -m roundelay train JOB.py`.",
-    )
+    return launchers.local_rank_of(os.environ if environment is None else environment) == "0"

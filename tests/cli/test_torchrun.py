@@ -598,7 +598,7 @@ def test_processes_with_a_device_each_talk_over_nccl(
     ("change", "words"),
     [
         ({"GROUP_WORLD_SIZE": "2"}, ("GLOO_SOCKET_IFNAME", "loopback")),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, ("store", "--rdzv-backend c10d")),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "RANK": "1"}, ("meeting worker 0 at 127.0.0.1:1",)),
         ({"WORLD_SIZE": "two"}, ("variables", "torchrun")),
         ({}, ("the launcher's store at 127.0.0.1:1",)),
     ],
@@ -606,7 +606,8 @@ def test_processes_with_a_device_each_talk_over_nccl(
 def test_a_launcher_that_cannot_be_used_is_told(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("roundelay.runtime.party.MEET_S", 0.5)
+    monkeypatch.setattr("roundelay.runtime.meeting_store.MEET_S", 0.5)
+    monkeypatch.setattr("roundelay.runtime.meeting_store.OPENED_S", 0.5)
     for name, value in (LAUNCHED | change).items():
         monkeypatch.setenv(name, value)
     one_screen(here(capsys, "train", MLP), *words)

@@ -13,11 +13,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from roundelay import debug
-from roundelay.debug import MALLOC, Launched
+from roundelay.debug import MALLOC
 from roundelay.doctor import Machine, examine
 from roundelay.doctor.finding import size
 from roundelay.doctor.machine import Cores, Memory, Space, Torch
 from roundelay.doctor.software import PYTHON, TORCH
+from roundelay.launchers import Launched
 from tests.doctor.machines import GIB, WELL, findings, spoiled
 from tests.test_house import PACKAGE, ROOT
 

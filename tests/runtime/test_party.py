@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
-from roundelay.debug import Launched
 from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
+from roundelay.launchers import Launched
 from roundelay.runtime import line
 from roundelay.runtime import membership as members
 from roundelay.runtime.device import Device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.threads import one_thread
+from roundelay.debug import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -124,6 +126,12 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             got=str(checkpoint_every) if checkpoint_every < 1 else "nowhere to write a checkpoint",
             expected="a positive number of updates, and save_to",
             remedy="Give both, or leave checkpoint_every out.",
+        )
+    if (one := launched_as()) is not None:
+        warnings.warn(
+            f"this process is {one} of a launcher's, and roundelay.train() trains the whole job in each of them; "
+            "`roundelay train JOB.py` under the launcher makes them the workers of one training",
+            stacklevel=2,
         )
     captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
     chosen = plan or make_plan(job, captured=captured, seed=seed)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from roundelay.debug import better_malloc, launched_as
+from roundelay.debug import better_malloc, by_torchrun, launched_as
 from roundelay.runtime.mortal import die_with
 from roundelay.runtime.sentry import start_sentry
 
@@ -21,7 +21,8 @@ def main() -> None:
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if (name := launched_as()) is not None:
-        die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
+        if by_torchrun():
+            die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
         start_sentry(name)
     try:
         app = importlib.import_module("roundelay.cli.app")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundelay.debug import Launched
+from roundelay.launchers import Launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

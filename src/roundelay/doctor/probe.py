@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundelay.debug import Launched, launched, settings
+from roundelay.debug import launched, settings
 from roundelay.doctor.cgroup import cpu_quota, memory_limit
 from roundelay.doctor.fork_probe import forked_backward_error
 from roundelay.doctor.machine import Cores, Machine, Memory, Space, Torch
 from roundelay.errors import UsageError
+from roundelay.launchers import Launched
 
 OPTIONAL = ("tensorboard", "transformers")
 """Packages that some part can use."""

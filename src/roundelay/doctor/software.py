@@ -132,7 +132,7 @@ def launcher(machine: Machine) -> Finding:
         return Finding("launcher", got, "problem", remedy)
     if place is None:
         return Finding("launcher", "none: started by hand")
-    return Finding("launcher", f"torchrun: worker {place.rank} of {place.size}, hosts: {place.nodes}")
+    return Finding("launcher", f"{place.launcher}: worker {place.rank} of {place.size}, hosts: {place.nodes}")
 
 
 def interface(machine: Machine) -> Finding:

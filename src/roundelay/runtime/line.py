@@ -20,8 +20,8 @@ from typing import final
 
 import torch
 
-from roundelay.debug import LEADER
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+from roundelay.launchers import LEADER
 from roundelay.runtime.report import Report, Reporter
 from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Lost, Message
 

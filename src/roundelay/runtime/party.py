@@ -19,11 +19,12 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from roundelay.debug import LEADER, Launched
 from roundelay.errors import ToldElsewhereError, WorkerLostError
 from roundelay.ir.plan import Plan
+from roundelay.launchers import LEADER, Launched
 from roundelay.runtime.device import Device
 from roundelay.runtime.line import Line, OnDeaf, OnLost
+from roundelay.runtime.meeting_store import check_interface, connected, opened, unreachable
 from roundelay.runtime.report import Reporter
 from roundelay.schedules import workers_of
 from roundelay.transport.contract import Endpoint
@@ -31,9 +32,6 @@ from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.lanes import NcclLane, open_lanes
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.queues import next_item
-
-MEET_S = 30.0
-"""Seconds in which the launcher's store must answer."""
 
 PLAN_S = 900.0
 """Seconds that the leader may take to capture and plan."""
@@ -53,7 +51,8 @@ class Party:
         place: how the launcher started it.
 
     Raises:
-        WorkerLostError: the launcher's store cannot be reached.
+        WorkerLostError: the store in which they meet cannot be reached.
+        UsageError: worker 0 cannot open one, or the network interface is not here.
     """
 
     def __init__(self, place: Launched) -> None:
@@ -62,15 +61,12 @@ class Party:
         self.leads, self.deputy = place.rank == LEADER, place.deputy
         self._interface = place.interface if place.nodes > 1 else None
         self._host, self._met = place.host_rank, False
+        check_interface(place)
+        self._served = opened(place) if place.opens_store and self.leads else None  # lives as long as this process
         try:
-            store, another = (_patiently(partial(_opened, place)) for _ in range(2))
+            store, another = (_patiently(partial(connected, place)) for _ in range(2))
         except (RuntimeError, ValueError) as error:
-            raise WorkerLostError(
-                f"the launcher's store at {place.host}:{place.port}",
-                got=str(error).splitlines()[0],
-                expected=f"an answer within {MEET_S:g} s",
-                remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
-            ) from error
+            raise unreachable(place, error) from error
         self._store, self._told = (
             dist.PrefixStore(f"roundelay/{place.run}", one)  # type: ignore[attr-defined]
             for one in (store, another)  # a wait that is given up keeps a store's only connection
@@ -200,13 +196,6 @@ class Party:
     def where(self) -> str:
         """This process, for people."""
         return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
-
-
-def _opened(place: Launched) -> Any:
-    """A connection of its own to the launcher's store."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        place.host, place.port, is_master=False, timeout=timedelta(seconds=MEET_S)
-    )
 
 
 def _partners(plan: Plan, worker: int) -> list[int]:
