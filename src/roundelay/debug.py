@@ -135,8 +135,8 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
     """Which of a launcher's workers this process is, for people; None if it was started by hand."""
-    rank = launchers.rank_of(os.environ if environment is None else environment)
-    return None if rank is None else f"worker {rank}"
+    number = launchers.rank_of(os.environ if environment is None else environment)
+    return None if number is None else f"worker {number}"
 
 
 def by_torchrun(environment: Mapping[str, str] | None = None) -> bool:

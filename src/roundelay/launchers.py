@@ -209,20 +209,20 @@ def _by_another(now: Environment) -> Launched | None:
     launcher = _launcher_of(now)
     if launcher is None:
         return None
-    size, rank = _number(now[launcher.size]), _number(now[launcher.rank])
+    size, number = _number(now[launcher.size]), _number(now[launcher.rank])
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not now.get(name)]
-    if missing or not 0 <= rank < size or _number(now["MASTER_PORT"]) <= 0:
+    if missing or not 0 <= number < size or _number(now["MASTER_PORT"]) <= 0:
         got = f"process {now[launcher.rank]} of {size}"
         odd = "no " + " and no ".join(missing) if missing else f"MASTER_PORT={now['MASTER_PORT']}"
         raise UsageError(
             f"starting under {launcher.name}",
-            got=f"{got}, but {odd}" if 0 <= rank < size else f"{got}: {launcher.rank} and {launcher.size}",
+            got=f"{got}, but {odd}" if 0 <= number < size else f"{got}: {launcher.rank} and {launcher.size}",
             expected="a number for each process, and where worker 0 can be met by all: each would train alone",
             remedy=launcher.line,
         )
-    nodes, host_rank, local_rank = _hosts(now, launcher, rank, size)
+    nodes, host_rank, local_rank = _hosts(now, launcher, number, size)
     return Launched(
-        rank=rank,
+        rank=number,
         local_rank=local_rank,
         host_rank=host_rank,
         size=size,
@@ -237,7 +237,7 @@ def _by_another(now: Environment) -> Launched | None:
     )
 
 
-def _hosts(now: Environment, launcher: _Launcher, rank: int, size: int) -> tuple[int, int, int]:
+def _hosts(now: Environment, launcher: _Launcher, number: int, size: int) -> tuple[int, int, int]:
     """Number of hosts, number of this one, and of this process on it, as far as the launcher tells.
 
     Where it tells nothing, all are on this host if they meet on loopback; else each is on a host of its own, as in
@@ -247,14 +247,14 @@ def _hosts(now: Environment, launcher: _Launcher, rank: int, size: int) -> tuple
     if launcher.nodes in now and launcher.node in now:
         nodes, host_rank = _number(now[launcher.nodes]), _number(now[launcher.node])
     elif local_size > 0:
-        nodes, host_rank = -(-size // local_size), rank // local_size
+        nodes, host_rank = -(-size // local_size), number // local_size
     elif now["MASTER_ADDR"] in ("localhost", "::1") or now["MASTER_ADDR"].startswith("127."):
         nodes, host_rank = 1, 0
     else:
-        nodes, host_rank = size, rank
+        nodes, host_rank = size, number
     known = next((_number(now[name]) for name in launcher.local_rank if name in now), -1)
     if known < 0:
-        known = rank if nodes == 1 else rank % local_size if local_size else 0
+        known = number if nodes == 1 else number % local_size if local_size else 0
     return max(1, nodes), max(0, host_rank), known
 
 
