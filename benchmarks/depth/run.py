@@ -215,7 +215,7 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, recompute=(),
         compile=False, precision="fp32", loss_scale="none",
-        clip="none", micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
+        clip="none", ema=0.0, micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
         read_s=0.0, stages=stages, edges=edges,
     )  # fmt: skip
     few, many = (simulate(plan, emit(plan), stream([parts] * n)) for n in (2 * depth, 4 * depth))

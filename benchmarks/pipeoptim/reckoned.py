@@ -196,7 +196,7 @@ def needed(model: Model, method: Method, rows: int) -> list[int]:
     """Bytes of each worker, with the tape that a recomputed forward makes again for its backward."""
     plan = timed(model, method, rows)
     job, graph = captured(model, rows * method.micro_batches)
-    state = optimizer_bytes(job, graph, Session(job, graph, plan, 0, Length(steps=1)).partition, plan.predictor)
+    state = optimizer_bytes(job, graph, Session(job, graph, plan, 0, Length(steps=1)).partition, plan)
     assert state is not None, "torch's own optimizers say what they hold"
     again = [0] * D
     if method.backward == "recompute":

@@ -51,6 +51,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         compile=False,
         precision="fp32",
         clip="none",
+        ema=0.0,
         loss_scale="none",
         micro_batches=micro_batches,
         transport="memory",

@@ -52,6 +52,8 @@ class Job:
         showcase: model -> text to show after training, for example a few lines that a language model writes.
         weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
             :func:`roundelay.empty_weights`, and no worker holds more than its stage.
+        ema: decay of an exponential moving average of the weights, such as 0.999; ``evaluate`` and ``showcase`` get the
+            averages, with the newest buffers. None: no average, unless ``--ema`` asks for one.
         steps: updates to make when neither ``--steps`` nor ``--epochs`` is given; else one epoch.
 
     What is called in a run is called on workers. Over ``memory`` these share threads, so a worker's next call may come
@@ -67,4 +69,5 @@ class Job:
     evaluate: Evaluate | None = None
     showcase: Callable[[torch.nn.Module], str] | None = None
     weights: str | Path | None = None
+    ema: float | None = None
     steps: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ from tests.api.jobs import make
 FUSED = (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9))
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
 @pytest.mark.parametrize("kind", [None, *FUSED], ids=["usual", "adamw", "adam", "sgd"])
-def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run(kind: Any) -> None:
+def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run(kind: Any, ema: float) -> None:
     job = make() if kind is None else make(optimizer=lambda named: kind(named, lr=0.01, fused=True))
     captured = capture(job)
-    plan = make_plan(job, captured=captured, workers=2)
-    predicted = optimizer_bytes(job, captured, fitted(captured, plan), plan.predictor)
+    plan = make_plan(job, captured=captured, workers=2, ema=ema)
+    predicted = optimizer_bytes(job, captured, fitted(captured, plan), plan)
     assert predicted is not None
     session = Session(job, captured, plan, 0, Length(steps=3))
     held = session.run(notify=lambda event: None).snapshot.optimizer
@@ -44,9 +46,10 @@ def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run(kind:
 def test_what_prediction_keeps_of_the_last_update_is_counted(predictor: str, copies: int) -> None:
     job = make(optimizer=lambda named: torch.optim.SGD(named, lr=0.1), scheduler=None)
     captured = capture(job)
-    partition = fitted(captured, make_plan(job, captured=captured, workers=1))
+    plan = make_plan(job, captured=captured, workers=1)
+    partition = fitted(captured, plan)
     weights = sum(p.numel() * p.element_size() for p in captured.model.parameters())
-    assert optimizer_bytes(job, captured, partition, predictor) == [copies * weights]
+    assert optimizer_bytes(job, captured, partition, replace(plan, predictor=predictor)) == [copies * weights]
 
 
 class Awkward(torch.optim.SGD):
@@ -63,6 +66,6 @@ class Awkward(torch.optim.SGD):
 def test_an_optimizer_that_must_see_values_is_not_predicted() -> None:
     job = make(optimizer=lambda named: Awkward([p for _, p in named], lr=0.1), scheduler=None)
     captured = capture(job)
-    partition = fitted(captured, make_plan(job, captured=captured, workers=1))
-    assert optimizer_bytes(job, captured, partition, "none") is None
+    plan = make_plan(job, captured=captured, workers=1)
+    assert optimizer_bytes(job, captured, fitted(captured, plan), plan) is None
     assert isinstance(captured.model, nn.Module)

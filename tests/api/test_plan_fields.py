@@ -21,6 +21,7 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.cli.report import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, PlanError
 from roundelay.frontend import Captured
+from roundelay.ir.averages import EMA
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EdgePlan, Plan, StagePlan
 from roundelay.job import Job
@@ -180,8 +181,15 @@ def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
         return refused({"compile": True}, run)
 
 
+def averages() -> bool:
+    """Another decay, other averages; without one there are none."""
+    found = [run(edited({"ema": decay})).snapshot.optimizer for decay in (0.0, 0.5, 0.9)]
+    assert not any(EMA in state for state in found[0].values())
+    return any(not torch.equal(found[1][name][EMA], state[EMA]) for name, state in found[2].items())
+
+
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 3}),
+    "format": lambda _: refused({"format": 4}),
     "model": lambda _: refused({"model": "0" * 24}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
@@ -191,6 +199,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "precision": lambda _: trains_otherwise({"precision": "bf16"}) and refused({"precision": "fp8"}),
     "loss_scale": lambda _: scales(),
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
+    "ema": lambda _: averages(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import FORMAT, SINCE_1, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, SINCE_1, SINCE_2, EdgePlan, Plan, StagePlan
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, plan_of, plans
 
@@ -39,6 +39,7 @@ PLANS = st.builds(
     predictor=TEXTS,
     backward=TEXTS,
     recompute=st.lists(TEXTS, max_size=3).map(tuple),
+    ema=FLOATS,
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,
@@ -104,7 +105,7 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 2\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 3\n")
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -194,7 +195,7 @@ def test_a_plan_of_the_first_format_is_read_as_it_was_run_then() -> None:
     """It says nothing of what nobody could ask for, and becomes a plan of today."""
     old = SMALL.text().replace(f"format = {FORMAT}", "format = 1")
     assert Plan.parse(old) == SMALL
-    names = [name for fields in SINCE_1.values() for name in fields]
+    names = [name for fields in (*SINCE_1.values(), *SINCE_2.values()) for name in fields]
     read = Plan.parse(without(*names, text=old))
     assert read.format == FORMAT
     assert Plan.parse(read.text()) == read
@@ -213,13 +214,20 @@ def test_a_plan_of_the_first_format_is_read_as_it_was_run_then() -> None:
         Plan.parse(without("rule", text=old))
 
 
+def test_a_plan_of_the_second_format_may_lack_what_came_later_and_nothing_else() -> None:
+    old = SMALL.text().replace(f"format = {FORMAT}", "format = 2")
+    assert Plan.parse(without("ema", text=old)) == SMALL
+    with pytest.raises(PlanError, match="field 'clip'"):
+        Plan.parse(without("ema", "clip", text=old))
+
+
 def test_an_unknown_field_is_refused_by_its_name() -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse("colour = 3\n" + SMALL.text())
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "3", "'1'", "1.5", "1.0", "true"])
+@pytest.mark.parametrize("version", ["0", "4", "'1'", "1.5", "1.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

@@ -51,6 +51,7 @@ def plan_of(
         "precision": "fp32",
         "loss_scale": "none",
         "clip": "none",
+        "ema": 0.0,
         "micro_batches": micro_batches,
         "transport": "memory",
         "deadline_s": 60.0,

@@ -73,6 +73,14 @@ OPTIONS = (
         (VERIFY + "test_batches_of_any_size_down_to_a_single_row",),
     ),
     Break(
+        "moving average of the weights",
+        (
+            Edit("runtime/averages.py", "average.lerp_(self._parameters[name].detach(), self._weight)", "pass"),
+            Edit(_REFERENCE, "torch.lerp(self._averages[n], weight, 1.0 - self._setting.ema)", "self._averages[n]"),
+        ),
+        ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
+    ),
+    Break(
         "clipping: stage",
         (
             Edit(_GRADIENTS, 'self._clip.by == "stage" and grads', 'self._clip.by == "stage" and not grads'),

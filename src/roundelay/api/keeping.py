@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -18,6 +18,7 @@ from roundelay.api.continuing import laid_out
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
 from roundelay.errors import RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, StopTraining
@@ -131,7 +132,8 @@ class Keeper:
             self._told.put(self._save(self._saving.path, snapshot, position))
             self._saved_at = time.monotonic()
         if self._evaluates and not _is_between(snapshot.header):
-            found, reason = self._evaluate(snapshot.header)
+            with holding_averages(self._session.captured, snapshot.optimizer):
+                found, reason = self._evaluate(snapshot.header)
             self.evaluations.append(found)
             self._told.put(found)
             if reason is not None:
@@ -191,6 +193,31 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             buffer.copy_(snapshot.buffers.get(name, buffer))
+
+
+def averages(optimizer: Mapping[str, Mapping[str, Any]], *, moving: bool = True) -> dict[str, torch.Tensor]:
+    """The weights to evaluate with, by parameter name, where they are not those that are trained.
+
+    Args:
+        optimizer: state by parameter name.
+        moving: take moving averages, too, not only what the optimizer itself evaluates with.
+    """
+    keys = (EMA, EVALUATED) if moving else (EVALUATED,)
+    return {name: state[key] for name, state in optimizer.items() for key in reversed(keys) if key in state}
+
+
+@contextmanager
+def holding_averages(captured: Captured, optimizer: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """The model with the weights to evaluate with, if there are such; what it had comes back."""
+    own, found = captured.parameters(), averages(optimizer)
+    before = {name: own[name].data for name in found}
+    try:
+        for name, average in found.items():
+            own[name].data = laid_out(before[name], average).clone()
+        yield
+    finally:
+        for name, weight in before.items():
+            own[name].data = weight
 
 
 def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:

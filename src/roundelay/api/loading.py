@@ -10,16 +10,18 @@ from roundelay.observe.checkpoint import load_into
 from roundelay.observe.files import present
 
 
-def load(model: torch.nn.Module, path: str | Path) -> torch.nn.Module:
+def load(model: torch.nn.Module, path: str | Path, *, averaged: bool = False) -> torch.nn.Module:
     """Put a checkpoint's weights and buffers into ``model``, which needs nothing of Roundelay.
 
     Args:
         model: of the class and sizes that were trained.
         path: a checkpoint folder, or a run folder that holds one.
+        averaged: load the moving averages (``ema``) of the weights in their place. Of an optimizer with an ``eval()``
+            (schedule-free) the weights are loaded as that makes them, in any case.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another model.
+        CheckpointError: it is missing, damaged, or of another model; or it has no averages.
     """
     folder = Path(path)
     inner = folder / "checkpoint"
-    return load_into(model, inner if present(inner).exists() else folder)
+    return load_into(model, inner if present(inner).exists() else folder, averaged=averaged)

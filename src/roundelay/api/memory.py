@@ -18,8 +18,8 @@ from roundelay.runtime.optimizer import build_optimizer, groups_of
 from roundelay.weights import needs_displacement, needs_gradient
 
 
-def optimizer_bytes(job: Job, captured: Captured, partition: Partition, predictor: str) -> list[int] | None:
-    """Bytes of each stage's optimizer state, and of what prediction keeps of the last update.
+def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Plan) -> list[int] | None:
+    """Bytes of each stage's optimizer state, of averages, and of what prediction keeps of the last update.
 
     One step is made with parameters and gradients that have shapes and no memory. None if this optimizer cannot do so.
 
@@ -27,7 +27,7 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, predicto
         job: its optimizer.
         captured: the model; not touched.
         partition: the stages.
-        predictor: the plan's.
+        plan: its predictor, and whether it keeps averages.
     """
     named = [
         (n, torch.nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
@@ -44,7 +44,10 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, predicto
     except Exception:  # the person's own code, asked something unusual: then nothing is predicted
         return None
     held = {n: _state_bytes(optimizer.state.get(p, {})) for n, p in named}
-    if predictor != NO_PREDICTOR:
+    if plan.ema:
+        for name, p in named:
+            held[name] += p.requires_grad * p.numel() * p.element_size()
+    if (predictor := plan.predictor) != NO_PREDICTOR:
         names = {id(p): n for n, p in named}
         for _, group, p in groups_of(optimizer):
             copies = needs_displacement(optimizer, group, predictor) + needs_gradient(optimizer, group, predictor)

@@ -22,6 +22,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.profile import StageProfile, profile
+from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
@@ -55,6 +56,7 @@ CHOICES = {
     "precision",
     "loss_scale",
     "clip",
+    "ema",
     "transport",
     "deadline_s",
     "devices",
@@ -124,7 +126,7 @@ def plan(
             (numbers of operations), or names: of the operations that end the stages, with commas between them, or of
             those that end the segments of every stage, in a list for each.
         choices: ``micro_batches``, ``predictor``, ``backward``, ``recompute``, ``compile``, ``precision``,
-            ``loss_scale``, ``clip``, ``transport``, ``deadline_s``, ``devices``.
+            ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or not be cut into so many stages.
@@ -150,6 +152,8 @@ def plan_with_reasons(
     unknown = set(given) - CHOICES
     if unknown:
         raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
+    if job.ema is not None:
+        given.setdefault("ema", job.ema)
     deadline_s = given.setdefault("deadline_s", DEADLINE_S)
     check_deadline(deadline_s)
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
@@ -206,6 +210,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         precision=given.get("precision", PRECISIONS[0]),
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
+        ema=given.get("ema", NO_EMA),
         micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if _wants_parts(row) else 1),
         transport=transport,
         deadline_s=given["deadline_s"],

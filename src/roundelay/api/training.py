@@ -21,7 +21,7 @@ from roundelay.api.gathering import (
     Updated,
     samples_per_second,
 )
-from roundelay.api.keeping import Keeper, Saving
+from roundelay.api.keeping import Keeper, Saving, averages
 from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
@@ -241,6 +241,9 @@ class Session:
             with one_thread():
                 run(self._task(audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
+            own = self.captured.parameters()
+            for name, weight in averages(last.optimizer, moving=False).items():  # as plain PyTorch leaves the model
+                own[name].data = weight.clone()
         finally:
             keeper.leave(notify)
         return Trained(

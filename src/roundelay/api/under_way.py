@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, final
 
 from roundelay.api.gathering import Evaluated, Updated
-from roundelay.api.keeping import Saving, evaluate
+from roundelay.api.keeping import Saving, evaluate, holding_averages
 from roundelay.api.restarting import rest_of
 from roundelay.api.training import Session
 from roundelay.errors import UsageError
@@ -85,7 +85,8 @@ class UnderWay:
             return
         updates, epoch = start.position.updates, start.position.epoch - 1
         if not any(isinstance(event, Evaluated) and event.updates == updates for event in self.events):
-            self.note(evaluate(left.job, left.captured.model, updates, epoch)[0])
+            with holding_averages(left.captured, start.optimizer):
+                self.note(evaluate(left.job, left.captured.model, updates, epoch)[0])
 
     def _read(self, updates: int) -> list[Told]:
         """What was told of so many updates; the rest is cut off."""

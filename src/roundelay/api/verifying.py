@@ -20,6 +20,7 @@ from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured, Draw, StageFunction
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
@@ -215,6 +216,8 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
         clip=Clip.parse(plan.clip),
         loss_scale=LossScale.parse(plan.loss_scale),
         loss_scale_at=None if anew else session.initial.loss_scale,
+        ema=plan.ema,
+        ema_at=None if anew else {n: s[EMA] for n, s in session.initial.optimizer.items() if EMA in s},
     )
 
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -317,7 +320,7 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
         pairs.append((f"buffer {name}", tensor, reference.buffers.get(name)))
     for name in sorted({*ours.optimizer, *reference.optimizer_state}):
         mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
-        for key in sorted({*mine, *theirs}):
+        for key in sorted({*mine, *theirs} - {EVALUATED}):  # made of the others, on copies
             pairs.append((f"optimizer state {key!r} of {name}", mine.get(key), theirs.get(key)))
     return pairs
 

@@ -49,7 +49,7 @@ def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Se
     """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
     plan = trained.plan
     shares = shares_of(spans, gaps, num_workers(plan))
-    of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan.predictor)
+    of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
         "busy": [share.busy for share in shares],

@@ -76,6 +76,14 @@ Clip = Annotated[
         metavar="BY:NORM",
     ),
 ]
+Ema = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it. "
+        "[default: the job's own; else none]",
+        metavar="DECAY",
+    ),
+]
 Precision = Annotated[
     str | None,
     typer.Option(
@@ -145,6 +153,7 @@ class Choices:
     precision: Precision = None
     loss_scale: LossScale = None
     clip: Clip = None
+    ema: Ema = None
     transport: Transport = None
     cuts: Cuts = None
     devices: Devices = None

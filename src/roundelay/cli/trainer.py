@@ -27,7 +27,7 @@ from roundelay.api.gathering import (
     Stopping,
     Updated,
 )
-from roundelay.api.keeping import Saving, evaluating
+from roundelay.api.keeping import Saving, evaluating, holding_averages
 from roundelay.api.length import Length
 from roundelay.api.planning import explain
 from roundelay.api.restarting import rest_of, run_restarting
@@ -115,7 +115,7 @@ def train_job(
     if not quiet:
         _show(plan, trained, summary)
         show_accounts(summary)
-        _showcase(job, captured)
+        _showcase(job, captured, trained.snapshot.optimizer)
         stderr.print(f"Run folder: {folder.path} (runs/latest points at it)" if out is None else f"Run folder: {out}")
     return summary
 
@@ -385,11 +385,16 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
     stdout.print(table(title, ["", ""], rows))
 
 
-def _showcase(job: Job, captured: Captured) -> None:
+def _showcase(job: Job, captured: Captured, optimizer: Mapping[str, Mapping[str, Any]]) -> None:
     if job.showcase is None:
         return
     try:
-        with evaluating(captured.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            holding_averages(captured, optimizer),
+            evaluating(captured.model),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
             text = str(job.showcase(captured.model))
     except Exception as error:  # the person's own code
         raise UserCodeError(

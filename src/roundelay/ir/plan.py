@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from roundelay.errors import PlanError
 
-FORMAT = 2
+FORMAT = 3
 
 SINCE_1: dict[str, dict[str, Any]] = {
     "Plan": {
@@ -28,6 +28,11 @@ SINCE_1: dict[str, dict[str, Any]] = {
     "StagePlan": {"device": "cpu", "weights_s": 0.0, "owed_bytes": 0},
 }
 """Fields that came in while plans had format 1, and what runs did before: plans of that format may lack them."""
+
+SINCE_2: dict[str, dict[str, Any]] = {"Plan": {"ema": 0.0}}
+"""Likewise of format 2."""
+
+_ADDED = {1: {kind: SINCE_1[kind] | SINCE_2.get(kind, {}) for kind in SINCE_1}, 2: SINCE_2, FORMAT: {}}
 
 _Part = TypeVar("_Part")
 
@@ -101,6 +106,7 @@ class Plan:
             ``N``, ``dynamic``, ``dynamic:N`` or ``dynamic:N:COUNT``.
         clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
             ``previous:NORM`` or ``global:NORM``.
+        ema: decay of the weights' exponential moving average, which is evaluated; 0 for none.
         micro_batches: M, micro-batches of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
@@ -122,6 +128,7 @@ class Plan:
     precision: str
     loss_scale: str
     clip: str
+    ema: float
     micro_batches: int
     transport: str
     deadline_s: float
@@ -157,20 +164,20 @@ class Plan:
         Raises:
             PlanError: the text is no TOML, of another version, or a field is missing, unknown or of a wrong kind.
 
-        A plan of format 1 may lack what :data:`SINCE_1` names, and becomes one of this format.
+        A plan of an earlier format may lack what :data:`SINCE_1` or :data:`SINCE_2` names, and becomes one of this.
         """
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise _unreadable(str(error)) from error
-        if type(table.get("format")) is not int or table["format"] not in (1, FORMAT):
+        if type(table.get("format")) is not int or table["format"] not in _ADDED:
             raise PlanError(
                 "format of the plan",
                 got=repr(table.get("format")),
-                expected=f"{FORMAT}, or 1, which plans had before",
+                expected=f"{FORMAT}, or a number below, which plans had before",
                 remedy="Write a new plan with `roundelay plan JOB.py`; a later Roundelay may have written this one.",
             )
-        added = SINCE_1 if table["format"] == 1 else {}
+        added = _ADDED[table["format"]]
         table["format"] = FORMAT
         stages = table.pop("stages", None)
         edges = table.pop("edges", [])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
+from roundelay.ir.averages import check_ema
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan
@@ -46,6 +47,7 @@ def check_plan(plan: Plan) -> None:
     _check_clip(plan, rule)
     check_precision(plan)
     _check_loss_scale(plan)
+    check_ema(plan.ema)
     _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from roundelay.errors import CheckpointError, InternalError
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.observe.files import replacing_folder, unwritten
 from roundelay.observe.flight import Flight, decode, encode
 from roundelay.observe.stored import FILES, MANIFEST, Stored, damaged, read, write
@@ -128,7 +129,7 @@ def load(path: Path) -> Checkpoint:
     return _open(path)[0]
 
 
-def load_into(model: torch.nn.Module, path: Path) -> torch.nn.Module:
+def load_into(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> torch.nn.Module:
     """Copy a checkpoint's parameters and buffers into ``model``, and return it; tied parameters stay tied.
 
     Names and shapes must agree exactly, except that buffers which are no part of the model's ``state_dict`` may be
@@ -138,7 +139,9 @@ def load_into(model: torch.nn.Module, path: Path) -> torch.nn.Module:
         CheckpointError: as :func:`load`; or a name is missing or unexpected, or a shape differs: the first one is told.
     """
     checkpoint, ties = _open(path)
-    values = checkpoint.parameters | checkpoint.buffers | ties
+    parameters = checkpoint.parameters | _evaluated(path, checkpoint, averaged)
+    aliases = {alias: parameters.get(first, value) for alias, (first, value) in ties.items()}
+    values = parameters | checkpoint.buffers | aliases
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     _check_names(path, set(own) & set(model.state_dict()), own, values)
@@ -147,6 +150,20 @@ def load_into(model: torch.nn.Module, path: Path) -> torch.nn.Module:
         for name, value in values.items():
             own[name].copy_(value)
     return model
+
+
+def _evaluated(path: Path, checkpoint: Checkpoint, averaged: bool) -> dict[str, Tensor]:
+    """The weights that are not those which were trained, by name."""
+    key = EMA if averaged else EVALUATED
+    found = {name: state[key] for name, state in checkpoint.optimizer.items() if key in state}
+    if averaged and not found:
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got="no averages of weights",
+            expected="those of a run with `ema`",
+            remedy="Leave averaged=True out, or train with --ema 0.999.",
+        )
+    return found
 
 
 def _check_names(path: Path, required: set[str], own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -241,11 +258,13 @@ def _free(name: str, taken: Mapping[str, Tensor]) -> str:
     return name
 
 
-def _open(path: Path) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """The checkpoint at ``path``, and the tensor that each alias stands for."""
+def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
+    """The checkpoint at ``path``, and the first name and the tensor that each alias stands for."""
     stored = read(path)
     try:
-        return _decode(stored), {alias: stored.model[first] for alias, first in stored.manifest["aliases"].items()}
+        return _decode(stored), {
+            alias: (first, stored.model[first]) for alias, first in stored.manifest["aliases"].items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
 

@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import InternalError
+from roundelay.ir.averages import EMA
 from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
@@ -131,6 +132,8 @@ class _Run:
         self._rows = 0  # of the batch's micro-batches that are summed
         self._begun: dict[int, tuple[Tensors, float]] = {}  # after so many micro-batches: sums, what divides them
         self._result = ReferenceResult(buffers=dict(buffers))
+        known = setting.ema_at or {}
+        self._averages = {n: known.get(n, weight).clone() for n, weight in self._trained() if setting.ema}
 
     def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
         """Forward, backward, and the update if it is due."""
@@ -160,9 +163,16 @@ class _Run:
         """What came of it."""
         self._result.parameters = self._trainer.parameters()
         self._result.optimizer_state = self._trainer.state()
+        for name, average in self._averages.items():
+            self._result.optimizer_state.setdefault(name, {})[EMA] = average
         self._result.updates = self._trainer.live
         self._result.loss_scale = self._scales.last()
         return self._result
+
+    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter that a stage trains, as it stands."""
+        owned = {name for stage in self._stages for name in stage.parameters}
+        return [(name, weight) for name, weight in self._trainer.trained() if name in owned]
 
     def _version(self, stage: int) -> int:
         """U: the updates that the stage had done, lag micro-batches behind, when it ran this forward."""
@@ -303,6 +313,11 @@ class _Run:
         bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
         clipped = self._clipped(gradients) if bound_by is None else self._bounded(gradients, self._norms.get(bound_by))
         self._trainer.step(clipped)
+        self._averages = {
+            n: torch.lerp(self._averages[n], weight, 1.0 - self._setting.ema)
+            for n, weight in self._trained()
+            if self._setting.ema
+        }
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count, self._rows = {}, None, 0
         for k in reversed(range(len(self._stages))):

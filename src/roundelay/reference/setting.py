@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.loss_scale import NO_SCALE, LossScale
 from roundelay.ir.rule import Mode, UpdateRule
@@ -87,6 +88,8 @@ class Setting:
         mode: backward mode.
         clip: which gradients are clipped.
         loss_scale: by what losses are multiplied before the backward.
+        ema: decay of the weights' exponential moving average; 0 for none.
+        ema_at: the averages by parameter name where the run starts; None: they begin with the weights.
         loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
             at the first.
     """
@@ -96,6 +99,8 @@ class Setting:
     mode: Mode
     clip: Clip = NO_CLIP
     loss_scale: LossScale = NO_SCALE
+    ema: float = NO_EMA
+    ema_at: Mapping[str, torch.Tensor] | None = field(default=None, hash=False)
     loss_scale_at: tuple[float, int] | None = None
 
 

@@ -38,6 +38,9 @@ class Recipe:
     def made(self, named: Named) -> tuple[Optimizer, LRScheduler | None]:
         """Optimizer and scheduler as they stand at ``version``; a loaded state overrides the scheduler's rates."""
         optimizer = self.optimizer(named)
+        modes = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
+        if all(map(callable, modes)):  # a schedule-free optimizer
+            modes[0]()  # type: ignore[misc]
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         for _ in range(self.version if scheduler is not None else 0):
             _pass(optimizer, scheduler)
@@ -153,6 +156,10 @@ class Trainer:
     def parameters(self) -> Tensors:
         """Every parameter of the model, as it stands."""
         return {name: parameter.detach() for name, parameter in self._named}
+
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter that asks for gradients, as it stands."""
+        return [(name, parameter.detach()) for name, parameter in self._named if parameter.requires_grad]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of every parameter that has any."""

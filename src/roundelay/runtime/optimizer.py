@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.errors import JobError
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
 
 
@@ -56,7 +57,14 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
             expected="an optimizer over parameters of its argument: every stage trains parameters of its own",
             remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
         )
+    if switches(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def switches(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer (schedule-free) evaluates with other weights than it trains: it has ``train``, ``eval``."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
@@ -199,7 +207,10 @@ def restore_state(
             if isinstance(v, torch.Tensor)
             else v
             for k, v in state[name].items()
+            if k not in (EMA, EVALUATED)
         }
+        if not optimizer.state[parameter]:  # it has made no step: an optimizer makes its state with the first
+            del optimizer.state[parameter]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Sequence[tuple[int, dict[str, Any], torch.nn.Parameter]]:

@@ -22,6 +22,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.observe.flight import StageFlight, Weights
+from roundelay.runtime.averages import Averages
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
 from roundelay.runtime.optimizer import (
@@ -105,6 +106,7 @@ class Stage:
             self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
         restore_state(self.optimizer, self.parameters, initial.optimizer)
+        self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
         #: what backwards have left for :meth:`weight_half`, by micro-batch
         self.debts: dict[int, Debt] = {}
@@ -209,6 +211,7 @@ class Stage:
                 parameter.data = parameter.data.clone()
         with self._predictions.watching():
             self.optimizer.step()
+        self._averages.update()
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.scheduler is not None:
@@ -256,7 +259,7 @@ class Stage:
         return self._owed_bytes
 
     def state(self, updates: int = -1) -> tuple[Weights, dict[str, dict[str, Any]], Weights]:
-        """Copies of weights, optimizer state and buffers, by name, on the CPU.
+        """Copies of weights, optimizer state with averages of weights, and buffers, by name, on the CPU.
 
         The buffers are those behind the last forward that ``updates`` updates have seen, whatever forwards have been
         run since, if its batch has said that the stage will be asked for them; else those that there are now.
@@ -264,7 +267,10 @@ class Stage:
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
         behind = self.in_flight.buffers(updates)
         buffers = self.buffers if behind is None else behind
-        return weights, state_of(self.optimizer, self.parameters), {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+        state = state_of(self.optimizer, self.parameters)
+        for name, entries in self._averages.entries(self.optimizer).items():
+            state[name] = state.get(name, {}) | entries
+        return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
     def flight(self, updates: int) -> StageFlight:
         """What is in flight after so many updates; the next forward and update leave it as it is."""
