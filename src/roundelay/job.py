@@ -46,9 +46,12 @@ class Job:
         batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first.
         optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
         inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.
-        scheduler: optimizer -> torch learning-rate scheduler, stepped after every update.
+        scheduler: optimizer -> torch learning-rate scheduler, stepped after every update; a ``ReduceLROnPlateau`` after
+            every epoch, with what ``evaluate`` says: the next epoch waits for it.
         evaluate: model -> metrics; gets the original module in eval mode with the freshest weights. May raise
             :class:`StopTraining`.
+        monitor: name of the number of ``evaluate`` that a ``ReduceLROnPlateau`` scheduler is stepped with; by default
+            the only one, or ``loss``.
         showcase: model -> text to show after training, for example a few lines that a language model writes.
         weights: safetensors file, or folder of such, that the model's weights are in; the model may then be built with
             :func:`roundelay.empty_weights`, and no worker holds more than its stage.
@@ -67,6 +70,7 @@ class Job:
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     scheduler: SchedulerFactory | None = None
     evaluate: Evaluate | None = None
+    monitor: str | None = None
     showcase: Callable[[torch.nn.Module], str] | None = None
     weights: str | Path | None = None
     ema: float | None = None

@@ -64,7 +64,11 @@ JOBS = {
         "TypeError",
         "must be made as dict or list are",
     ),
-    "ReduceLROnPlateau": ("scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau", "metric"),
+    "ReduceLROnPlateau": (
+        "scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau",
+        "ReduceLROnPlateau",
+        "no Job(evaluate=...)",
+    ),
     "a scheduler that raises": ("scheduler=lambda o: 1 / 0", "Job(scheduler=...)", "ZeroDivisionError"),
     "no scheduler": ("scheduler=lambda o: 3", "Job(scheduler=...)", "a int"),
     "no model": ("model=3", "Job(model=...)", "torch.nn.Module"),

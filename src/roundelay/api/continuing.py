@@ -73,7 +73,7 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFli
         for n, state in start.optimizer.items()
     }
     stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)
-    return Initial(parameters, buffers, optimizer, start.position.updates, stages, start.loss_scale)
+    return Initial(parameters, buffers, optimizer, start.position.updates, stages, start.loss_scale, start.numbers)
 
 
 def _flight_laid_out(own: Mapping[str, torch.Tensor], stage: StageFlight) -> StageFlight:

@@ -203,11 +203,11 @@ class Gatherer:
         elif report.kind == "events":
             self.events[report.worker] += data["events"]
         elif report.kind == "loads":
-            self.loads[report.worker] = data["loads"]
+            self.loads.setdefault(report.worker, []).extend(data["loads"])
         elif report.kind == "digest":
             self.digests |= {(kind, stage, number): value for kind, stage, number, value in data["digests"]}
         elif report.kind == "finished":
-            self.summaries[report.worker] = data
+            self.summaries[report.worker] = _together(self.summaries.get(report.worker, {}), data)
         elif report.kind == "state":
             self._state(report)
 
@@ -292,6 +292,21 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
         if "flight" in part.data:
             flight.append(decode(part.data["flight"], part.tensors))
     return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None, scale)
+
+
+_ADDED = ("busy_s", "wall_s", "updates", "skipped")
+
+
+def _together(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's account of all parts of a run: what it has spent is added up."""
+    account = dict(data)
+    if not before:
+        return account
+    for name in _ADDED:
+        account[name] += before[name]
+    for name in ("bytes_sent", "bytes_received"):
+        account[name] = {k: count + before[name].get(k, 0) for k, count in data[name].items()}
+    return account | {"first_event_g": before["first_event_g"]}
 
 
 def _mean(parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]]) -> float:

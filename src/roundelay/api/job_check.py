@@ -50,6 +50,21 @@ def check_job(job: Job) -> None:
         raise _wrong("steps", steps, "a whole number of updates, at least 1, or None")
 
 
+def check_evaluated(job: Job) -> None:
+    """Refuse a learning rate that waits for evaluations which there are not.
+
+    Raises:
+        JobError: nothing is evaluated.
+    """
+    if job.evaluate is None:
+        raise JobError(
+            "Job(scheduler=...), a ReduceLROnPlateau",
+            got="no Job(evaluate=...)",
+            expected="a number of every epoch, which the learning rate waits for",
+            remedy='Give evaluate=lambda model: {"loss": ...}, or a scheduler that needs no number.',
+        )
+
+
 def check_inputs(job: Job, batch: Any) -> None:
     """Refuse a job whose first batch is none, or whose ``inputs`` fails on it.
 

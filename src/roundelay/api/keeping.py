@@ -27,6 +27,7 @@ from roundelay.observe.checkpoint import Checkpoint, Position, Until
 from roundelay.observe.flight import Flight
 from roundelay.runtime.control import Control
 from roundelay.runtime.reader import Extent
+from roundelay.runtime.stage import Initial
 
 ABANDON_S = 3.0
 """Seconds that a checkpoint being written, or an evaluation, gets to end when the run has failed."""
@@ -62,6 +63,8 @@ class Kept(Protocol):
     order: dict[str, str]
     since: int
     control: Control
+    initial: Initial
+    waits: bool
 
 
 @final
@@ -82,6 +85,8 @@ class Keeper:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Snapshot, Position]] = []  # the one within an epoch that waits; taken out when begun
         self.evaluations: list[Evaluated] = []
+        #: what the evaluations have said that the next epoch's learning rate waits for
+        self.numbers = list(session.initial.numbers)
 
     def keep(self, snapshot: Snapshot, epoch_starts: Mapping[int, int]) -> None:
         """Take one snapshot; of those within an epoch that wait to be written, the newest takes the others' place.
@@ -106,6 +111,12 @@ class Keeper:
         self._background.check()
         self._tell(notify)
 
+    def settle(self) -> Snapshot:
+        """Wait until everything so far is done; the newest snapshot. What comes has a thread of its own."""
+        last = self.finish()
+        self._background = Background()
+        return last
+
     def finish(self) -> Snapshot:
         """Wait until everything is done; the last snapshot."""
         self._background.finish()
@@ -128,16 +139,29 @@ class Keeper:
 
     def _keep(self, snapshot: Snapshot, position: Position) -> None:
         put(self._session.captured, snapshot)
+        if self._session.waits and not _is_between(snapshot.header):  # the checkpoint is to hold what it says
+            self._look_at(snapshot)
+            self._write(snapshot, position)
+        else:
+            self._write(snapshot, position)
+            if self._evaluates and not _is_between(snapshot.header):
+                self._look_at(snapshot)
+
+    def _write(self, snapshot: Snapshot, position: Position) -> None:
         if self._saving is not None and (not self._saving.interim or self._is_time(snapshot.header)):
             self._told.put(self._save(self._saving.path, snapshot, position))
             self._saved_at = time.monotonic()
-        if self._evaluates and not _is_between(snapshot.header):
-            with holding_averages(self._session.captured, snapshot.optimizer):
-                found, reason = self._evaluate(snapshot.header)
-            self.evaluations.append(found)
-            self._told.put(found)
-            if reason is not None:
-                self._told.put(Stopping(reason))
+
+    def _look_at(self, snapshot: Snapshot) -> None:
+        """Evaluate a snapshot, and keep what a learning rate waits for."""
+        with holding_averages(self._session.captured, snapshot.optimizer):
+            found, reason = self._evaluate(snapshot.header)
+        self.evaluations.append(found)
+        self._told.put(found)
+        if reason is not None:
+            self._told.put(Stopping(reason))
+        if self._session.waits and snapshot.header.ends_epoch:
+            self.numbers.append(monitored(self._session.job, found.metrics))
 
     def _is_time(self, header: MicroBatch) -> bool:
         """Whether to write a checkpoint that is for an interruption only."""
@@ -161,6 +185,7 @@ class Keeper:
             num_stages=session.plan.num_stages,
             until=Until() if snapshot.header.final and session.control.ending else _until(session.extent),
             loss_scale=snapshot.loss_scale,
+            numbers=tuple(self.numbers),
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:
@@ -249,6 +274,24 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
             remedy="Correct the function; it gets the original module in eval mode.",
         ) from error
     return Evaluated(updates, epoch, metrics), reason
+
+
+def monitored(job: Job, metrics: Mapping[str, float]) -> float:
+    """The number that a learning rate waits for.
+
+    Raises:
+        UserCodeError: ``evaluate`` does not say it, or not which it is.
+    """
+    name = job.monitor if job.monitor is not None else next(iter(metrics)) if len(metrics) == 1 else "loss"
+    if name in metrics:
+        return metrics[name]
+    raise UserCodeError(
+        "Job(evaluate=...) beside a ReduceLROnPlateau scheduler",
+        got=f"{', '.join(metrics) or 'no number'}",
+        expected=f"a number called {name!r}, which the learning rate waits for"
+        + ("" if job.monitor else ", or one number alone"),
+        remedy='Name it: Job(monitor="accuracy"), for example; mode="max" in the scheduler where more is better.',
+    )
 
 
 def _name(name: object) -> str:

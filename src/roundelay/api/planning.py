@@ -12,7 +12,7 @@ import torch
 
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
-from roundelay.api.job_check import check_inputs, check_job
+from roundelay.api.job_check import check_evaluated, check_inputs, check_job
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -92,7 +92,10 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         check_inputs(job, sample)
         with without_dumps():
             captured = capture_model(job.model, job.loss, sample, job.inputs)
-        RateTable(job.optimizer, job.scheduler, without_gradients(job.model)).at(1)
+        rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
+        rates.at(1)
+        if rates.waits:
+            check_evaluated(job)
         return captured
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from roundelay.api.gathering import (
     Updated,
     samples_per_second,
 )
-from roundelay.api.keeping import Keeper, Saving, averages
+from roundelay.api.keeping import Keeper, Saving, averages, position_of
 from roundelay.api.length import Length, extent
 from roundelay.api.planning import capture, fitted
 from roundelay.api.planning import plan as make_plan
@@ -34,7 +34,7 @@ from roundelay.job import Job, StopTraining
 from roundelay.lower.check import programs_of
 from roundelay.lower.refuse import FORKING
 from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint
+from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
 from roundelay.runtime.control import Control
 from roundelay.runtime.device import check_here
@@ -44,8 +44,10 @@ from roundelay.runtime.launch import run
 from roundelay.runtime.membership import attend
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
+from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
 from roundelay.runtime.sampling import DEADLINE_S
+from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.schedules import num_workers, stages_of
 
@@ -69,6 +71,7 @@ class Trained:
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
         stopped: why ``evaluate`` or ``on_update`` had it end early; empty if neither did.
+        numbers: what evaluations have said that learning rates wait for, one for each epoch from the first of all.
     """
 
     plan: Plan
@@ -84,6 +87,7 @@ class Trained:
     digests: dict[tuple[str, int, int], str] = field(hash=False)
     workers: dict[int, dict[str, Any]] = field(hash=False)
     stopped: str = ""
+    numbers: tuple[float, ...] = ()
 
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
@@ -162,6 +166,35 @@ def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
     return notify
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run, which starts with empty stages unless it is the first."""
+
+    initial: Initial
+    extent: Extent
+
+
+def _rest(whole: Extent, at: Position) -> Extent:
+    """What is left of a run that has come to an epoch's end."""
+    left = None if whole.batches is None else whole.batches - (at.updates - whole.start_batch)
+    return replace(whole, start_g=at.micro_batches, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
+
+
+def check_alone(party: Party | None) -> None:
+    """Refuse a learning rate that waits for evaluations where the workers are a launcher's, which meet once.
+
+    Raises:
+        UsageError: they are.
+    """
+    if party is not None:
+        raise UsageError(
+            "a ReduceLROnPlateau scheduler under a launcher",
+            got=f"{party.size} processes of a launcher, which start together once",
+            expected="workers that start anew with every epoch's learning rate",
+            remedy="Use --transport shm or memory on one host, or a scheduler that needs no number.",
+        )
+
+
 class Session:
     """One training from start to end.
 
@@ -199,6 +232,8 @@ class Session:
         #: what is told if the stages start empty, though they were not when the checkpoint was made
         self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
         self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
+        #: whether an epoch's learning rate waits for what the evaluation of the one before says
+        self.waits = self._rates(()).waits
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 
@@ -227,19 +262,19 @@ class Session:
         prepare = self._compile(party)
         notify = self._ending_early(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
-        keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and not audit)
+        keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
 
         def listen(report: Report) -> None:
             gatherer.take(report)
             keeper.pass_on(notify)
 
-        rates = RateTable(self.job.optimizer, self.job.scheduler, without_gradients(self.captured.model))
-        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, rates.at)
+        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at)
         if self.drained is not None:
             notify(self.drained)
         try:
             with one_thread():
-                run(self._task(audit, handlers or {}, prepare), listen, wrap, party)
+                for part in self._parts(keeper, gatherer, party):
+                    run(self._task(part, audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
             own = self.captured.parameters()
             for name, weight in averages(last.optimizer, moving=False).items():  # as plain PyTorch leaves the model
@@ -260,6 +295,40 @@ class Session:
             digests=gatherer.digests,
             workers=gatherer.summaries,
             stopped=self.stopped,
+            numbers=tuple(keeper.numbers),
+        )
+
+    def _rates(self, numbers: Sequence[float]) -> RateTable:
+        named = without_gradients(self.captured.model)
+        return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
+
+    def _parts(self, keeper: Keeper, gatherer: Gatherer, party: Party | None) -> Iterator[Part]:
+        """The run's parts: one; or an epoch each where the next one's learning rate waits for its evaluation."""
+        part, whole = Part(self.initial, self.extent), self.extent
+        if not self.waits:
+            yield part
+            return
+        check_alone(party)
+        while True:
+            gatherer.rates = self._rates(part.initial.numbers).at
+            yield Part(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
+            last = keeper.settle()
+            at = position_of(last.header, gatherer.epoch_starts, whole)
+            if self.control.ending or at.epoch == whole.epochs or at.updates - whole.start_batch == whole.batches:
+                return
+            self.since = at.updates
+            part = Part(self._initial_at(last, tuple(keeper.numbers)), _rest(whole, at))
+
+    def _initial_at(self, last: Snapshot, numbers: tuple[float, ...]) -> Initial:
+        """Where the stages start again, empty, with a snapshot's state."""
+        return Initial(
+            {**self.initial.parameters, **last.parameters},
+            {**self.initial.buffers, **last.buffers},
+            last.optimizer,
+            last.header.batch + 1,
+            None,
+            last.loss_scale,
+            numbers,
         )
 
     def _ending_early(self, notify: Notify) -> Notify:
@@ -286,9 +355,11 @@ class Session:
         Raises:
             WorkerLostError: the leader is gone.
         """
+        if self.waits:
+            check_alone(party)
         self._compile(party)
         with one_thread():
-            return attend(self._task(False, {}, None), party, unchanged)
+            return attend(self._task(Part(self.initial, self.extent), False, {}, None), party, unchanged)
 
     def compile(self) -> None:
         """Compile all stages in this process, if the plan says so."""
@@ -316,7 +387,9 @@ class Session:
             compiler(range(self.plan.num_stages))
         return None
 
-    def _task(self, audit: bool, handlers: Mapping[int, Mapping[str, Handler]], prepare: Prepare | None) -> Task:
+    def _task(
+        self, part: Part, audit: bool, handlers: Mapping[int, Mapping[str, Handler]], prepare: Prepare | None
+    ) -> Task:
         return Task(
             plan=self.plan,
             programs=programs_of(self.plan),
@@ -324,8 +397,8 @@ class Session:
             captured=self.captured,
             job=self.job,
             seed=self.seed,
-            extent=self.extent,
-            initial=self.initial,
+            extent=part.extent,
+            initial=part.initial,
             audit=audit,
             handlers=handlers,
             prepare=prepare,

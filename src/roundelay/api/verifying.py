@@ -33,8 +33,8 @@ from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_re
 from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state
-from roundelay.runtime.reader import read
+from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
+from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
@@ -142,7 +142,7 @@ def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
     with one_thread(), users_code("the one-process reference"):
-        reference = _on_cpu(_reference(session, origin, notes))
+        reference = _on_cpu(_reference(session, origin, trained, notes))
     if session.initial.flight is not None:
         reference, notes = behind(session, reference, notes)
     return _compare(session, trained, reference, notes)
@@ -186,8 +186,8 @@ def _victim(session: Session, way: str) -> int:
     )
 
 
-def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceResult:
-    """The literal equations, on copies, with digests of everything in causal order."""
+def _reference(session: Session, origin: First, trained: Trained, notes: list[Note]) -> ReferenceResult:
+    """The literal equations, on copies, with digests of everything in causal order; in parts, as the run was."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
     stages = [
@@ -206,34 +206,60 @@ def _reference(session: Session, origin: First, notes: list[Note]) -> ReferenceR
     ]
     anew = session.start is None or session.initial.flight is not None
     extent = from_the_first(session.extent) if anew else session.extent
-    start = None if anew else _optimizer_state(session, named)
-    registers = Registers(1, plan.deadline_s)  # in line, and not for ever
-    stream = read(job.batches, session.seed, plan.micro_batches, extent, captured.values, registers=registers)
-    setting = Setting(
+    states = None if anew else session.initial.optimizer
+    whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
+
+    def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        notes.append(((kind, stage, number), digest(tensors)))
+
+    while True:
+        numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
+        part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
+        registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+        result = run_reference(
+            _setting(plan, states, whole.loss_scale, numbers),
+            stages,
+            named,
+            whole.buffers,
+            read(job.batches, session.seed, plan.micro_batches, part, captured.values, registers=registers),
+            job.optimizer,
+            job.scheduler,
+            lambda g: Draw(session.seed, g),
+            audit=audit,
+            start=_optimizer_state(job, named, states, extent.start_batch, numbers),
+        )
+        whole = replace(
+            result,
+            losses=whole.losses | result.losses,
+            metrics=whole.metrics | result.metrics,
+            scales=whole.scales | result.scales,
+        )
+        last = trained.snapshot.header
+        if not session.waits or result.updates > last.batch:
+            return whole
+        states = result.optimizer_state
+        extent = Extent(
+            max(whole.losses) + 1, result.updates, extent.start_epoch + 1, 0, last.batch + 1 - result.updates, None
+        )
+
+
+def _setting(
+    plan: Plan,
+    states: Mapping[str, Mapping[str, Any]] | None,
+    loss_scale_at: tuple[float, int] | None,
+    numbers: tuple[float, ...],
+) -> Setting:
+    """What a reference is told of the plan, and of where it starts."""
+    return Setting(
         rule=rule_named(plan.rule),
         predictor=plan.predictor,
         mode=plan.backward,  # type: ignore[arg-type]
         clip=Clip.parse(plan.clip),
         loss_scale=LossScale.parse(plan.loss_scale),
-        loss_scale_at=None if anew else session.initial.loss_scale,
+        loss_scale_at=loss_scale_at,
+        numbers=numbers,
         ema=plan.ema,
-        ema_at=None if anew else {n: s[EMA] for n, s in session.initial.optimizer.items() if EMA in s},
-    )
-
-    def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        notes.append(((kind, stage, number), digest(tensors)))
-
-    return run_reference(
-        setting,
-        stages,
-        named,
-        dict(origin.buffers),
-        stream,
-        job.optimizer,
-        job.scheduler,
-        lambda g: Draw(session.seed, g),
-        audit=audit,
-        start=start,
+        ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 
 
@@ -253,14 +279,22 @@ def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
 
 
-def _optimizer_state(session: Session, named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, Any]:
-    """The checkpoint's optimizer state as the state dict of one optimizer over the whole model."""
-    optimizer = build_optimizer(session.job.optimizer, named)
-    scheduler = build_scheduler(session.job.scheduler, optimizer)
-    for _ in range(session.initial.updates if scheduler is not None else 0):
+def _optimizer_state(
+    job: Job,
+    named: list[tuple[str, torch.nn.Parameter]],
+    states: Mapping[str, Mapping[str, Any]] | None,
+    updates: int,
+    numbers: tuple[float, ...],
+) -> dict[str, Any] | None:
+    """An optimizer's state by parameter name as the state dict of one optimizer over the whole model."""
+    if states is None:
+        return None
+    optimizer = build_optimizer(job.optimizer, named)
+    scheduler = stepped(build_scheduler(job.scheduler, optimizer), numbers)
+    for _ in range(updates if scheduler is not None else 0):
         optimizer.step()
         scheduler.step()  # type: ignore[union-attr]
-    restore_state(optimizer, dict(named), session.initial.optimizer)
+    restore_state(optimizer, dict(named), states)
     return optimizer.state_dict()
 
 

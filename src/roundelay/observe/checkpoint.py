@@ -82,6 +82,7 @@ class Checkpoint:
         flight: what was in flight; None if the stages were empty.
         until: where the run was to end.
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
+        numbers: what evaluations have said, one for each epoch, where a learning rate waits for it.
     """
 
     parameters: dict[str, Tensor]
@@ -95,6 +96,7 @@ class Checkpoint:
     flight: Flight | None = None
     until: Until = Until()
     loss_scale: tuple[float, int] | None = None
+    numbers: tuple[float, ...] = ()
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -233,6 +235,7 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
         **{name: getattr(checkpoint, name) for name in _FACTS},
         "until": asdict(checkpoint.until),
         "loss_scale": checkpoint.loss_scale,
+        "numbers": list(checkpoint.numbers),
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
@@ -282,6 +285,7 @@ def _decode(stored: Stored) -> Checkpoint:
         until=Until(**manifest.get("until", {})),
         flight=_decode_flight(manifest.get("flight"), stored.flight),
         loss_scale=_decode_scale(manifest.get("loss_scale")),
+        numbers=tuple(map(float, manifest.get("numbers", ()))),
         **{name: manifest[name] for name in _FACTS},
     )
 

@@ -87,7 +87,8 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
     headers = iter(stream)
     first = next(headers, None)
     with torch.no_grad():
-        trainer = Trainer(Recipe(optimizer, scheduler, start, first[0].batch if first else 0), named)
+        version = first[0].batch if first else 0
+        trainer = Trainer(Recipe(optimizer, scheduler, start, version, setting.numbers), named)
         run = _Run(setting, stages, trainer, buffers, draw, audit or _unheard)
         for header, values in chain([first] if first else [], headers):
             run.micro_batch(header, dict(values))

@@ -88,6 +88,7 @@ class Setting:
         mode: backward mode.
         clip: which gradients are clipped.
         loss_scale: by what losses are multiplied before the backward.
+        numbers: what evaluations have said, for a scheduler that waits for it.
         ema: decay of the weights' exponential moving average; 0 for none.
         ema_at: the averages by parameter name where the run starts; None: they begin with the weights.
         loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
@@ -99,6 +100,7 @@ class Setting:
     mode: Mode
     clip: Clip = NO_CLIP
     loss_scale: LossScale = NO_SCALE
+    numbers: tuple[float, ...] = ()
     ema: float = NO_EMA
     ema_at: Mapping[str, torch.Tensor] | None = field(default=None, hash=False)
     loss_scale_at: tuple[float, int] | None = None

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.reference.predict import Past
 from roundelay.reference.setting import Named, OptimizerFactory, SchedulerFactory, Tensors
@@ -28,12 +28,14 @@ class Recipe:
         scheduler: optimizer to a scheduler, stepped after every update; None for constant rates.
         start: the optimizer's state dict at the run's first version; None at a fresh start.
         version: number of updates done before the run.
+        numbers: what evaluations have said, for a scheduler that waits for it; its rate then stays.
     """
 
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
     start: dict[str, Any] | None
     version: int
+    numbers: tuple[float, ...] = ()
 
     def made(self, named: Named) -> tuple[Optimizer, LRScheduler | None]:
         """Optimizer and scheduler as they stand at ``version``; a loaded state overrides the scheduler's rates."""
@@ -42,6 +44,10 @@ class Recipe:
         if all(map(callable, modes)):  # a schedule-free optimizer
             modes[0]()  # type: ignore[misc]
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            for number in self.numbers:
+                scheduler.step(number)
+            scheduler = None
         for _ in range(self.version if scheduler is not None else 0):
             _pass(optimizer, scheduler)
         if self.start is not None:

@@ -71,7 +71,7 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
     """The job's scheduler.
 
     Raises:
-        JobError: the function raises, or what it makes is no scheduler, or one that needs a metric.
+        JobError: the function raises, or what it makes is no scheduler.
     """
     if make is None:
         return None
@@ -84,14 +84,28 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
             expected="a function of the optimizer that returns a torch learning-rate scheduler",
             remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
         ) from error
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+    if not isinstance(scheduler, LRScheduler):
         raise JobError(
             "Job(scheduler=...)",
             got=f"a {type(scheduler).__name__}",
-            expected="a torch.optim.lr_scheduler.LRScheduler that is stepped once per update without a metric",
+            expected="a torch.optim.lr_scheduler.LRScheduler, or a ReduceLROnPlateau",
             remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
         )
     return scheduler
+
+
+def stepped(scheduler: LRScheduler | None, numbers: Sequence[float]) -> LRScheduler | None:
+    """The scheduler that every update steps, if one does; one that waits for numbers has been stepped with these.
+
+    Args:
+        scheduler: the job's, as it was made.
+        numbers: what evaluations have said so far, one for each epoch.
+    """
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler
+    for number in numbers:
+        scheduler.step(number)
+    return None
 
 
 def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], named: Named) -> None:
@@ -117,16 +131,25 @@ class RateTable:
         make: the job's optimizer.
         schedule: the job's scheduler.
         named: parameters to make them with; they are not touched.
+        numbers: what evaluations have said, for a scheduler that waits for it: its rate stays until the next.
 
     Raises:
         JobError: the optimizer or the scheduler cannot be used.
     """
 
-    def __init__(self, make: OptimizerFactory, schedule: SchedulerFactory | None, named: Named) -> None:
+    def __init__(
+        self,
+        make: OptimizerFactory,
+        schedule: SchedulerFactory | None,
+        named: Named,
+        numbers: Sequence[float] = (),
+    ) -> None:
         self._optimizer = build_optimizer(make, named)
         narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
         self._optimizer.state.clear()
-        self._scheduler = build_scheduler(schedule, self._optimizer)
+        self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)
+        #: whether the next epoch's rates wait for what an evaluation says
+        self.waits = made is not self._scheduler
         self._rates: list[tuple[float, ...]] = [self._now()]
 
     def rates(self, group: int, update: int, count: int) -> tuple[float, ...]:

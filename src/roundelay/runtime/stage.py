@@ -32,6 +32,7 @@ from roundelay.runtime.optimizer import (
     narrow,
     restore_state,
     state_of,
+    stepped,
     without_gradients,
 )
 from roundelay.runtime.predictions import Predictions
@@ -50,6 +51,7 @@ class Initial:
         updates: updates made before.
         flight: what every stage had in flight, if the run goes on in mid-flight.
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
+        numbers: what evaluations have said, for a learning rate that waits for it.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -58,6 +60,7 @@ class Initial:
     updates: int
     flight: tuple[StageFlight, ...] | None = None
     loss_scale: tuple[float, int] | None = None
+    numbers: tuple[float, ...] = ()
 
     def flight_of(self, stage: int) -> StageFlight | None:
         """What one stage had in flight."""
@@ -100,8 +103,8 @@ class Stage:
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
-        self.scheduler = build_scheduler(job.scheduler, self.optimizer)
-        rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model))
+        self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
+        rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
