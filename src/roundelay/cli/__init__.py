@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from roundelay.cli.streams import tolerate
 from roundelay.debug import better_malloc, by_torchrun, launched_as
 from roundelay.runtime.mortal import die_with
 from roundelay.runtime.sentry import start_sentry
@@ -17,6 +18,7 @@ def main() -> None:
     Python's own handler would raise inside the libraries that are being imported, and some of them swallow it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    tolerate()
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -30,6 +30,7 @@ from roundelay.cli.job_file import load_job
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS, Grace
+from roundelay.cli.streams import lost
 from roundelay.cli.trainer import attend_job, train_job
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.check import programs_of
@@ -38,6 +39,7 @@ from roundelay.observe.files import replacing_file
 from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.build import page
+from roundelay.runtime.explain import out_of_threads
 from roundelay.runtime.tamper import WAYS
 from roundelay.schedules import num_workers, stages_of
 from roundelay.viz import LEGEND, staircase
@@ -268,6 +270,10 @@ def main() -> None:
     torch.set_num_threads(1)
     SIGNALS.listen()
     code = guarded(app, "--json" in sys.argv)
+    sys.stdout.flush()
+    if why := lost():
+        stderr.print(f"Not all of the result could be written to stdout: {why}. The command itself ended with {code}.")
+        code = code or 1
     SIGNALS.leave_to(signal.SIG_DFL)  # all is told: what would be raised now, libraries would show as they unload
     gc.freeze()  # spares a last collection over all that torch has traced: seconds in which nothing is done any more
     sys.exit(code)
@@ -311,10 +317,12 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     except Exception as error:
         if SIGNALS.first is not None:
             return _interrupted()
-        if traced:
+        known = out_of_threads("starting a thread", error)
+        if traced and known is None:
             raise
-        show_error(_bug(error), as_json, traced)
-        return 70
+        told = _bug(error) if known is None else known
+        show_error(told, as_json, traced)
+        return 70 if known is None else told.exit_code
 
 
 def _behind(code: int) -> int:

@@ -25,6 +25,8 @@ def explained(error: BaseException, where: str) -> BaseException:
 
 def unexpected(subject: str, error: BaseException) -> UserCodeError:
     """An error of no kind that is raised on purpose, with the last line of the person's code that it came through."""
+    if (known := out_of_threads(subject, error)) is not None:
+        return known
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -33,6 +35,19 @@ def unexpected(subject: str, error: BaseException) -> UserCodeError:
         got=f"{type(error).__name__}: {str(error).strip()[:500]}{where}",
         expected="an instruction that ends well",
         remedy="Correct the model, loss or optimizer; ROUNDELAY_DEBUG=1 shows the traceback.",
+    )
+
+
+def out_of_threads(subject: str, error: BaseException) -> UserCodeError | None:
+    """The system starts no further thread; None if that is not what went wrong."""
+    if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
+        return None
+    return UserCodeError(
+        subject,
+        got="the system starts no further thread",
+        expected="room for a handful of threads in each process",
+        remedy="Raise the limit of processes and threads (`ulimit -u`, docker run --pids-limit, Slurm's), or give "
+        "fewer --workers and fewer processes of the loader.",
     )
 
 
