@@ -1,4 +1,4 @@
-"""Outputs that are closed or full, and a system that starts no thread: the run's result is kept, and all is in words."""
+"""Outputs that are closed or full, and a system that starts no thread: the result is kept, and all is in words."""
 
 from __future__ import annotations
 
