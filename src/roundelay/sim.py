@@ -68,7 +68,7 @@ class WorkerReport:
     unread_bytes_peak: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Simulation:
     """A simulated run.
 
@@ -85,6 +85,12 @@ class Simulation:
     events: tuple[tuple[str, ...], ...]
     workers: tuple[WorkerReport, ...]
     loads: tuple[Load, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
+            f"intervals={len(self.intervals)})"
+        )
 
     def intervals_of(self, worker: int) -> list[Interval]:
         """What one worker did, in order."""

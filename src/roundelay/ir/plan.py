@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from roundelay.errors import PlanError
+from roundelay.ir.words import listed
 
 FORMAT = 2
 
@@ -82,7 +83,7 @@ class EdgePlan:
     gradient: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """All choices of one run.
 
@@ -130,6 +131,13 @@ class Plan:
     read_s: float
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
+
+    def __repr__(self) -> str:
+        ends = listed([stage.segments[-1] for stage in self.stages if stage.segments])
+        return (
+            f"Plan(rule={self.rule!r}, stages={self.num_stages}, up to {ends}; micro_batches={self.micro_batches}, "
+            f"backward={self.backward!r}, transport={self.transport!r}; print(plan.text()) shows all)"
+        )
 
     @property
     def num_stages(self) -> int:
