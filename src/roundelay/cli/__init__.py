@@ -17,6 +17,9 @@ def main() -> None:
     Python's own handler would raise inside the libraries that are being imported, and some of them swallow it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.argv[1:] == ["--version"]:
+        importlib.import_module("roundelay.cli.version").show_version()
+        return
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
