@@ -68,7 +68,7 @@ class WorkerReport:
     unread_bytes_peak: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """A simulated run.
 

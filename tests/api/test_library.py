@@ -14,7 +14,7 @@ import torch
 
 import roundelay
 from roundelay.errors import CaptureError, DeadlineError, JobError, UsageError, UserCodeError
-from tests.api.jobs import make, mlp
+from tests.api.jobs import loader, make, mlp
 from tests.cli.harness import environment
 
 NOTEBOOK = """
@@ -119,12 +119,18 @@ def test_train_and_verify_plan_by_themselves() -> None:
     assert len({worker["pid"] for worker in verified.workers.values()}) == 3
 
 
-def test_the_loader_is_waited_for_as_long_as_the_choice_says() -> None:
-    job = make(mlp())
-    late = make(job.model, batches=lambda epoch: time.sleep(1.0) or job.batches(epoch))
-    for function in (roundelay.train, roundelay.verify):
-        with pytest.raises(DeadlineError, match=r"0\.2 s"):
-            function(late, steps=1, deadline_s=0.2)
+@pytest.mark.parametrize("function", [roundelay.train, roundelay.verify])
+def test_the_loader_is_waited_for_as_long_as_the_choice_says(function: Callable[..., object]) -> None:
+    asked: list[int] = []
+
+    def late(epoch: int) -> object:
+        asked.append(epoch)
+        time.sleep(1.0)
+        return loader(epoch)
+
+    with pytest.raises(DeadlineError, match=r"0\.2 s"):
+        function(make(batches=late), steps=1, deadline_s=0.2)
+    assert asked == [0], "it was waited for, and asked again"
 
 
 @pytest.mark.parametrize("function", [roundelay.train, roundelay.verify])

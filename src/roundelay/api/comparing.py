@@ -72,7 +72,7 @@ class Resumed:
 Told = Callable[[Begun | Resumed | Ended | Event], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """A comparison that is finished.
 

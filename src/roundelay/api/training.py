@@ -35,7 +35,7 @@ from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.schedules import num_workers, stages_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A finished training.
 

@@ -39,7 +39,7 @@ from roundelay.runtime.worker import Wrap
 STEPS = 8
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What the comparison found.
 

@@ -32,7 +32,7 @@ from roundelay.ir.stage import SegmentSpec, StageSpec
 from roundelay.ir.words import counted
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Captured:
     """A model, its loss and its call, ready to be cut.
 

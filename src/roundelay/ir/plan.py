@@ -83,7 +83,7 @@ class EdgePlan:
     gradient: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """All choices of one run.
 
