@@ -32,6 +32,8 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "
 # Collectives that pickle on one side and unpickle on the other.
 OBJECT_COLLECTIVE = re.compile(r"(all_gather|gather)_object|(broadcast|scatter|send|recv)_object_list")
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+# What lies beside the package in the repository, and what works there alone.
+OUTSIDE = re.compile(r"\b(examples|benchmarks|docs|tests|requirements)/|\.venv\b|`make |\bREADME|\bCHANGELOG")
 RANK = re.compile(r"(.+_)?rank|is_(first|last)(_stage|_rank)?|is_main_process|get_rank")
 
 
@@ -107,6 +109,15 @@ def deferred_imports(tree: ast.Module) -> Iterator[ast.AST]:
             yield node
 
 
+def beyond_the_package(tree: ast.Module) -> Iterator[ast.AST]:
+    """Texts for people that name what no installed package holds; module and attribute docstrings are for readers."""
+    for_readers = {id(node.value) for node in tree.body if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if OUTSIDE.search(text) and id(node) not in for_readers:
+            yield node
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule: what breaks it, where that is allowed, and examples of either kind.
@@ -166,6 +177,21 @@ RULES = {
             "match rank:\n    case 0: pass",
         ),
         good=("send(rank)", "if frank: pass", "if ranks: pass", "if ranking == 1: pass", "x = rank + 1"),
+    ),
+    "texts for people name nothing that an installed package lacks": Rule(
+        beyond_the_package,
+        bad=(
+            "f(remedy='See examples/char_gpt.py.')",
+            "x = f'{name}: run `make venv`'",
+            "def f():\n    '''See docs/options.md.'''",
+            "'''A module.'''\nhelp = '.venv/bin/roundelay, as README.md says'",
+        ),
+        good=(
+            "'''Held by tests/test_house.py.'''",
+            "X = 7\n'''As benchmarks/depth found.'''",
+            "f(remedy='See `roundelay train --help`.')",
+            "x = 'make the batches alike'",
+        ),
     ),
     "our own modules are imported at the top": Rule(
         deferred_imports,

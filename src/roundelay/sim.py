@@ -86,6 +86,12 @@ class Simulation:
     workers: tuple[WorkerReport, ...]
     loads: tuple[Load, ...]
 
+    def __repr__(self) -> str:
+        return (
+            f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
+            f"intervals={len(self.intervals)})"
+        )
+
     def intervals_of(self, worker: int) -> list[Interval]:
         """What one worker did, in order."""
         return [interval for interval in self.intervals if interval.worker == worker]

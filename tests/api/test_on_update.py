@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -111,12 +113,18 @@ def test_a_worker_alone_ends_with_its_run() -> None:
     assert [one.name for one in threading.enumerate() if one.name.startswith("roundelay")] == []
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_tells_every_update(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind the job that stands above it."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        if "def job(" in block or "on_update=" in block:
-            exec(compile(block, str(README), "exec", dont_inherit=True), names)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [str(update) for update in range(20)]
+    (job,) = (block for block in blocks if block.startswith("# my_job.py"))
+    (example,) = (block for block in blocks if "on_update=" in block)
+    module = ModuleType("my_job")
+    exec(compile(job, str(README), "exec", dont_inherit=True), vars(module))
+    monkeypatch.setitem(sys.modules, "my_job", module)
+    exec(compile(example, str(README), "exec", dont_inherit=True), {"__name__": "example"})
+    *updates, trained, verified = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in updates] == [str(update) for update in range(20)]
+    assert trained.startswith("Trained(rule='1f1b', workers=2, updates=20, loss: ")
+    assert verified.startswith("Verification(equal=True, ")

@@ -161,7 +161,7 @@ def test_a_job_file_that_is_none_is_told(capsys: Capture, workplace: Path) -> No
 
 
 OPTIONS = {
-    "more workers than pieces": (("--workers", "40"), "a cut into 40 stages", "10 pieces", "at most 10 workers"),
+    "more workers than pieces": (("--workers", "40"), "a cut into 40 stages", "10 stages at most", "--workers 10"),
     "no workers": (("--workers", "0"), "workers", "at least 1"),
     "an unknown rule": (("--rule", "foo"), "'foo'", "gpipe, 1f1b, zb-h1, zb-v, pipedream", "register_rule"),
     "no micro-batches": (("--micro-batches", "0"), "micro_batches", "at least 1"),

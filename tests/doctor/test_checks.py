@@ -33,12 +33,12 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
     "torch is too old": (spoiled(torch={"version": "2.10.1"}), "torch", "problem", ("2.10.1", "torch>=2.11,<2.14")),
     "torch is too new": (spoiled(torch={"version": "2.14.0"}), "torch", "problem", ("2.14.0", "torch>=2.11,<2.14")),
     "a version that is none": (spoiled(torch={"version": "git-1234"}), "torch", "problem", ("git-1234",)),
-    "torch is broken": (spoiled(torch=ABSENT), "torch", "problem", ("libtorch.so: cannot open", "make venv")),
+    "torch is broken": (spoiled(torch=ABSENT), "torch", "problem", ("libtorch.so: cannot open", "pip install")),
     "nothing of ours can be loaded": (
         spoiled(commands_error="ModuleNotFoundError: No module named 'safetensors'"),
         "roundelay",
         "problem",
-        ("safetensors", "make venv"),
+        ("safetensors", "pip check"),
     ),
     "devices without torch": (spoiled(torch=ABSENT), "devices", "warning", ("not known without torch",)),
     "a driver, and torch without CUDA": (

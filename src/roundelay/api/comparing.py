@@ -14,7 +14,7 @@ from roundelay.api.gathering import Evaluated, Event, Updated, samples_per_secon
 from roundelay.api.length import Length, extent
 from roundelay.api.outcomes import LOSS, TRAINING, Outcome, Point, Results, write
 from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import capture, default_workers, explain, plan_with_reasons
+from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
 from roundelay.api.training import Session
 from roundelay.api.under_way import UnderWay
 from roundelay.api.variants import Variant, variants
@@ -22,6 +22,7 @@ from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.words import listed
 from roundelay.job import Job
 from roundelay.runtime.reader import seed_everything
 from roundelay.runtime.sampling import DEADLINE_S
@@ -89,6 +90,14 @@ class Compared:
     refused: Mapping[str, str] = field(hash=False)
     outcomes: Mapping[tuple[str, int], Outcome] = field(hash=False)
 
+    def __repr__(self) -> str:
+        diverged = sum(outcome.diverged is not None for outcome in self.outcomes.values())
+        names = listed([variant.name for variant in self.variants])
+        return (
+            f"Compared({names}; seeds={len(self.seeds)}, runs={len(self.outcomes)}, diverged={diverged}, "
+            f"refused={len(self.refused)})"
+        )
+
     def of(self, variant: Variant) -> list[Outcome]:
         """The runs of a line, by seed."""
         return [self.outcomes[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.outcomes]
@@ -130,12 +139,14 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         source: what tells this job from others of the same model, such as a digest of its file.
         notify: told of everything, in the caller's thread.
         choices: ``micro_batches`` (by default each rule's own), ``recompute``, ``compile``, ``precision``,
-            ``loss_scale``, ``clip``, ``transport``, ``deadline_s``, ``devices``.
+            ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
+        TypeError: a choice is unknown; predictor and backward mode are part of a rule's text.
         UsageError: something given cannot be used, or the folder is another comparison's.
         RunError: a run failed otherwise than by its loss; what is finished stays.
     """
+    check_choices(compare, choices, [name for name in CHOICES if name not in ("predictor", "backward")])
     lines = variants(rules, optimizers, rates)
     if seeds < 1:
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")

@@ -108,5 +108,5 @@ def _wrong(name: str, value: Any, expected: str) -> JobError:
         f"Job({name}=...)",
         got=f"{value!r:.80} of type {type(value).__name__}",
         expected=expected,
-        remedy="Correct the job; examples/char_gpt.py is a complete one.",
+        remedy="Correct the job; help(roundelay.Job) in Python says what each field is.",
     )

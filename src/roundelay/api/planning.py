@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
 from roundelay.api.weights_file import check_filled, fill
-from roundelay.errors import PlanError
+from roundelay.errors import CaptureError, PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
@@ -29,11 +31,12 @@ from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
+from roundelay.ir.words import counted
 from roundelay.job import Job
 from roundelay.lower.crossing import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.lower.refuse import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
-from roundelay.planner.price import Terms
+from roundelay.planner.price import Terms, boundaries_of
 from roundelay.planner.prove import prove
 from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
@@ -47,7 +50,7 @@ LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "n
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
 frames are gloo's, and its bytes per second an assumption (a PCIe 4.0 slot), as it has not been measured yet."""
 
-CHOICES = {
+CHOICES = (
     "micro_batches",
     "predictor",
     "backward",
@@ -60,11 +63,11 @@ CHOICES = {
     "transport",
     "deadline_s",
     "devices",
-}
+)
 
 
 def default_workers() -> int:
-    """Workers when nothing is said: one per core, at most two."""
+    """Workers when nothing is said: one per core, at most two; fewer for a model that cannot be cut into so many."""
     return min(2, os.cpu_count() or 1)
 
 
@@ -101,10 +104,11 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the reasons for its cuts in words."""
+    """A plan, and the reasons for its cuts in words; why it has fewer workers than usual, if so."""
 
     plan: Plan
     reasons: tuple[str, ...] = ()
+    fewer: str = ""
 
 
 def plan(
@@ -139,6 +143,38 @@ def plan(
     return plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices).plan
 
 
+def captured_and_planned(
+    function: Callable[..., Any], job: Job, plan: Plan | None, seed: int, choices: Mapping[str, Any]
+) -> tuple[Captured, Plan]:
+    """The job's model, and the plan that was given to a function, or one that is made by the choices given to it.
+
+    Args:
+        function: what was called, to name it in an error.
+        job: the job.
+        plan: the plan, or None.
+        seed: of the data.
+        choices: as for :func:`plan`, ``workers``, ``rule`` and ``cuts`` among them; None is no choice.
+
+    Raises:
+        TypeError: a choice is unknown.
+        UsageError: a plan was given beside a choice.
+    """
+    check_choices(function, choices, ("workers", "rule", "cuts", *CHOICES))
+    given = {name: value for name, value in choices.items() if value is not None}
+    if plan is None:
+        captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
+        return captured, plan_with_reasons(job, captured=captured, seed=seed, **given).plan
+    if given:
+        names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UsageError(
+            f"plan beside {names} in roundelay.{function.__name__}",
+            got=f"a plan, and {call}",
+            expected="one of them: a plan says all that can be chosen",
+            remedy=f"Leave {names} out, or leave the plan out, or make the plan by roundelay.plan(job, {call}).",
+        )
+    return capture(job, seed=seed, deadline_s=plan.deadline_s), plan
+
+
 def plan_with_reasons(
     job: Job,
     *,
@@ -151,10 +187,8 @@ def plan_with_reasons(
     **choices: Any,
 ) -> Planned:
     """As :func:`plan`, with the reasons for the cuts; ``tell`` is told of long waits for the loader."""
+    check_choices(plan, choices)
     given = {name: value for name, value in choices.items() if value is not None}
-    unknown = set(given) - CHOICES
-    if unknown:
-        raise TypeError(f"plan() got unexpected choices: {', '.join(sorted(unknown))}")
     if job.ema is not None:
         given.setdefault("ema", job.ema)
     deadline_s = given.setdefault("deadline_s", DEADLINE_S)
@@ -163,7 +197,7 @@ def plan_with_reasons(
     asked = MEASURED if cuts is None else cuts
     stages = given_stages(captured.graph, asked)
     schedule = schedule_named(rule_named(rule).schedule)
-    num_stages = _num_stages(workers, stages, schedule.stages_per_worker)
+    num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
@@ -176,15 +210,31 @@ def plan_with_reasons(
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
     made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
-    return Planned(made, (*chosen.reasons, *told))
+    return Planned(made, (*([fewer] if fewer else []), *chosen.reasons, *told), fewer)
 
 
-def _num_stages(workers: int | None, stages: Stages | None, each: int) -> int:
-    """As many as ``each`` worker's number of them asks for, or as were given."""
+def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
+    """Refuse a keyword that a function with further choices does not know, as Python refuses one without.
+
+    Raises:
+        TypeError: naming it, and those that it may have been meant for.
+    """
+    for name in choices:
+        if name not in known:
+            own = [one.name for one in signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+            names = list(dict.fromkeys([*own, *known]))
+            near = difflib.get_close_matches(name, names, n=3)
+            told = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows {', '.join(names)}"
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {told}")
+
+
+def _num_stages(graph: Graph, workers: int | None, stages: Stages | None, rule: str) -> tuple[int, str]:
+    """As many as the workers ask for, or as were given; and why there are fewer than usual, if so."""
     if workers is not None and workers < 1:
         raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
+    each = schedule_named(rule_named(rule).schedule).stages_per_worker
     if stages is None:
-        return each * (default_workers() if workers is None else workers)
+        return _chosen_number(len(boundaries_of(graph)) - 1, workers, each, rule)
     if len(stages) % each or workers not in (None, len(stages) // each):
         wanted = f"{each} for each worker" if workers is None else f"{each * workers}, {each} for each worker"
         raise PlanError(
@@ -193,7 +243,31 @@ def _num_stages(workers: int | None, stages: Stages | None, each: int) -> int:
             expected=wanted if each > 1 else f"{workers}, one for each worker",
             remedy="Name one operation fewer than there are stages, or leave the number of workers out.",
         )
-    return len(stages)
+    return len(stages), ""
+
+
+def _chosen_number(pieces: int, workers: int | None, each: int, rule: str) -> tuple[int, str]:
+    """Stages for so many workers, or for as many as is usual and the model has pieces for.
+
+    Raises:
+        CaptureError: the model has too few.
+    """
+    most = pieces // each
+    wanted = default_workers() if workers is None else workers
+    if wanted <= most:
+        return each * wanted, ""
+    limit = f"can be cut into {counted(pieces, 'stage')} at most"
+    if workers is None and most:
+        return each * most, f"{counted(most, 'worker')}, not {wanted}: the model {limit}"
+    apart = f", {each} for each worker by {rule}" if each > 1 else ""
+    raise CaptureError(
+        f"a cut into {each * wanted} stages, for {counted(wanted, 'worker')}",
+        got=f"a model that {limit}",
+        expected=f"at least {each * wanted} stages{apart}",
+        remedy=f"Give --workers {most}, or a model of more operations."
+        if most
+        else "Give another rule: --rule 1f1b, for example, has one stage for each worker.",
+    )
 
 
 def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Plan:
@@ -339,8 +413,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     rule = rule_named(plan.rule)
     home, size = workers_of(plan), num_workers(plan)
     lines = [
-        f"{type(captured.model).__name__} on {size} workers by rule {plan.rule} ({rule.source}).",
-        f"{len(captured.graph.ops)} operations, {len(captured.graph.cuts)} places to cut.",
+        f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
+        f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):
         ends = ", ".join(f"{end} ({_module(captured.graph, end)})" for end in stage.segments)

@@ -23,8 +23,7 @@ from roundelay.api.gathering import (
 )
 from roundelay.api.keeping import Keeper, Saving, averages, position_of
 from roundelay.api.length import Length, extent
-from roundelay.api.planning import capture, fitted
-from roundelay.api.planning import plan as make_plan
+from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.threads import one_thread
 from roundelay.debug import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
@@ -46,7 +45,6 @@ from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
 from roundelay.runtime.reader import Extent
 from roundelay.runtime.report import Report
-from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.stage import Initial
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.schedules import num_workers, stages_of
@@ -65,8 +63,8 @@ class Trained:
         micro_losses: micro-batch to (loss, terms summed).
         micro_metrics: micro-batch to the same of every metric beside the loss.
         micro_scales: micro-batch to what its loss was multiplied by; empty where losses are not scaled.
-    events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, stage,
-        text].
+        events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, stage,
+            text].
         loads: worker that reads to what its reader loaded meanwhile: [batch, start_s, end_s].
         digests: (kind, stage, number) to a digest, if audited.
         workers: worker to its final account.
@@ -89,11 +87,20 @@ class Trained:
     stopped: str = ""
     numbers: tuple[float, ...] = ()
 
+    def __repr__(self) -> str:
+        losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"
+        return (
+            f"Trained(rule={self.plan.rule!r}, workers={num_workers(self.plan)}, updates={len(self.updates)}, "
+            f"loss: {losses}, samples_per_second={self.samples_per_second:.1f})"
+        )
+
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
     job: Job,
     *,
     plan: Plan | None = None,
+    workers: int | None = None,
+    rule: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
@@ -101,12 +108,15 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     save_to: str | Path | None = None,
     checkpoint_every: int | None = None,
     on_update: Callable[[Updated], None] | None = None,
+    **choices: Any,
 ) -> Trained:
-    """Train.
+    """Train by a plan, or plan and train.
 
     Args:
         job: the job; its model has the trained weights afterwards.
-        plan: by default one for two workers.
+        plan: what to run; if it is not given, one is made, as :func:`roundelay.plan` makes it of the choices below.
+        workers: D; by default one per core, at most two, and no more than the model can be cut for.
+        rule: update rule; ``pipeoptim`` by default.
         steps: number of updates. If neither it nor ``epochs`` is given: what the interrupted run lacks that ``resume``
             is a checkpoint of; else the job's own number, or one epoch.
         epochs: number of epochs, those of a resumed checkpoint included.
@@ -118,9 +128,13 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
             slow one is told late. One that raises ends the training; the last checkpoint is whole. One that raises
             :class:`roundelay.StopTraining` ends it in good order, soon after.
+        choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
+            ``deadline_s``, ``devices``.
 
     Raises:
-        UsageError: something given cannot be used.
+        TypeError: a choice is unknown.
+        UsageError: something given cannot be used, or a plan was given beside a choice.
         UserCodeError: ``on_update`` raises, or other code of the person's does on a worker.
         RunError: the run failed; the last checkpoint is whole.
     """
@@ -137,8 +151,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             "`roundelay train JOB.py` under the launcher makes them the workers of one training",
             stacklevel=2,
         )
-    captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
-    chosen = plan or make_plan(job, captured=captured, seed=seed)
+    captured, chosen = captured_and_planned(train, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)

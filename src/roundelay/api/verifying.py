@@ -14,8 +14,7 @@ import torch
 from roundelay.api.cutting import users_code
 from roundelay.api.length import Length
 from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
-from roundelay.api.planning import capture
-from roundelay.api.planning import plan as make_plan
+from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import UsageError
@@ -35,7 +34,6 @@ from roundelay.runtime.device import repeatable
 from roundelay.runtime.isolated import apart
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
 from roundelay.runtime.reader import Extent, read
-from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
 
@@ -66,36 +64,52 @@ class Verification:
     workers: dict[int, dict[str, Any]]
     losses: int
 
+    def __repr__(self) -> str:
+        odd = "" if self.equal else f", difference={self.difference!r}"
+        return (
+            f"Verification(equal={self.equal}{odd}, tensors={self.tensors}, losses={self.losses}, steps={self.steps}, "
+            f"workers={len(self.workers)})"
+        )
 
-def verify(
+
+def verify(  # noqa: PLR0913  as many parameters as the command has options
     job: Job,
     *,
     plan: Plan | None = None,
+    workers: int | None = None,
+    rule: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
     tamper: str | None = None,
     resume: str | Path | None = None,
+    **choices: Any,
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
 
     Args:
         job: the job; its model ends with the distributed run's weights.
-        plan: by default one for two workers.
+        plan: what to run; if it is not given, one is made, as :func:`roundelay.plan` makes it of the choices below.
+        workers: D; by default one per core, at most two, and no more than the model can be cut for.
+        rule: update rule; ``pipeoptim`` by default.
         steps: updates; 8 if neither it nor ``epochs`` is given.
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
         resume: checkpoint to continue from. Where the run goes on in mid-flight the reference begins with the first
             update of all, and what follows the checkpoint is compared.
+        choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
+            ``devices``.
 
     Raises:
-        UsageError: something given cannot be used; a way to tamper that cannot act on this model.
+        TypeError: a choice is unknown.
+        UsageError: something given cannot be used, or a plan was given beside a choice; a way to tamper that cannot act
+            on this model.
         RunError: the distributed run failed.
     """
     check_way(tamper)
-    captured = capture(job, seed=seed, deadline_s=DEADLINE_S if plan is None else plan.deadline_s)
-    chosen = plan or make_plan(job, captured=captured, seed=seed)
+    captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     first = First.of(captured)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs), start), tamper, first=first)

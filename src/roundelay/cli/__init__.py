@@ -19,6 +19,9 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tolerate()
+    if sys.argv[1:] == ["--version"]:
+        importlib.import_module("roundelay.cli.version").show_version()
+        return
     environment = better_malloc()
     if environment is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -32,6 +32,7 @@ from roundelay.cli.screen import announce, only_json, show_error, show_json, std
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.streams import lost
 from roundelay.cli.trainer import attend_job, train_job
+from roundelay.cli.version import show_version
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.check import programs_of
 from roundelay.observe.curves import writer as curve_writer
@@ -51,15 +52,28 @@ _BEHIND_S = 20.0
 """Seconds that another process of a launcher gets to tell what ends them all."""
 
 app = typer.Typer(
-    help="Train ordinary PyTorch models through a pipeline, planned, explained, and proved bit for bit.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
 
-@app.command(epilog="Example: `roundelay train examples/char_gpt.py --workers 2 --steps 100`")
+@app.callback(invoke_without_command=True)
+def roundelay(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the versions of Roundelay and of torch, and exit.")
+    ] = False,
+) -> None:
+    """Train ordinary PyTorch models through a pipeline, planned, explained, and proved bit for bit."""
+    if version:
+        show_version()
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(epilog="Example: `roundelay train my_job.py --workers 2 --steps 100`")
 @o.choosing
 def train(
     job_file: o.JobFile,
@@ -140,7 +154,7 @@ def train(
         return 0
 
 
-@app.command("plan", epilog="Example: `roundelay plan examples/char_gpt.py --workers 2 -o plan.toml`")
+@app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
 @o.choosing
 def plan_command(
     job_file: o.JobFile,
@@ -198,7 +212,7 @@ def simulate_command(
         stdout.print("\n" + text, markup=False, soft_wrap=True)
 
 
-@app.command("verify", epilog="Example: `roundelay verify examples/char_gpt.py --steps 8 --tamper stash`")
+@app.command("verify", epilog="Example: `roundelay verify my_job.py --steps 8 --tamper stash`")
 @o.choosing
 def verify_command(
     job_file: o.JobFile,
@@ -249,9 +263,7 @@ def report_command(
         webbrowser.open(path.resolve().as_uri())
 
 
-app.command("compare", epilog="Example: `roundelay compare examples/digits.py --rules 1f1b,pipeoptim,async`")(
-    compare_command
-)
+app.command("compare", epilog="Example: `roundelay compare my_job.py --rules 1f1b,pipeoptim,async`")(compare_command)
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
 
 

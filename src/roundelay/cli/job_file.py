@@ -17,6 +17,14 @@ from roundelay.runtime.reader import seed_everything
 
 _EXAMPLE = "def job(seed: int) -> roundelay.Job"
 
+_WRITE = """A job is a function, in a file of its own:
+def job(seed):
+    return roundelay.Job(model=..., optimizer=lambda named: ...,
+        loss=lambda out, batch: ..., batches=lambda epoch: ...)
+help(roundelay.Job) in Python says what each field is."""
+
+_CORRECT = "Correct the file; ROUNDELAY_DEBUG=1 shows the traceback."
+
 
 def load_job(path: Path, seed: int) -> Job:
     """The job that ``path`` defines, made with every generator seeded.
@@ -45,7 +53,7 @@ def job_maker(path: Path) -> Callable[[int], Job]:
         except RoundelayError:
             raise
         except (Exception, SystemExit) as error:  # the person's own code
-            raise _unusable(path, _told(path, error)) from error
+            raise _unusable(path, _told(path, error), _CORRECT) from error
         if not isinstance(job, Job):
             raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
         return job
@@ -79,7 +87,7 @@ def _module(path: Path) -> ModuleType:
     except RoundelayError:
         raise
     except (Exception, SystemExit) as error:  # the person's own code
-        raise _unusable(path, _told(path, error)) from error
+        raise _unusable(path, _told(path, error), _CORRECT) from error
     return module
 
 
@@ -95,10 +103,10 @@ def _public(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")][:8]
 
 
-def _unusable(path: Path, got: str) -> JobError:
+def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:
     return JobError(
         f"job file {path}",
         got=got,
         expected=f"a Python file that defines `{_EXAMPLE}`",
-        remedy="See examples/char_gpt.py for a complete one.",
+        remedy=remedy,
     )

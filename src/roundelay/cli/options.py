@@ -18,7 +18,7 @@ from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.api.recomputing import names_in
 from roundelay.cli.developer import show_choices
-from roundelay.cli.screen import doing
+from roundelay.cli.screen import announce, doing
 from roundelay.cli.taken_over import plan_files, taken_over
 from roundelay.debug import first_on_host, launched
 from roundelay.errors import ToldElsewhereError, UsageError
@@ -39,7 +39,8 @@ JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Number of workers, a stage each, or two by zb-v. [default: cores, at most 2]")
+    int | None,
+    typer.Option(help="Number of workers, a stage each, or two by zb-v. [default: cores, at most 2]"),
 ]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
@@ -226,6 +227,8 @@ def planned(
         doings = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
         with doing(f"{doings} the stages ...", quiet) as tell:
             chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
+        if chosen.fewer:
+            announce(f"{chosen.fewer}.", quiet)
     show_choices(chosen.plan)
     if party is not None:
         party.give("plan", chosen.plan.text())

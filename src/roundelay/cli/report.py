@@ -7,6 +7,7 @@ from typing import Any
 from roundelay.api.verifying import Verification
 from roundelay.cli.screen import amount, stdout, table
 from roundelay.ir.plan import Plan
+from roundelay.ir.words import counted
 from roundelay.schedules import num_workers, stages_of
 from roundelay.sim import Simulation
 
@@ -63,7 +64,7 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
         for k, report in enumerate(simulation.workers)
     ]
     title = (
-        f"{plan.rule}, {num_workers(plan)} workers, {batches} batches of {plan.micro_batches}: "
+        f"{plan.rule}, {counted(num_workers(plan), 'worker')}, {batches} batches of {plan.micro_batches}: "
         f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
     )
     columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
@@ -108,7 +109,8 @@ def show_verification(plan: Plan, result: Verification) -> None:
         for w in verification_json(plan, result)["workers"]
     ]
     sides.append(["reference", str(result.reference_pid), "-", "0"])
-    title = f"{plan.rule} on {num_workers(plan)} workers over {plan.transport}, beside the one-process reference"
+    who = counted(num_workers(plan), "worker")
+    title = f"{plan.rule} on {who} over {plan.transport}, beside the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
     if result.equal:
         stdout.print(f"\nbit-equal: {result.tensors} tensors, {result.steps} steps ({result.losses} losses)")

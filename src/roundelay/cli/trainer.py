@@ -40,6 +40,7 @@ from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.errors import UsageError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.words import counted
 from roundelay.job import Job
 from roundelay.lower.refuse import CPU
 from roundelay.observe.curves import Curves, CurveWriter
@@ -381,7 +382,8 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, held in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", amount(held)])
-    title = f"{plan.rule} on {num_workers(plan)} workers over {plan.transport}, {summary['steps']} updates"
+    who, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
+    title = f"{plan.rule} on {who} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
 
 

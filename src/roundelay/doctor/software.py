@@ -14,7 +14,7 @@ PYTHON = (3, 11)
 TORCH = ((2, 11), (2, 14))
 """The oldest torch that will do, and the first that may not; as in ``pyproject.toml``."""
 
-_INSTALL = 'Run `make venv`, or: pip install "torch>={}.{},<{}.{}"'.format(*TORCH[0], *TORCH[1])
+_INSTALL = 'Run: pip install "torch>={}.{},<{}.{}"'.format(*TORCH[0], *TORCH[1])
 
 
 def python(machine: Machine) -> Finding:
@@ -40,7 +40,7 @@ def commands(machine: Machine) -> Finding:
     """Whether Roundelay's own commands can be loaded."""
     if not machine.commands_error:
         return Finding("roundelay", "its commands can be loaded")
-    remedy = "Install what it needs: `make venv`, or `pip install` in its folder."
+    remedy = "Install what it needs: `python -m pip check` says what is missing or does not fit."
     return Finding("roundelay", f"its commands cannot be loaded: {machine.commands_error}", "problem", remedy)
 
 

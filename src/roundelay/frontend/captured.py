@@ -29,6 +29,7 @@ from roundelay.frontend.split import Split, split
 from roundelay.frontend.stage import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
+from roundelay.ir.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,11 @@ class Captured:
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        operations, cuts = counted(len(self.graph.ops), "operation"), counted(len(self.graph.cuts), "place")
+        return f"Captured({type(self.model).__name__}: {operations}, {cuts} to cut, {counted(weights, 'weight')})"
 
     def compiling(self, mode: Mode | None) -> Captured:
         """The same model, whose stages are compiled for a backward mode, or not; what is compiled is shared."""

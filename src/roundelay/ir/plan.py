@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from roundelay.errors import PlanError
+from roundelay.ir.words import listed
 
 FORMAT = 3
 
@@ -137,6 +138,13 @@ class Plan:
     read_s: float
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
+
+    def __repr__(self) -> str:
+        ends = listed([stage.segments[-1] for stage in self.stages if stage.segments])
+        return (
+            f"Plan(rule={self.rule!r}, stages={self.num_stages}, up to {ends}; micro_batches={self.micro_batches}, "
+            f"backward={self.backward!r}, transport={self.transport!r}; print(plan.text()) shows all)"
+        )
 
     @property
     def num_stages(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
+from roundelay.ir.words import counted
 from roundelay.lower.check import programs_of
 from roundelay.observe.shares import gaps_of
 from roundelay.observe.trace import Span
@@ -32,7 +33,7 @@ def page(path: Path) -> str:
         PlanError: its plan cannot be read or obeyed.
     """
     run = read_run(path)
-    title = f"{run.name}: {run.plan.rule} on {num_workers(run.plan)} workers"
+    title = f"{run.name}: {run.plan.rule} on {counted(num_workers(run.plan), 'worker')}"
     body = [
         _heading(run),
         s.loss(run),

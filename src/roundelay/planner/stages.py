@@ -69,7 +69,7 @@ def nearest_cuts(boundaries: Sequence[int], amount: Sequence[float], num_stages:
             f"a cut into {num_stages} stages",
             got=f"a model of {pieces} pieces: {boundaries[-1] - 1} operations, {pieces - 1} places to cut",
             expected=f"at least {num_stages} pieces",
-            remedy=f"Use at most {pieces} workers, half as many by zb-v, or a deeper model.",
+            remedy=f"Cut into at most {pieces} stages, or give a model of more operations.",
         )
     chosen = [0]
     for k in range(1, num_stages):
