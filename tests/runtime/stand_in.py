@@ -114,7 +114,9 @@ def own_backward() -> dict[str, Any]:
     return found
 
 
-RECIPES: dict[str, Callable[[], dict[str, Any]]] = {f.__name__: f for f in (rules, every_rule, around, compiled, own_backward)}
+RECIPES: dict[str, Callable[[], dict[str, Any]]] = {
+    f.__name__: f for f in (rules, every_rule, around, compiled, own_backward)
+}
 
 
 if __name__ == "__main__":
