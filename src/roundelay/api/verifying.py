@@ -100,7 +100,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
             update of all, and what follows the checkpoint is compared.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``devices``.
+            ``deadline_s``, ``devices``.
 
     Raises:
         TypeError: a choice is unknown.

@@ -21,7 +21,9 @@ from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
+from roundelay.runtime.loaders import loaders_unheard
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
+from roundelay.runtime.mortal import outlast
 from roundelay.transport.queues import next_item
 
 LOOK_S = 0.5
@@ -84,21 +86,21 @@ def ahead(source: Generator[_Item, None, None], registers: Registers) -> Generat
         DeadlineError: an item did not come in time.
     """
     reader = _Reader(source, registers)
-    reader.start()
     patience_s = END_S
-    try:
-        while (item := reader.take()) is not None:
-            yield item[0]
+    with loaders_unheard():
+        reader.start()
+        try:
+            while (item := reader.take()) is not None:
+                yield item[0]
+                reader.free.release()
+        except DeadlineError:
+            patience_s = 0.0  # it has had its time
+            raise
+        finally:
+            reader.over.set()
             reader.free.release()
-    except DeadlineError:
-        patience_s = 0.0  # it has had its time
-        raise
-    finally:
-        reader.over.set()
-        reader.free.release()
-        reader.join(patience_s)
-        if reader.is_alive():
-            _end(reader.processes)
+            if not reader.ended.wait(patience_s):
+                _end(reader.processes)
 
 
 def note(asked: str, processes: Sequence[Any] = ()) -> None:
@@ -144,7 +146,7 @@ class _Reader(threading.Thread, Generic[_Item]):
     def __init__(self, source: Generator[_Item, None, None], registers: Registers) -> None:
         super().__init__(name="roundelay-reader", daemon=True)
         self.free = threading.Semaphore(registers.count)
-        self.over = threading.Event()
+        self.over, self.ended = threading.Event(), threading.Event()
         #: what the loader has been asked for, and the processes that it has for it
         self.asked = ""
         self.processes: Sequence[Any] = ()
@@ -154,8 +156,13 @@ class _Reader(threading.Thread, Generic[_Item]):
         self._filled: queue.SimpleQueue[tuple[_Item] | BaseException | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """See the class."""
+        """See the class. A loader's processes may outlive the reading: they are as old as this process, not as this."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by the loader's processes: the run needs them yet
+        self._read()
+        self.ended.set()
+        outlast()
+
+    def _read(self) -> None:
         try:
             with closing(self._source):
                 while self._may_go_on():

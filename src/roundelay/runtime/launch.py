@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from roundelay.errors import UsageError
 from roundelay.runtime.garbage import settled
+from roundelay.runtime.loaders import loaders_unheard
 from roundelay.runtime.membership import lead
 from roundelay.runtime.party import Party
 from roundelay.runtime.processes import run_processes, run_sharing
@@ -56,7 +57,7 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: Party | N
         RoundelayError: the first cause, if a worker failed.
     """
     around = wrap or unchanged
-    with settled():
+    with settled(), loaders_unheard():
         if party is not None:
             lead(task, listen, around, party)
         else:

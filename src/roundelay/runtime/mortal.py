@@ -9,11 +9,13 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from roundelay.errors import RunError
+from roundelay.runtime.loaders import hear_no_loaders
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -52,6 +54,7 @@ def _live(live: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        hear_no_loaders()
         die_with(parent, libc)
         keep_children(libc)
         live()
@@ -94,10 +97,32 @@ def die_with(parent: int, libc: ctypes.CDLL) -> None:
 def keep_children(libc: ctypes.CDLL) -> None:
     """Have the system end what this process forks from now on, such as a loader's processes, with it.
 
-    More exactly, with the thread that forks: only for a process whose loader is asked by one thread to the end.
+    More exactly, with the thread that forks: one that runs a person's code may end with this process only, see
+    :func:`outlast`.
 
     Args:
         libc: the C library, loaded before any fork.
     """
     if hasattr(libc, "prctl"):
-        os.register_at_fork(after_in_child=lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL))
+        os.register_at_fork(before=_note_parent, after_in_child=lambda: die_with(_PARENT[0], libc))
+        _KEEPING.set()
+
+
+_PARENT = [0]
+"""The process that forks."""
+
+_KEEPING = threading.Event()
+"""Set where children end with the thread that has forked them."""
+
+
+def _note_parent() -> None:
+    _PARENT[0] = os.getpid()
+
+
+def outlast() -> None:
+    """Keep the calling thread, a daemon that has done its work, where what it has forked would end with it.
+
+    A loader's processes may belong to the person's loader, and serve its next epoch in another thread.
+    """
+    if _KEEPING.is_set():
+        threading.Event().wait()

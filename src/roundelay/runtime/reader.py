@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundelay.errors import JobError, RoundelayError, UserCodeError
+from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import num_rows, replace, split, split_rows
 from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
 from roundelay.runtime.ahead import Registers, ahead, hold_up, note
 from roundelay.runtime.control import Control
+from roundelay.runtime.explain import loading_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,20 +193,29 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: Generators) -> I
         _start_processes(source, seed * 1_000_003 + epoch)
         _seed_own_generators(source, seed * 1_000_003 + epoch)
         iterator = iter(source)
-    for number in itertools.count():
-        with user_code(f"batch {number} of batches({epoch})", iterator), generators.active():
-            batch = next(iterator, iterator)
-        if batch is not iterator:
-            yield batch
-        elif number:
-            return
-        else:
-            raise JobError(
-                f"batches({epoch})",
-                got="no batch",
-                expected="at least one batch in every epoch",
-                remedy="Check the data set's size, and drop_last of the loader.",
-            )
+    try:
+        for number in itertools.count():
+            with user_code(f"batch {number} of batches({epoch})", iterator), generators.active():
+                batch = next(iterator, iterator)
+            if batch is not iterator:
+                yield batch
+            elif number:
+                return
+            else:
+                raise JobError(
+                    f"batches({epoch})",
+                    got="no batch",
+                    expected="at least one batch in every epoch",
+                    remedy="Check the data set's size, and drop_last of the loader.",
+                )
+    finally:
+        _end_processes(source, iterator)
+
+
+def _end_processes(source: Any, iterator: Any) -> None:
+    """End a DataLoader's processes with its iterator, which an error may keep for as long as somebody looks at it."""
+    if hasattr(iterator, "_shutdown_workers") and not getattr(source, "persistent_workers", False):
+        iterator._shutdown_workers()
 
 
 def _leave_to_parent(source: Any) -> None:
@@ -256,18 +266,14 @@ def user_code(what: str, iterator: Any = None) -> Iterator[None]:
     Raises:
         UserCodeError: it raises.
     """
-    note(what, getattr(iterator, "_workers", ()))
+    processes = getattr(iterator, "_workers", ())
+    note(what, processes)
     try:
         yield
     except RoundelayError:
         raise
     except (Exception, SystemExit, CancelledError) as error:  # the person's own loader; not Ctrl-C
-        raise UserCodeError(
-            what,
-            got=f"{type(error).__name__}: {error}",
-            expected="batches of tensors until the epoch ends",
-            remedy="The error is in the job's data loading; run it alone to see it.",
-        ) from error
+        raise loading_failed(what, error, processes) from error
 
 
 def read_batches(batches: Batches, seed: int, extent: Extent) -> Generator[Any, None, None]:
