@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -16,6 +16,28 @@ Batches = Callable[[int], Iterable[Any]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
+
+
+@final
+class Peekable:
+    """The job's loader, and what was opened of its first epoch to be looked at ahead of a run.
+
+    Args:
+        batches: epoch number -> iterable of batches, as the person gave it.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        #: of the first epoch, what has been opened and not been read on by a run (:mod:`roundelay.runtime.epoch`)
+        self.opened: Any = None
+        #: the last iterator that was given: the same one again has been read
+        self.once: Any = None
+        #: the first batch that was ever looked at, with its seed
+        self.first: tuple[int, Any] | None = None
+
+    def __call__(self, epoch: int) -> Iterable[Any]:
+        """The batches of an epoch."""
+        return self.batches(epoch)
 
 
 class StopTraining(Exception):
@@ -75,3 +97,8 @@ class Job:
     weights: str | Path | None = None
     ema: float | None = None
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.batches
+        if callable(given) and not isinstance(given, Peekable):  # else it is refused by its name, later
+            object.__setattr__(self, "batches", Peekable(given))

@@ -15,7 +15,7 @@ import roundelay
 from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
-from roundelay.errors import JobError, PlanError, UsageError
+from roundelay.errors import PlanError, UsageError
 
 ROWS = 24
 
@@ -52,12 +52,6 @@ def test_a_loader_with_a_generator_of_its_own_gives_both_runs_the_same_data() ->
     loader = DataLoader(data(), 6, shuffle=True, generator=torch.Generator().manual_seed(7))
     result = verified(job(lambda epoch: loader))
     assert result.equal, result.difference
-
-
-def test_a_loader_that_can_be_read_only_once_is_refused() -> None:
-    once = iter([data()[:6], data()[6:12]])
-    with pytest.raises(JobError, match="read only once"):
-        capture(job(lambda epoch: once))
 
 
 def test_a_loader_that_fills_its_own_tensors_again_trains_on_what_it_gave() -> None:

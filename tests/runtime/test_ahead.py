@@ -177,18 +177,21 @@ def small(batches: Callable[[int], Any]) -> Job:
 
 
 def test_a_run_computes_while_its_loader_loads() -> None:
-    """The forward of micro-batch 1 waits until batch 3 has been asked for: read in line, that would be never."""
-    asked: dict[int, threading.Event] = {n: threading.Event() for n in range(8)}
+    """The forward of micro-batch 10 waits until batch 12 has been asked for: read in line, that would be never.
+
+    The first nine have been looked at by planning.
+    """
+    asked: dict[int, threading.Event] = {n: threading.Event() for n in range(20)}
 
     def batches(epoch: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(0)
-        for number in range(8):
+        for number in range(20):
             asked[number].set()
             yield torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
 
     def waits(context: Context, run: Run) -> MicroBatch | None:
-        if run.g == 1:  # the batch behind it is always read, to know whether the epoch ends
-            assert asked[3].wait(SECONDS)
+        if run.g == 10:  # the batch behind it is always read, to know whether the epoch ends
+            assert asked[12].wait(SECONDS)
         return do_forward(context, run)
 
     job = small(batches)
@@ -196,9 +199,9 @@ def test_a_run_computes_while_its_loader_loads() -> None:
     plan = roundelay.plan(job, captured=captured, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     for event in asked.values():
         event.clear()
-    session = Session(job, captured, plan, 0, Length(steps=6))
+    session = Session(job, captured, plan, 0, Length(steps=15))
     done = session.run(notify=lambda event: None, handlers={0: {"forward": waits}})
-    assert len(done.updates) == 6
+    assert len(done.updates) == 15
     assert not readers()
 
 

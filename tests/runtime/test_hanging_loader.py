@@ -194,19 +194,19 @@ def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> N
 
 
 def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, place = threading.Event(), verifying.run_reference
+    begun, place = threading.Event(), verifying._judged
 
     def batches(epoch: int) -> Iterator[Batch]:
         return hanging(5 if begun.is_set() else 20, epoch)
 
-    def run_reference(*args: Any, **kwargs: Any) -> Any:
+    def judged(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         return place(*args, **kwargs)
 
     job = small(batches)
     made = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     plan = replace(made, deadline_s=2.0)
-    monkeypatch.setattr(verifying, "run_reference", run_reference)
+    monkeypatch.setattr(verifying, "_judged", judged)
     with pytest.raises(DeadlineError, match=r"batch 5 of batches\(0\)"):
         roundelay.verify(job, plan=plan, steps=8)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundelay.errors import RunError
+from roundelay.errors import RoundelayError
 from roundelay.frontend.batch import fresh, num_rows
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.loss import checked
@@ -20,6 +20,7 @@ from roundelay.frontend.placed import CPU
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.job import Job
 from roundelay.lower.refuse import HALF
+from roundelay.runtime.epoch import forget
 from roundelay.runtime.isolated import isolated
 from roundelay.runtime.reader import Extent, read_batches
 
@@ -51,12 +52,13 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         rate = isolated(
             lambda: _samples_per_second(job, seed, precision), "plain PyTorch", threads=threads, limit_s=LIMIT_S
         )
-    except RunError:
+    except RoundelayError:
         return None
     return Baseline(threads, rate) if rate else None
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:
+    forget(job.batches)  # an open file is read on by both processes that have it
     model = copy.deepcopy(job.model)
     if not model.training:  # else parts may be in eval mode on purpose, as capture has it
         model.train()

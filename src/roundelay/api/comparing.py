@@ -24,7 +24,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.words import listed
 from roundelay.job import Job
-from roundelay.runtime.reader import seed_everything
+from roundelay.runtime.epoch import seed_everything
 from roundelay.runtime.sampling import DEADLINE_S
 from roundelay.schedules import schedule_named
 

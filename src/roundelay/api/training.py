@@ -37,6 +37,7 @@ from roundelay.observe.checkpoint import Checkpoint, Position
 from roundelay.observe.files import present
 from roundelay.runtime.control import Control
 from roundelay.runtime.device import check_here
+from roundelay.runtime.epoch import forget
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.isolated import backwards_apart, check_transport, isolated
 from roundelay.runtime.launch import run
@@ -294,6 +295,7 @@ class Session:
                 own[name].data = weight.clone()
         finally:
             keeper.leave(notify)
+            forget(self.job.batches)  # what a forked worker has read on from is no other's
         return Trained(
             plan=self.plan,
             updates=tuple(gatherer.updates),

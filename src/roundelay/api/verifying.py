@@ -17,7 +17,7 @@ from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
-from roundelay.errors import UsageError
+from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, Draw, StageFunction
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
@@ -25,15 +25,17 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
-from roundelay.job import Job
+from roundelay.job import Job, Peekable
 from roundelay.lower.refuse import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
+from roundelay.runtime.epoch import alike
 from roundelay.runtime.isolated import apart
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
 from roundelay.runtime.reader import Extent, read
+from roundelay.runtime.sampling import first_batch
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
 
@@ -153,6 +155,7 @@ def verify_session(
 
 def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]:
     """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
+    _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
     with one_thread(), users_code("the one-process reference"):
@@ -160,6 +163,25 @@ def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]
     if session.initial.flight is not None:
         reference, notes = behind(session, reference, notes)
     return _compare(session, trained, reference, notes)
+
+
+def _check_same_data(session: Session) -> None:
+    """Refuse data that are others at the second time: the run has read them, and the reference would.
+
+    Raises:
+        JobError: they are.
+    """
+    batches = session.job.batches
+    if not isinstance(batches, Peekable) or batches.first is None or batches.first[0] != session.seed:
+        return
+    if not alike(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
+        raise JobError(
+            "batches(0), read for the reference",
+            got="another first batch than the run was given: a stream that goes on, or random numbers of its own",
+            expected="the same data whenever an epoch is read: `verify` reads them twice",
+            remedy="Let batches(epoch) begin anew at each call, and seed what is random by the epoch; `train` reads "
+            "an epoch once, and takes a stream as it is.",
+        )
 
 
 def check_way(tamper: str | None) -> None:

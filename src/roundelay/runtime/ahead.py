@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.process import BaseProcess
 from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
@@ -37,7 +36,7 @@ TELL_S = 2.0
 """Seconds of waiting after which it is told, again and again."""
 
 KILL_S = 1.0
-"""Seconds that a loader's process has to obey before it is killed."""
+"""Seconds in which loaders' processes that were killed must have ended."""
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which a scheduler tells all processes that a run must end: its launcher ends it in good order."""
@@ -118,13 +117,15 @@ def hold_up(held_up: bool) -> None:
 
 
 def _end(processes: Sequence[Any]) -> None:
-    """End processes that a loader has started and that do not answer; a reader that waits for them wakes up."""
-    for end in (BaseProcess.terminate, BaseProcess.kill):
-        for process in processes:
-            end(process)
-        deadline = monotonic() + KILL_S  # for all of them together
-        for process in processes:
-            process.join(max(0.0, deadline - monotonic()))
+    """Kill processes that a loader has started and that do not answer; a reader that waits for them wakes up.
+
+    They are deaf to SIGTERM, which a scheduler sends to all while the run still needs them.
+    """
+    for process in processes:
+        process.kill()
+    deadline = monotonic() + KILL_S  # for all of them together
+    for process in processes:
+        process.join(max(0.0, deadline - monotonic()))
 
 
 def _kept_waiting(asked: str, deadline_s: float) -> DeadlineError:

@@ -5,21 +5,25 @@ It is asked by a reader's thread, as in a run, so that no wait is endless.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-from roundelay.errors import DeadlineError, JobError, RoundelayError
+from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.frontend.batch import num_rows, split_rows
-from roundelay.job import Batches
+from roundelay.job import Batches, Peekable
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
-from roundelay.runtime.reader import Extent, Generators, copied, read_batches, user_code
+from roundelay.runtime.epoch import looked_at, peeked
 
 DEADLINE_S = 300.0
 """Seconds that a batch, or any message, is waited for if nothing else is said."""
 
 MEASURED, BUDGET_S = 8, 0.5
 """Batches that the loader's time is measured by, behind the first; and the seconds after which none is begun."""
+
+
+HELD_BYTES = 64 << 20
+"""Bytes of batches that are kept for the run, beside the first two, until no further one is looked at."""
 
 
 def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tell: Tell = silent) -> Any:
@@ -34,24 +38,41 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
     Raises:
         DeadlineError: it did not come in time.
         UserCodeError: the loader raises.
-        JobError: there is none, or the loader can be read only once.
+        JobError: there is none.
     """
-    with closing(ahead(_anew(batches, seed), Registers(1, deadline_s, tell=tell))) as source:
-        return next(source)
+    with (
+        _forgotten_if_late(batches),
+        closing(ahead(_looking(batches, seed, 1), _registers(deadline_s, tell))) as source,
+    ):
+        return next(source)[0]
 
 
-def _anew(batches: Batches, seed: int) -> Generator[Any, None, None]:
-    """The first epoch of a loader that can be read again."""
-    with user_code("batches(0)"), Generators().active():
-        once = batches(0)
-        if hasattr(once, "__next__") and batches(0) is once:
-            raise JobError(
-                "batches(0)",
-                got=f"the same {type(once).__name__} at every call, which can be read only once",
-                expected="an iterable that starts anew: capturing, planning and training each read the first batch",
-                remedy="Make the generator inside of batches, or return a list or a DataLoader.",
-            )
-    yield from read_batches(batches, seed, Extent(epochs=1))
+@contextmanager
+def _forgotten_if_late(batches: Batches) -> Iterator[None]:
+    """A loader that hangs is in the hands of a thread that was given up."""
+    try:
+        yield
+    except DeadlineError:
+        if isinstance(batches, Peekable):
+            batches.opened = None
+        raise
+
+
+def _registers(deadline_s: float, tell: Tell) -> Registers:
+    return Registers(1, deadline_s, tell=tell)
+
+
+def _looking(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, float], None, None]:
+    """The first batches of the first epoch, not used up, and the seconds that each took when it was first read."""
+    opened = peeked(batches, seed)
+    try:
+        for number in range(count):
+            batch = opened.look(number)
+            if batch is None or (number > 1 and opened.held_bytes > HELD_BYTES):
+                return
+            yield batch, opened.seconds[number]
+    finally:
+        looked_at(opened)
 
 
 def reading_s(
@@ -73,14 +94,13 @@ def reading_s(
         DeadlineError: a batch did not come in time.
     """
     spent, parts = 0.0, 0
-    registers = Registers(1, deadline_s, tell=tell)
     try:
-        with closing(ahead(_few(batches, seed), registers)) as source:
+        looking = _looking(batches, seed, 1 + MEASURED)
+        with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, tell))) as source:
             next(source)
-            for batch in source:
+            for batch, seconds in source:
                 parts += len(split_rows(num_rows(batch), micro_batches))
-                _, start, end = registers.loads[-1]
-                spent += end - start
+                spent += seconds
                 if spent > BUDGET_S:
                     break
     except DeadlineError:
@@ -88,8 +108,3 @@ def reading_s(
     except RoundelayError:
         pass
     return spent / parts if parts else 0.0
-
-
-def _few(batches: Batches, seed: int) -> Generator[Any, None, None]:
-    """Batches to measure by, copied as in a run."""
-    yield from map(copied, read_batches(batches, seed, Extent(epochs=1, batches=1 + MEASURED)))
