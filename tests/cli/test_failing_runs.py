@@ -355,7 +355,7 @@ def showcase(model):
     assert (workplace / "left").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGHUP"])
 def test_a_worker_that_is_killed_is_told_before_those_that_miss_it(capsys: Capture, workplace: Path, name: str) -> None:
     before = (
         BEFORE

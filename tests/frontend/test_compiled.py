@@ -61,7 +61,7 @@ def compiled(mode: Mode) -> tuple[Captured, Partition]:
     """The model in one stage, compiled for :data:`BATCH` once."""
     captured, stages = plain()
     captured = captured.compiling(mode)
-    compile_for(captured, stages, BATCH)
+    compile_for(captured, stages, BATCH, range(len(stages.stages)))
     return captured, stages
 
 
@@ -148,21 +148,21 @@ class Noisy(nn.Module):
 def test_a_random_operation_that_cannot_be_compiled_is_refused_by_its_name() -> None:
     captured = captured_of(Noisy()).compiling("stash")
     with pytest.raises(CaptureError, match=r"rand_like.*Leave --compile out"):
-        compile_for(captured, cut_after(captured, []), BATCH)
+        compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def test_an_error_inside_the_compiler_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
     monkeypatch.setattr(Compiled, "_compiled", lambda self, args: _fails)
     with pytest.raises(CaptureError, match=r"TypeError: no such kernel.*Leave --compile out"):
-        compile_for(captured, cut_after(captured, []), BATCH)
+        compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def test_an_interrupt_inside_the_compiler_is_none_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
     monkeypatch.setattr(Compiled, "_compiled", lambda self, args: _is_interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compile_for(captured, cut_after(captured, []), BATCH)
+        compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def _fails(*args: Any) -> Any:

@@ -254,10 +254,10 @@ OPTIONS = (
         "DataLoader with workers",
         (
             Edit(
-                "runtime/reader.py",
-                "        source = batches(epoch)\n",
-                '        source = batches(epoch)\n        if hasattr(source, "num_workers"):\n'
-                '            vars(source)["num_workers"] = 0\n',
+                "runtime/epoch.py",
+                "            self.source = batches(epoch)\n",
+                '            self.source = batches(epoch)\n            if hasattr(self.source, "num_workers"):\n'
+                '                vars(self.source)["num_workers"] = 0\n',
             ),
         ),
         ("tests/runtime/test_ahead.py::test_a_loader_s_own_processes_are_what_loads",),
