@@ -510,8 +510,8 @@ def test_a_model_without_memory_cannot_be_loaded_into(tmp_path: Path) -> None:
 
 def test_the_position_lists_what_the_manifest_holds() -> None:
     """A field added to one must be added to the other."""
-    facts = {
-        "parameters",
+    facts = {"parameters", "buffers", "optimizer", "position", "flight", "until", "loss_scale", "numbers"}
+    assert set(Checkpoint.__slots__) == facts | set(module._FACTS)
         "buffers",
         "optimizer",
         "position",
