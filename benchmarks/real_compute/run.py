@@ -29,7 +29,8 @@ from roundelay.api.baseline import measure
 from roundelay.cli.job_file import load_job
 from pathlib import Path
 torch.set_num_threads(1)
-print(measure(load_job(Path(sys.argv[1]), 0), 0, int(sys.argv[2])).samples_per_second)
+path, threads = Path(sys.argv[1]), int(sys.argv[2])
+print(measure(load_job(path, 0), 0, threads).samples_per_second)
 """
 
 

@@ -27,7 +27,7 @@ def test_the_default_job_falls_below_the_unigram_entropy_within_its_first_update
     last = [update.loss for update in trained.updates[-5:]]
     assert trained.updates[0].loss > entropy > sum(last) / 5 + 0.2
     assert trained.evaluations[-1].metrics["held_out_loss"] < entropy - 0.2
-    module = sys.modules["roundelay_job_char_gpt"]
+    module = sys.modules["char_gpt"]
     written = module.showcase(job.model, length=12)
     assert written.startswith("def ")
     assert len(written) == len("def ") + 12

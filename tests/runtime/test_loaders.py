@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from roundelay.errors import UserCodeError
 from roundelay.job import Job
 from roundelay.runtime.ahead import Registers, ahead
 from roundelay.runtime.explain import loading_failed
-from roundelay.runtime.loaders import hear_no_loaders, loaders_unheard
+from roundelay.runtime.loaders import forget_loaders, loaders_unheard
 from roundelay.runtime.mortal import fork
 from roundelay.runtime.reader import Extent, read_batches
 from tests.conftest import alive, nothing_left_behind
@@ -39,7 +40,7 @@ Row = tuple[torch.Tensor, torch.Tensor]
 class Rows(Dataset[Row]):
     """Rows; one of them is asked of ``breaks`` first, which may end its process."""
 
-    def __init__(self, at: int = -1, breaks: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, at: int = -1, breaks: Callable[[], object] = bool) -> None:
         self.at, self.breaks = at, breaks
 
     def __len__(self) -> int:
@@ -132,6 +133,52 @@ def test_with_a_killed_worker_end_processes_whose_reader_has_finished() -> None:
     os.close(reading), os.close(writing)
 
 
+def used_in_a_child_of_a_user(ends: Callable[[], object]) -> tuple[int, int, list[int]]:
+    """A child forked from a process that has a server for loaders, whose loader by forkserver has a process and stays.
+
+    Returns:
+        The child, and what it has counted, and its loader's process and that one's parent.
+    """
+    loader = DataLoader(Rows(), batch_size=32, num_workers=1, multiprocessing_context="forkserver")
+    assert len(list(loader)) == 2
+    reading, writing = os.pipe()
+
+    def live() -> None:
+        own = DataLoader(
+            Rows(), batch_size=32, num_workers=1, persistent_workers=True, multiprocessing_context="forkserver"
+        )
+        with closing(ahead(read_batches(lambda epoch: own, 0, Extent(epochs=1)), Registers(1, 60.0))) as source:
+            count = len(list(source))
+        process = own._iterator._workers[0].pid
+        server = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+        os.write(writing, f"{count} {process} {server}".encode())
+        ends()
+
+    child = fork(live)
+    os.close(writing)
+    count, *pids = map(int, os.read(reading, 99).split())
+    os.close(reading)
+    return child, count, pids
+
+
+@pytest.mark.parametrize("killed_by", [0, signal.SIGKILL])
+def test_a_server_that_processes_are_forked_from_is_the_child_s_own_and_ends_with_it(killed_by: int) -> None:
+    try:
+        child, count, pids = used_in_a_child_of_a_user(lambda: killed_by and time.sleep(60.0))
+        assert count == 2
+        if killed_by:
+            os.kill(child, killed_by)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -killed_by
+        deadline = time.monotonic() + 10.0
+        while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # ours, which the tests would find left behind
+
+
 # --- who hears of their end
 
 
@@ -189,7 +236,7 @@ def test_a_handler_of_the_person_s_own_stays() -> None:
 def test_a_child_forgets_though_torch_s_loaders_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.modules", {})
     before = signal.getsignal(signal.SIGCHLD)
-    hear_no_loaders()
+    forget_loaders()
     with loaders_unheard():
         pass
     signal.signal(signal.SIGCHLD, before)
@@ -338,6 +385,7 @@ def test_too_many_open_files_are_told_with_the_limit() -> None:
         (RuntimeError("unable to open shared memory object </torch_1_2>: Too many open files (24)"), "ulimit -n"),
         (RuntimeError("received 0 items of ancdata"), "ulimit -n"),
         (OSError(errno.ENOSPC, "No space left on device"), "a disk is full"),
+        (RuntimeError("process 9 of the DataLoader has ended with exit code 1"), "name must have no dot"),
         (AttributeError("Can't pickle local object 'job.<locals>.Data'"), 'multiprocessing_context="fork"'),
         (ValueError("Cannot load file containing pickled data when allow_pickle=False"), "run it alone"),
         (OSError(errno.ENOENT, "No such file or directory"), "run it alone"),

@@ -26,12 +26,13 @@ from roundelay.cli import options as o
 from roundelay.cli.accounts import ends_of, gaps_between
 from roundelay.cli.comparing import compare_command
 from roundelay.cli.doctor import doctor
-from roundelay.cli.job_file import load_job
+from roundelay.cli.job_file import load_job, own_arguments
+from roundelay.cli.places import Places
 from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.streams import lost
-from roundelay.cli.trainer import attend_job, train_job
+from roundelay.cli.trainer import RUNS, attend_job, train_job
 from roundelay.cli.version import show_version
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.check import programs_of
@@ -117,8 +118,10 @@ def train(
     with o.together(choices, restarts) as (party, choices):
         SIGNALS.join()
         o.exclusive(steps, epochs)
+        places = Places()
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
+        plan_file, resume, out = places.of(plan_file), places.of(resume), places.of(out)
         restarted = out if party is not None and party.restart else None
         if out is not None and party is None:
             check_vacant(out)  # before anything takes its time
@@ -140,6 +143,7 @@ def train(
             epochs=epochs,
             resume=resume,
             out=out,
+            runs=places.of(RUNS),
             baseline=baseline,
             restarts=restarts,
             checkpoint_every=checkpoint_every,
@@ -165,7 +169,9 @@ def plan_command(
 ) -> None:
     """Write the plan of a job: readable, editable, versioned text."""
     o.alone("plan")
+    places = Places()
     job = load_job(job_file, seed)
+    job_file, output = places.of(job_file), places.of(output)
     captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
     text = plan.text(explain(captured, plan, reasons))
     if output is not None:
@@ -229,7 +235,9 @@ def verify_command(
     o.exclusive(steps, epochs)
     o.alone("verify")
     check_way(tamper)
+    places = Places()
     job = load_job(job_file, seed)
+    plan_file, resume = places.of(plan_file), places.of(resume)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
     announce("Training distributed, then in one process ...", as_json)
     first = First.of(captured)
@@ -293,7 +301,7 @@ def main() -> None:
 
 def guarded(command: Callable[..., Any], as_json: bool) -> int:
     """Run a command; returns its exit code."""
-    with only_json() if as_json else nullcontext():
+    with own_arguments(), only_json() if as_json else nullcontext():
         return _guarded(command, as_json)
 
 

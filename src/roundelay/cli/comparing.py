@@ -19,6 +19,7 @@ from roundelay.api.tabulating import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.variants import OPTIMIZERS, numbers, pairs
 from roundelay.cli import options as o
 from roundelay.cli.job_file import job_maker
+from roundelay.cli.places import Places
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.errors import RunError
 from roundelay.page.scale import seconds as duration
@@ -100,10 +101,13 @@ def compare_command(
         "devices": devices,
         "deadline_s": deadline_s,
     }
+    places, source = Places(), _digest(job_file)
+    lasting = folder.absolute()  # jobs are made in it, one for each seed, and each may go elsewhere
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
-    with _resumable(folder), _live(as_json) as notify:
-        compared = compare(make, out=folder, source=_digest(job_file), notify=notify, **asked)  # type: ignore[arg-type]
+    with _resumable(lasting), _live(as_json) as notify:
+        compared = compare(make, out=lasting, source=source, notify=notify, **asked)  # type: ignore[arg-type]
+    folder = places.of(folder)
     written = write_comparison(compared, folder, aims)
     if as_json:
         show_json(_json(written))

@@ -1,11 +1,12 @@
-"""Load a job from a Python file."""
+"""Load a job from a Python file, as a module that the processes of its loader can import too."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def job_maker(path: Path) -> Callable[[int], Job]:
         except RoundelayError:
             raise
         except (Exception, SystemExit) as error:  # the person's own code
-            raise _unusable(path, _told(path, error), _CORRECT) from error
+            raise _failed(path, error) from error
         if not isinstance(job, Job):
             raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
         return job
@@ -73,22 +74,49 @@ class _Script(SourceFileLoader):
 def _module(path: Path) -> ModuleType:
     if not path.is_file():
         raise _unusable(path, "a folder" if path.is_dir() else "no such file")
-    name = f"roundelay_job_{path.stem}"
     if path.suffix != ".py":
         raise _unusable(path, "a file that is no Python file")
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.argv = [str(path)]  # for good: a job may look at it later, and in processes of its own that import it
+    name = _name(path)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Script(name, str(path)))
     if spec is None or spec.loader is None:
         raise _unusable(path, "a file that cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except RoundelayError:
         raise
     except (Exception, SystemExit) as error:  # the person's own code
-        raise _unusable(path, _told(path, error), _CORRECT) from error
+        raise _failed(path, error) from error
     return module
+
+
+def _name(path: Path) -> str:
+    """The name of the file's module: one by which it can be imported, if there is one.
+
+    What a DataLoader sends to processes by spawn or forkserver is found by that name, as the folder is in `sys.path`.
+    """
+    known = sys.modules.get(path.stem)
+    if "." not in path.stem and (known is None or isinstance(known.__spec__ and known.__spec__.loader, _Script)):
+        sys.modules.pop(path.stem, None)  # it is loaded anew
+        importlib.invalidate_caches()
+        with suppress(ImportError, ValueError):
+            found = importlib.util.find_spec(path.stem)
+            if found is not None and found.origin is not None and Path(found.origin).resolve() == path.resolve():
+                return path.stem
+    return f"roundelay_job_{path.stem}"
+
+
+@contextmanager
+def own_arguments() -> Iterator[None]:
+    """Give this process its arguments back, which a job file does not see, once a command has ended."""
+    before = sys.argv
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _told(path: Path, error: BaseException) -> str:
@@ -101,6 +129,17 @@ def _told(path: Path, error: BaseException) -> str:
 
 def _public(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")][:8]
+
+
+def _failed(path: Path, error: BaseException) -> JobError:
+    if isinstance(error, SystemExit):
+        return _unusable(
+            path,
+            _told(path, error),
+            "A job file is given no arguments: in it sys.argv has its path alone. Give every argument of a parser a "
+            "default, or use environment variables.",
+        )
+    return _unusable(path, _told(path, error), _CORRECT)
 
 
 def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:

@@ -51,6 +51,8 @@ from roundelay.runtime.party import Party
 from roundelay.schedules import num_workers
 
 _NO_GRACE = Grace()
+RUNS = Path("runs")
+"""Where run folders are made that are given no name."""
 
 _TOLD_SKIPS = (8, 16, 32, 64, 128)
 """Updates in a row that are skipped when it is told: a dynamic scale that is found skips fewer."""
@@ -66,6 +68,7 @@ def train_job(
     epochs: int | None,
     resume: Path | None,
     out: Path | None,
+    runs: Path,
     baseline: bool,
     restarts: int,
     checkpoint_every: int,
@@ -86,6 +89,7 @@ def train_job(
         epochs: epochs, or None.
         resume: checkpoint to continue from.
         out: the run's folder, or None for one below ``runs``.
+        runs: where the folders of runs without a name are.
         baseline: measure plain PyTorch first.
         restarts: how often a run that fails may go on from its last checkpoint.
         checkpoint_every: updates from one checkpoint to the next, besides those at epochs' ends; 0: only those.
@@ -97,7 +101,7 @@ def train_job(
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
-    session, folder = _begun(session, out, party)
+    session, folder = _begun(session, out, runs, party)
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
         plain = _plain(job, seed, plan.precision, quiet) if baseline and _fits_one(job, plan) else []
@@ -117,16 +121,16 @@ def train_job(
         _show(plan, trained, summary)
         show_accounts(summary)
         _showcase(job, captured, trained.snapshot.optimizer)
-        stderr.print(f"Run folder: {folder.path} (runs/latest points at it)" if out is None else f"Run folder: {out}")
+        stderr.print(f"Run folder: {folder.path} ({runs}/latest points at it)" if out is None else f"Run folder: {out}")
     return summary
 
 
-def _begun(session: Session, out: Path | None, party: Party | None) -> tuple[Session, RunFolder]:
+def _begun(session: Session, out: Path | None, runs: Path, party: Party | None) -> tuple[Session, RunFolder]:
     """The session and its folder; both go on where they were if the launcher has restarted everybody."""
     if out is not None and party is not None and party.restart and (out / "plan.toml").is_file():
         return _rest(session, out, party), RunFolder.reopen(out)
-    inside = out is None or out.parent == Path("runs")
-    root, name = (Path("runs"), None) if out is None else (out.parent, out.name)
+    inside = out is None or out.parent == runs
+    root, name = (runs, None) if out is None else (out.parent, out.name)
     return session, RunFolder.create(root, name, point=inside)
 
 

@@ -84,6 +84,11 @@ _PASSED_ON = re.compile(r"Caught \S+ (?P<where>in [^\n]*)\.\nOriginal (?P<trace>
 _FRAME = re.compile(r'^ +File "(?P<file>.*)", line (?P<line>\d+)(, in .*)?$', re.MULTILINE)
 """A place in a printed traceback."""
 
+_SENT = (
+    "A process by spawn or forkserver imports the job file, whose name must have no dot, nor be another module's, and "
+    "is sent the data set: put its classes and functions at the top level, not within job(), and no lambda"
+)
+
 _REMEDIES = (
     (
         ("Too many open files", "ancdata"),
@@ -103,12 +108,11 @@ _REMEDIES = (
     ),
     (
         ("was killed by SIG", "has ended with"),
-        "See what it has printed; DataLoader(num_workers=0) starts no process, and shows where loading fails.",
+        f"See what it has printed. {_SENT}; DataLoader(num_workers=0) starts none, and shows where loading fails.",
     ),
     (
         ("PicklingError", "an't pickle", "annot pickle", "an't get local object", "bootstrapping phase"),
-        "A DataLoader's processes by spawn or forkserver are sent its data set: put classes and functions at the top "
-        'level of the job file, not within job(), and no lambda; or use DataLoader(multiprocessing_context="fork").',
+        f'{_SENT}. Or use DataLoader(multiprocessing_context="fork").',
     ),
     (("",), "The error is in the job's data loading; run it alone to see it."),
 )

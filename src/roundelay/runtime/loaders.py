@@ -7,22 +7,58 @@ finds by itself that a process is gone: there the error has its place, and besid
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.util
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 _HANDLING = "torch.utils.data._utils.signal_handling"
 _IS_SET = "_SIGCHLD_handler_set"
+_SERVER = "multiprocessing.forkserver"
+_ENDING = "roundelay.runtime.ending"
 
 
-def hear_no_loaders() -> None:
-    """Forget, in a forked child, that its parent has used a loader; one that its main thread uses is heard again."""
+def forget_loaders() -> None:
+    """Forget, in a forked child, that its parent has used a loader; one that its main thread uses is heard again.
+
+    A server that the parent forks processes from (``multiprocessing_context="forkserver"``) is no child of this one,
+    which would wait for it in vain: it starts its own.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if _IS_SET in (known := _torch()):
         known[_IS_SET] = False
+    if _SERVER in sys.modules:  # torch has loaded it
+        server: Any = vars(sys.modules[_SERVER])["_forkserver"]
+        alive, preload = server._forkserver_alive_fd, server._preload_modules
+        server.__init__()
+        server._preload_modules = [*preload, _ENDING]
+        if alive is not None:
+            os.close(alive)  # or the parent's would live as long as this process
+
+
+def end_loaders() -> None:
+    """End, in a forked child that will not leave its interpreter in good order, what it has started by multiprocessing.
+
+    These are processes of loaders that are still there, as persistent ones are, and what they have shared.
+    """
+    own = [process for process in multiprocessing.active_children() if vars(process)["_parent_pid"] == os.getpid()]
+    for process in own:
+        process.terminate()
+    deadline = time.monotonic() + _END_S
+    for process in own:
+        process.join(max(0.0, deadline - time.monotonic()))
+    finalizers: Any = multiprocessing.util
+    finalizers._run_finalizers(0)
+
+
+_END_S = 1.0
+"""Seconds that they get to end."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from roundelay.errors import RunError
-from roundelay.runtime.loaders import hear_no_loaders
+from roundelay.runtime.loaders import end_loaders, forget_loaders
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -54,11 +54,12 @@ def _live(live: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        hear_no_loaders()
+        forget_loaders()
         die_with(parent, libc)
         keep_children(libc)
         live()
         status = 0
+        end_loaders()
     finally:
         flush_output()
         os._exit(status)
