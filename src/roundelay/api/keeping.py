@@ -65,6 +65,7 @@ class Kept(Protocol):
     control: Control
     initial: Initial
     waits: bool
+    optimizer_kind: str
 
 
 @final
@@ -186,6 +187,7 @@ class Keeper:
             until=Until() if snapshot.header.final and session.control.ending else _until(session.extent),
             loss_scale=snapshot.loss_scale,
             numbers=tuple(self.numbers),
+            optimizer_kind=session.optimizer_kind,
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:

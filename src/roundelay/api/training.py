@@ -28,6 +28,7 @@ from roundelay.api.threads import one_thread
 from roundelay.debug import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, StopTraining
 from roundelay.lower.check import programs_of
@@ -194,6 +195,29 @@ def _rest(whole: Extent, at: Position) -> Extent:
     return replace(whole, start_g=at.micro_batches, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
 
 
+def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
+    """Refuse to go on with another optimizer than the one whose state a checkpoint has.
+
+    Args:
+        start: the checkpoint.
+        kinds: names of the classes that the job's optimizer is of, its own first.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    was = start.optimizer_kind
+    entries = sorted({key for state in start.optimizer.values() for key in state} - {EMA, EVALUATED})
+    if not was or was in kinds or not entries:
+        return
+    raise CheckpointError(
+        "the optimizer that the run goes on with",
+        got=f"{kinds[0]}, beside a checkpoint of {was}, with {', '.join(entries)} of every parameter",
+        expected=f"{was}: its state means nothing to another optimizer",
+        remedy=f"Go on with {was}; or begin a new run with the weights alone: leave --from out, and call "
+        "roundelay.load(model, RUN) in job().",
+    )
+
+
 def check_alone(party: Party | None) -> None:
     """Refuse a learning rate that waits for evaluations where the workers are a launcher's, which meet once.
 
@@ -247,7 +271,10 @@ class Session:
         self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
         self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
         #: whether an epoch's learning rate waits for what the evaluation of the one before says
-        self.waits = self._rates(()).waits
+        rates = self._rates(())
+        self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
+        if start is not None:
+            check_optimizer(start, rates.kinds)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 

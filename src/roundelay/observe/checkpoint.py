@@ -83,6 +83,7 @@ class Checkpoint:
         until: where the run was to end.
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
         numbers: what evaluations have said, one for each epoch, where a learning rate waits for it.
+        optimizer_kind: name of the optimizer's class; empty in checkpoints that were written before it was kept.
     """
 
     parameters: dict[str, Tensor]
@@ -97,6 +98,7 @@ class Checkpoint:
     until: Until = Until()
     loss_scale: tuple[float, int] | None = None
     numbers: tuple[float, ...] = ()
+    optimizer_kind: str = ""
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -236,6 +238,7 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
         "until": asdict(checkpoint.until),
         "loss_scale": checkpoint.loss_scale,
         "numbers": list(checkpoint.numbers),
+        "optimizer_kind": checkpoint.optimizer_kind,
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
@@ -286,6 +289,7 @@ def _decode(stored: Stored) -> Checkpoint:
         flight=_decode_flight(manifest.get("flight"), stored.flight),
         loss_scale=_decode_scale(manifest.get("loss_scale")),
         numbers=tuple(map(float, manifest.get("numbers", ()))),
+        optimizer_kind=str(manifest.get("optimizer_kind", "")),
         **{name: manifest[name] for name in _FACTS},
     )
 

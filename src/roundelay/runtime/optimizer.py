@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,26 @@ def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Paramete
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
 
 
+@contextlib.contextmanager
+def no_group_empty(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While it steps, a group of which this stage has nothing holds a parameter of no size, and without a gradient.
+
+    In plain PyTorch no group is empty, and optimizers look at a group's first parameter.
+    """
+    empty = [group for group in optimizer.param_groups if not group["params"]]
+    for group in empty:
+        group["params"] = [_NOTHING]
+    try:
+        yield
+    finally:
+        for group in empty:
+            group["params"] = []
+        optimizer.state.pop(_NOTHING, None)
+
+
+_NOTHING = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
 class RateTable:
     """Learning rates of updates to come: lr(u) of every group, from a second optimizer and scheduler run ahead.
 
@@ -145,6 +165,8 @@ class RateTable:
         numbers: Sequence[float] = (),
     ) -> None:
         self._optimizer = build_optimizer(make, named)
+        #: what kind of optimizer it is, and what kinds that is
+        self.kinds = tuple(kind.__name__ for kind in type(self._optimizer).__mro__[:-2])
         narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
         self._optimizer.state.clear()
         self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)
@@ -170,7 +192,8 @@ class RateTable:
     def _stand_still(self) -> None:
         """Let an update pass without gradients: it changes nothing, but the scheduler wants to see it first."""
         try:
-            self._optimizer.step()
+            with no_group_empty(self._optimizer):
+                self._optimizer.step()
         except Exception as error:  # the person's own code
             raise JobError(
                 f"Job(optimizer=...), {type(self._optimizer).__name__}, beside a scheduler",

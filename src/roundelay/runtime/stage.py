@@ -30,6 +30,7 @@ from roundelay.runtime.optimizer import (
     build_optimizer,
     build_scheduler,
     narrow,
+    no_group_empty,
     restore_state,
     state_of,
     stepped,
@@ -106,7 +107,8 @@ class Stage:
         self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
         rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
-            self.optimizer.step()  # no gradient is there yet: only the schedule moves
+            with no_group_empty(self.optimizer):
+                self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
         restore_state(self.optimizer, self.parameters, initial.optimizer)
         self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
@@ -212,7 +214,7 @@ class Stage:
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
-        with self._predictions.watching():
+        with self._predictions.watching(), no_group_empty(self.optimizer):
             self.optimizer.step()
         self._averages.update()
         for parameter in self.parameters.values():

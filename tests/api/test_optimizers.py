@@ -1,0 +1,98 @@
+"""Optimizers that people have: groups of which a stage has nothing, another one than the checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import roundelay
+from roundelay.errors import CheckpointError
+from roundelay.runtime.reader import Extent, read_batches
+from tests.api.jobs import make
+
+
+class Looking(torch.optim.SGD):
+    """Looks at each group's first parameter, and asks for its device and its norm, as LARS and others do."""
+
+    def step(self, closure: Any = None) -> Any:
+        """One update."""
+        for group in self.param_groups:
+            assert group["params"][0].device.type == "cpu"
+            assert float(group["params"][0].detach().norm()) >= 0.0
+        return super().step(closure)
+
+
+def small() -> torch.nn.Module:
+    """The same weights each time."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3))
+
+
+def grouped(named: Any) -> torch.optim.Optimizer:
+    """A group for each layer, so that each of two stages has nothing of one."""
+    head, body = ([p for name, p in named if name.startswith("2") == yes] for yes in (True, False))
+    return Looking([{"params": body}, {"params": head, "lr": 0.01}], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_group_of_which_a_stage_has_nothing_is_not_empty_to_its_optimizer(scheduled: bool) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda u: 0.9**u, lambda u: 0.5**u])
+
+    def job() -> roundelay.Job:
+        return make(small(), optimizer=grouped, scheduler=schedule if scheduled else None)
+
+    plan = roundelay.plan(job(), workers=2, rule="1f1b", micro_batches=1, cuts="tanh")
+    ours = roundelay.train(job(), plan=plan, steps=5)
+    plain = job()
+    optimizer = plain.optimizer(list(plain.model.named_parameters()))
+    scheduler = plain.scheduler(optimizer) if plain.scheduler is not None else None
+    for batch in read_batches(plain.batches, 0, Extent(batches=5)):
+        plain.loss(plain.model(batch[0]), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    for name, weight in plain.model.named_parameters():
+        assert torch.equal(ours.snapshot.parameters[name], weight.detach()), name
+    assert roundelay.verify(job(), plan=plan, steps=5).equal
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    """With a state."""
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+
+
+def plain_sgd(named: Any) -> torch.optim.Optimizer:
+    """Without one."""
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    """Another."""
+    return torch.optim.Adam(named, lr=1e-3)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """One that is an Adam."""
+    return torch.optim.AdamW(named, lr=1e-3)
+
+
+@pytest.mark.parametrize(("first", "then", "works"), [(sgd, adam, False), (plain_sgd, adam, True), (adam, adamw, True)])
+def test_another_optimizer_than_the_checkpoint_s_is_refused_by_name_unless_its_state_fits(
+    first: Any, then: Any, works: bool, tmp_path: Path
+) -> None:
+    def job(optimizer: Any) -> roundelay.Job:
+        return make(optimizer=optimizer, scheduler=None)
+
+    plan = roundelay.plan(job(first), workers=2, rule="1f1b", cuts="equal")
+    roundelay.train(job(first), plan=plan, steps=2, save_to=tmp_path / "run")
+    if works:
+        assert len(roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run").updates) == 2
+        return
+    with pytest.raises(CheckpointError, match="Adam, beside a checkpoint of SGD, with momentum_buffer") as told:
+        roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run")
+    assert "roundelay.load(model, RUN)" in told.value.remedy
