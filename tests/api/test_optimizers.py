@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import roundelay
-from roundelay.errors import CheckpointError
+from roundelay.errors import CheckpointError, JobError
+from roundelay.runtime.nested import flattened, nested
 from roundelay.runtime.reader import Extent, read_batches
 from tests.api.jobs import make
 
@@ -96,3 +97,62 @@ def test_another_optimizer_than_the_checkpoint_s_is_refused_by_name_unless_its_s
     with pytest.raises(CheckpointError, match="Adam, beside a checkpoint of SGD, with momentum_buffer") as told:
         roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run")
     assert "roundelay.load(model, RUN)" in told.value.remedy
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps, as Shampoo and SOAP do, a list of matrices for each parameter, and a dict of more."""
+
+    def __init__(self, named: Any, lr: float = 0.05) -> None:
+        super().__init__(named, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["GG"] = [torch.eye(size) for size in p.shape]
+                    state["more"] = {"mean": torch.zeros_like(p), "counts": (0, [1.5])}
+                state["more"]["counts"] = (state["more"]["counts"][0] + 1, [1.5])
+                state["more"]["mean"].lerp_(p.grad, 0.1)
+                moved = p.grad
+                for axis, matrix in enumerate(state["GG"]):
+                    matrix.lerp_(torch.tensordot(p.grad, p.grad, [[d for d in range(p.ndim) if d != axis]] * 2), 0.1)
+                    moved = torch.tensordot(moved, torch.linalg.inv(matrix), [[0], [0]])
+                p.sub_(moved.clamp(-1, 1) + state["more"]["mean"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_lists_and_dicts_in_a_state_are_proved_saved_and_resumed(transport: str, tmp_path: Path) -> None:
+    def job() -> roundelay.Job:
+        return make(small(), optimizer=Preconditioned, scheduler=None)
+
+    plan = roundelay.plan(job(), workers=2, rule="1f1b", transport=transport, cuts="equal")
+    assert roundelay.verify(job(), plan=plan, steps=4).equal
+    whole = roundelay.train(job(), plan=plan, steps=6)
+    roundelay.train(job(), plan=plan, steps=3, save_to=tmp_path / "run")
+    rest = roundelay.train(job(), plan=plan, steps=3, resume=tmp_path / "run")
+    for name, weight in whole.snapshot.parameters.items():
+        assert torch.equal(rest.snapshot.parameters[name], weight), name
+    assert roundelay.verify(job(), plan=plan, steps=2, resume=tmp_path / "run").equal
+
+
+def test_a_nested_state_is_the_same_again() -> None:
+    state = {"a": [torch.ones(2), (1, None, "x#1")], "b": {"c": torch.zeros(1), "d": []}, "a#7": 3, "t": torch.ones(1)}
+    flat = flattened(state)
+    assert not any(isinstance(value, (list, tuple, dict)) for value in flat.values())
+    again = nested(flat)
+    assert again["a"][1] == (1, None, "x#1")
+    assert torch.equal(again["a"][0], torch.ones(2))
+    assert again["b"]["d"] == []
+    assert again["a#7"] == 3
+    assert again.keys() == state.keys()
+
+
+@pytest.mark.parametrize("value", [{1: 2}, object(), [object()]])
+def test_what_cannot_be_kept_is_told_by_its_name(value: Any) -> None:
+    with pytest.raises(JobError, match=r"its state 'odd'"):
+        flattened({"odd": value})

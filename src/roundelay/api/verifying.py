@@ -33,6 +33,7 @@ from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.epoch import alike
 from roundelay.runtime.isolated import apart
+from roundelay.runtime.nested import flattened
 from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.sampling import first_batch
@@ -307,8 +308,8 @@ def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.devi
 def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     """The result with its tensors where those of the run are handed over."""
     state = {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
-        for name, entries in result.optimizer_state.items()
+        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in flattened(one).items()}
+        for name, one in result.optimizer_state.items()
     }
     parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
     buffers = {name: tensor.cpu() for name, tensor in result.buffers.items()}

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from roundelay.errors import JobError
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
+from roundelay.runtime.nested import flattened, nested
 
 
 def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimizer:
@@ -229,12 +230,17 @@ def without_gradients(model: torch.nn.Module) -> Named:
 
 
 def state_of(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """A copy of the optimizer's state by parameter name, on the CPU."""
+    """A copy of the optimizer's state by parameter name, on the CPU, with nothing nested in it.
+
+    Raises:
+        JobError: the state is of a kind that cannot be kept.
+    """
     copies: dict[str, dict[str, Any]] = {}
     for name, parameter in own.items():
         state = optimizer.state.get(parameter)
         if state:
-            copies[name] = {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            flat = flattened(state)
+            copies[name] = {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in flat.items()}
     return copies
 
 
@@ -248,15 +254,15 @@ def restore_state(
             continue
         group = groups.get(id(parameter), {})
         counted_there = bool(group.get("fused") or group.get("capturable"))
-        optimizer.state[parameter] = {
+        flat = {
             k: v.to(parameter.device if k != "step" or counted_there else v.device, copy=True)
             if isinstance(v, torch.Tensor)
             else v
-            for k, v in state[name].items()
+            for k, v in flattened(state[name]).items()
             if k not in (EMA, EVALUATED)
         }
-        if not optimizer.state[parameter]:  # it has made no step: an optimizer makes its state with the first
-            del optimizer.state[parameter]
+        if flat:  # else it has made no step: an optimizer makes its state with the first
+            optimizer.state[parameter] = nested(flat)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Sequence[tuple[int, dict[str, Any], torch.nn.Parameter]]:

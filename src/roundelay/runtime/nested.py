@@ -1,0 +1,88 @@
+"""Optimizer state with lists and dicts of tensors in it, as flat entries that a checkpoint can hold, and back.
+
+An entry ``Q`` that is a list of two tensors becomes ``Q#0``, ``Q#1``, and ``roundelay.tree Q``, which says in JSON how
+they belong together. Entries that are tensors or plain values stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from roundelay.errors import JobError
+
+_TREE = "roundelay.tree "
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with nothing nested in it.
+
+    Raises:
+        JobError: a value is of a kind that could not be told, or not be kept.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, (list, tuple, dict)):
+            flat[key] = _checked(key, value)
+            continue
+        leaves: list[Any] = []
+        flat[_TREE + key] = json.dumps(_tree(key, value, leaves))
+        flat |= {f"{key}#{number}": leaf for number, leaf in enumerate(leaves)}
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that is flattened so."""
+    trees = {key.removeprefix(_TREE): json.loads(text) for key, text in flat.items() if key.startswith(_TREE)}
+    inside = {f"{key}#{number}" for key, tree in trees.items() for number in _numbers(tree)}
+    state = {key: value for key, value in flat.items() if key not in inside and not key.startswith(_TREE)}
+    return state | {key: _value(tree, key, flat) for key, tree in trees.items()}
+
+
+def _tree(key: str, value: Any, leaves: list[Any]) -> Any:
+    """How a value is made of leaves, which are put down in order: a leaf's number, or a kind and its parts."""
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            raise _unknown(key, "a dict with keys that are no text")
+        return {"dict": [[name, _tree(key, part, leaves)] for name, part in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_tree(key, part, leaves) for part in value]}
+    leaves.append(_checked(key, value))
+    return len(leaves) - 1
+
+
+def _numbers(tree: Any) -> list[int]:
+    if isinstance(tree, int):
+        return [tree]
+    ((kind, parts),) = tree.items()
+    return [number for part in parts for number in _numbers(part[1] if kind == "dict" else part)]
+
+
+def _value(tree: Any, key: str, flat: Mapping[str, Any]) -> Any:
+    if isinstance(tree, int):
+        return flat[f"{key}#{tree}"]
+    ((kind, parts),) = tree.items()
+    if kind == "dict":
+        return {name: _value(part, key, flat) for name, part in parts}
+    made = [_value(part, key, flat) for part in parts]
+    return tuple(made) if kind == "tuple" else made
+
+
+def _checked(key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+        raise _unknown(key, f"a value of type {type(value).__name__}")
+    return value
+
+
+def _unknown(key: str, got: str) -> JobError:
+    return JobError(
+        f"Job(optimizer=...), its state {key!r}",
+        got=got,
+        expected="tensors, numbers, text or None, and lists, tuples and dicts of these",
+        remedy="Use an optimizer whose state consists of these: checkpoints hold nothing else.",
+    )
