@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-cuda-build lint verify-table verify-rules models options bench faults resumes clean
+.PHONY: help venv train test test-cuda-build lint verify-table verify-rules models options bench growth faults resumes clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -57,6 +57,9 @@ bench: $(DONE) ## Run the short form of every benchmark; the machine must be qui
 	@for name in $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)); do \
 	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.$$name.run --short $(BENCH) || exit 1; \
 	done
+
+growth: $(DONE) ## Train 10,000 updates over each transport; print the bytes that each takes, in every process
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.growth
 
 faults: $(DONE) ## Strike 160 runs, and 60 under torchrun, with signals and errors at random moments; print the tables
 	@$(BIN)/python -m tests.faults.table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +155,7 @@ class Gatherer:
         notify: told of every update.
         on_snapshot: told when every stage has handed over its state of one version, and each epoch's first batch.
         rates: from an update's number to its learning rates.
+        kept: micro-batches of which loss, metrics and scale are kept; by default all.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class Gatherer:
         notify: Notify,
         on_snapshot: Callable[[Snapshot, Mapping[int, int]], None],
         rates: Rates,
+        kept: int = sys.maxsize,
     ) -> None:
+        self._kept = kept
         self.num_stages, self.notify, self.on_snapshot, self.rates = num_stages, notify, on_snapshot, rates
         self._began = time.perf_counter()
         #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
@@ -238,6 +242,8 @@ class Gatherer:
         )
         self.updates.append(made)
         self.notify(made)
+        for known in (self.micro_losses, self.micro_metrics, self.micro_scales):
+            _forget_oldest(known, self._kept)
 
     def _rate(self, rows: int) -> float:
         """Samples per second over the last few seconds."""
@@ -256,6 +262,12 @@ class Gatherer:
             return
         whole = _joined(header, sorted(self._states.pop(header.g), key=lambda r: r.data["stage"]))
         self.on_snapshot(whole, self.epoch_starts)
+
+
+def _forget_oldest(known: dict[int, Any], kept: int) -> None:
+    """Have no more entries than so many."""
+    while len(known) > kept:
+        del known[next(iter(known))]
 
 
 def samples_per_second(updates: Sequence[Updated]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ from roundelay.runtime.epoch import forget
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.isolated import backwards_apart, check_transport, isolated
 from roundelay.runtime.launch import run
+from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.runtime.membership import attend
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
@@ -62,7 +64,7 @@ class Trained:
         evaluations: what ``evaluate`` returned, in order.
         snapshot: the final state.
         samples_per_second: the first tenth left out.
-        micro_losses: micro-batch to (loss, terms summed).
+        micro_losses: micro-batch to (loss, terms summed); of the last 8,192, as the trace.
         micro_metrics: micro-batch to the same of every metric beside the loss.
         micro_scales: micro-batch to what its loss was multiplied by; empty where losses are not scaled.
         events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, stage,
@@ -309,7 +311,8 @@ class Session:
             gatherer.take(report)
             keeper.pass_on(notify)
 
-        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at)
+        kept = sys.maxsize if audit else KEPT_MICRO_BATCHES
+        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at, kept)
         if self.drained is not None:
             notify(self.drained)
         try:
