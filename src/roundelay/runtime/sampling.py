@@ -5,12 +5,12 @@ It is asked by a reader's thread, as in a run, so that no wait is endless.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
 from roundelay.errors import DeadlineError, JobError, RoundelayError
-from roundelay.frontend.batch import num_rows, split_rows
+from roundelay.frontend.batch import num_rows, split, split_rows
 from roundelay.job import Batches
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
 from roundelay.runtime.reader import Extent, Generators, copied, read_batches, user_code
@@ -55,7 +55,12 @@ def _anew(batches: Batches, seed: int) -> Generator[Any, None, None]:
 
 
 def reading_s(
-    batches: Batches, seed: int, micro_batches: int, deadline_s: float = DEADLINE_S, tell: Tell = silent
+    batches: Batches,
+    seed: int,
+    micro_batches: int,
+    deadline_s: float = DEADLINE_S,
+    tell: Tell = silent,
+    look: Callable[[Any], None] = lambda micro_batch: None,
 ) -> float:
     """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
 
@@ -68,10 +73,12 @@ def reading_s(
         micro_batches: M.
         deadline_s: seconds that a batch is waited for.
         tell: told of long waits.
+        look: shown every micro-batch that is measured by; whatever it raises is raised.
 
     Raises:
         DeadlineError: a batch did not come in time.
     """
+    seen: list[Any] = []
     spent, parts = 0.0, 0
     registers = Registers(1, deadline_s, tell=tell)
     try:
@@ -79,6 +86,7 @@ def reading_s(
             next(source)
             for batch in source:
                 parts += len(split_rows(num_rows(batch), micro_batches))
+                seen.append(batch)
                 _, start, end = registers.loads[-1]
                 spent += end - start
                 if spent > BUDGET_S:
@@ -87,6 +95,9 @@ def reading_s(
         raise
     except RoundelayError:
         pass
+    for batch in seen:
+        for part in split(batch, micro_batches):
+            look(part)
     return spent / parts if parts else 0.0
 
 
