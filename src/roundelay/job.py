@@ -65,7 +65,8 @@ class Job:
             that mode already, parts of it that are in eval mode (a BatchNorm whose statistics stay) are left in it.
         loss: (outputs, batch) -> the mean over the micro-batch's rows, or (sum, count) when it averages over
             something else than rows; or a dict of such a ``loss`` and metrics beside it, in either form.
-        batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first.
+        batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first. Lists and arrays beside
+            them that are as long as the batch (its texts) are cut with it, for ``inputs``; the loss reads tensors only.
         optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
         inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.
         scheduler: optimizer -> torch learning-rate scheduler, stepped after every update; a ``ReduceLROnPlateau`` after

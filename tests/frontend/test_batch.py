@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import leaves, num_rows, replace, split
+from roundelay.frontend.batch import leaves, num_rows, replace, split, twice
 
 
 class Pair(NamedTuple):
@@ -68,6 +69,55 @@ def test_a_mapping_keeps_its_kind_and_the_given_one_stays_as_it_was(kind: type) 
     assert [type(part) for part in parts] == [kind, kind]
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_as_long_as_the_batch_is_cut_with_it_and_nothing_else() -> None:
+    batch = {
+        "x": torch.arange(5),
+        "texts": list("abcde"),
+        "lengths": (1, 2, 3, 4, 5),
+        "tokens": [[1], [2, 2], [3], [4], [5, 5, 5]],
+        "array": np.arange(10).reshape(5, 2),
+        "meta": {"ids": list("vwxyz"), "classes": ["cat", "dog"], "size": (3, 224)},
+        "pair": [["p", "q"], torch.arange(5)],
+        "point": Pair("x", "y"),  # type: ignore[arg-type]
+        "name": "texts",
+        "vector": np.arange(3),
+        "number": np.array(2.0),
+    }
+    parts = split(batch, 2)
+    assert [part["texts"] for part in parts] == [["a", "b", "c"], ["d", "e"]]
+    assert [part["lengths"] for part in parts] == [(1, 2, 3), (4, 5)]
+    assert [part["tokens"] for part in parts] == [[[1], [2, 2], [3]], [[4], [5, 5, 5]]]
+    assert [part["array"].tolist() for part in parts] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    assert [part["meta"]["ids"] for part in parts] == [["v", "w", "x"], ["y", "z"]]
+    for part in parts:
+        assert part["meta"]["classes"] == ["cat", "dog"]
+        assert part["meta"]["size"] == (3, 224)
+        assert part["pair"][0] == ["p", "q"]
+        assert part["point"] == ("x", "y")
+        assert part["name"] == "texts"
+        assert part["vector"].tolist() == [0, 1, 2]
+        assert part["number"] == 2.0
+
+
+def test_a_list_beside_tensors_is_cut_also_where_the_batch_is_as_long_as_its_fields() -> None:
+    parts = split([torch.arange(2), ["a", "b"]], 2)
+    assert [(part[0].tolist(), part[1]) for part in parts] == [([0], ["a"]), ([1], ["b"])]
+
+
+def test_a_single_row_is_doubled_with_its_texts() -> None:
+    made = twice({"x": torch.ones(1, 2), "texts": ["a"], "array": np.ones((1, 2)), "size": (3, 4)})
+    assert made["x"].shape == made["array"].shape == (2, 2)
+    assert made["texts"] == ["a", "a"]
+    assert made["size"] == (3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_is_refused_by_name(layout: torch.layout) -> None:
+    with pytest.raises(JobError, match=r"batch field 'a.x'.*sparse.*to_dense"):
+        num_rows({"a": {"x": torch.eye(4).to_sparse(layout=layout)}, "y": torch.zeros(4)})
 
 
 def test_micro_batches_are_contiguous() -> None:

@@ -137,6 +137,18 @@ def test_the_loader_draws_by_seed_and_epoch_and_touches_nobody_elses_numbers() -
     assert late == quiet[4:]
 
 
+def test_a_loader_may_fill_its_own_array_again() -> None:
+    own = np.zeros((4, 1))
+
+    def batches(epoch: int) -> Iterator[Any]:
+        for number in range(3):
+            own[:] = number
+            yield {"x": torch.zeros(4, 1), "array": own}
+
+    parts = [values for _, values in read(batches, 0, 1, Extent(epochs=1), lambda part: part)]
+    assert [part["array"][0, 0] for part in parts] == [0.0, 1.0, 2.0]  # type: ignore[index]
+
+
 # --- how long it takes
 
 

@@ -362,7 +362,9 @@ def _measured(
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
     with users_code("measuring the loader"), one_thread():
-        read_s = _round(reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell))
+        read_s = _round(
+            reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, captured.check_numbers)
+        )
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
     prove(made)
     return made, spared(captured.graph, draft, stages, measured, asked=asked)

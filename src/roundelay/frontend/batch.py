@@ -7,11 +7,15 @@ import itertools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from roundelay.errors import JobError
 
 Batch = Any
+
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts of tensors that have no rows to cut."""
 
 
 def leaves(batch: Batch) -> dict[str, torch.Tensor]:
@@ -48,22 +52,35 @@ def replace(
     make: Callable[[str, torch.Tensor], Any],
     other: Callable[[str, Any], Any] | None = None,
     path: str = "",
+    *,
+    whole: Callable[[Any], bool] = lambda part: False,
 ) -> Batch:
     """A batch of the same layout with every tensor leaf replaced by ``make(path, leaf)``.
 
-    Other leaves stay, or are replaced by ``other(path, leaf)``.
+    Args:
+        batch: a batch, or a part of one.
+        make: makes what stands for a tensor.
+        other: makes what stands for any other leaf; by default these stay.
+        path: of the part.
+        whole: tells of a container below the batch whether it is taken for a leaf.
     """
     if isinstance(batch, torch.Tensor):
         return make(path, batch)
+    if path and whole(batch):
+        return batch if other is None else other(path, batch)
     if isinstance(batch, Mapping):
-        named = {k: replace(value, make, other, f"{path}.{k}" if path else str(k)) for k, value in batch.items()}
+        named = {
+            k: replace(value, make, other, f"{path}.{k}" if path else str(k), whole=whole) for k, value in batch.items()
+        }
         if not isinstance(batch, MutableMapping) or type(batch) is dict:
             return named
         made = copy.copy(batch)  # keeps what the kind can do, such as batch.labels
         made.update(named)
         return made
     if isinstance(batch, (tuple, list)):
-        parts = [replace(value, make, other, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
+        parts = [
+            replace(value, make, other, f"{path}.{i}" if path else str(i), whole=whole) for i, value in enumerate(batch)
+        ]
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*parts)
         return type(batch)(parts)
@@ -81,7 +98,16 @@ def num_rows(batch: Batch) -> int:
     Raises:
         JobError: the tensors disagree, or there is no row.
     """
-    sizes = {path: leaf.size(0) for path, leaf in leaves(batch).items() if leaf.ndim}
+    found = leaves(batch)
+    for path, leaf in found.items():
+        if leaf.layout in SPARSE:
+            raise JobError(
+                f"batch field {path!r}",
+                got=f"a tensor of layout {str(leaf.layout).removeprefix('torch.')}",
+                expected="tensors that hold every value, which can be cut by rows and sent",
+                remedy="Let batches(epoch) yield x.to_dense(), or its indices and values as tensors of their own.",
+            )
+    sizes = {path: leaf.size(0) for path, leaf in found.items() if leaf.ndim}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise JobError(
             "the batch",
@@ -95,11 +121,13 @@ def num_rows(batch: Batch) -> int:
 def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
     """Cut a batch into min(num_micro_batches, rows) micro-batches whose rows differ by at most one, larger ones first.
 
-    Tensors without dimensions go into every micro-batch.
+    Lists, tuples and arrays that hold no tensor and are as long as the batch, such as its texts, are cut with it. All
+    else, tensors without dimensions among it, goes into every micro-batch.
     """
-    sizes = split_rows(num_rows(batch), num_micro_batches)
+    rows = num_rows(batch)
+    sizes = split_rows(rows, num_micro_batches)
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    return [_rows(batch, start, size) for start, size in zip(starts, sizes, strict=True)]
+    return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
 
 
 def split_rows(rows: int, num_micro_batches: int) -> list[int]:
@@ -108,5 +136,63 @@ def split_rows(rows: int, num_micro_batches: int) -> list[int]:
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
-def _rows(batch: Batch, start: int, size: int) -> Batch:
-    return replace(batch, lambda _, leaf: leaf.narrow(0, start, size).contiguous() if leaf.ndim else leaf)
+def _rows(batch: Batch, start: int, size: int, rows: int) -> Batch:
+    def of_tensor(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.narrow(0, start, size).contiguous() if leaf.ndim else leaf
+
+    def of_other(_: str, leaf: Any) -> Any:
+        return leaf[start : start + size] if in_rows(leaf, rows) else leaf
+
+    return replace(batch, of_tensor, of_other, whole=lambda part: in_rows(part, rows))
+
+
+def twice(batch: Batch) -> Batch:
+    """A batch of one row with its row a second time."""
+
+    def of_other(_: str, leaf: Any) -> Any:
+        if not in_rows(leaf, 1):
+            return leaf
+        return np.concatenate([leaf, leaf]) if isinstance(leaf, np.ndarray) else leaf + leaf
+
+    def of_tensor(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.cat([leaf, leaf]) if leaf.ndim else leaf
+
+    return replace(batch, of_tensor, of_other, whole=lambda part: in_rows(part, 1))
+
+
+def in_rows(part: Any, rows: int) -> bool:
+    """Whether a part of a batch that holds no tensor has an item for every row."""
+    if isinstance(part, np.ndarray):
+        return part.ndim > 0 and len(part) == rows
+    return type(part) in (list, tuple) and len(part) == rows and without_tensors(part)
+
+
+def without_tensors(part: Any) -> bool:
+    """Whether a part of a batch is a container that holds no tensor, at any depth."""
+    if isinstance(part, Mapping):
+        return all(map(_no_tensor, part.values()))
+    return isinstance(part, (tuple, list)) and ({*map(type, part)} <= _PLAIN or all(map(_no_tensor, part)))
+
+
+_PLAIN = {str, int, float, bool, bytes}
+
+
+def _no_tensor(part: Any) -> bool:
+    if isinstance(part, (Mapping, tuple, list)):
+        return without_tensors(part)
+    return not isinstance(part, torch.Tensor)
+
+
+def layout(batch: Batch) -> Any:
+    """What two batches have in common where a loss can tell no difference but by the values of their tensors.
+
+    That are the keys of mappings, the lengths of lists and tuples, and what is None; of containers without tensors, and
+    of other leaves, a loss is shown nothing.
+    """
+    if isinstance(batch, torch.Tensor) or batch is None:
+        return batch is None
+    if without_tensors(batch):
+        return ...
+    if isinstance(batch, Mapping):
+        return {str(key): layout(value) for key, value in batch.items()}
+    return [layout(value) for value in batch] if isinstance(batch, (tuple, list)) else ...

@@ -8,11 +8,12 @@ from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.batch import Batch, fresh, leaves, num_rows, replace
+from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
@@ -90,6 +91,8 @@ class Captured:
         """
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
         tensors, call = CallShape.flatten(*_called(self._inputs, own))
+        if (differing := call.differing(self._call)) is not None:
+            raise _varies(*differing)
         if not call.matches(self._call) or len(tensors) != len(self.graph.inputs):
             raise JobError(
                 "the call of the model",
@@ -109,7 +112,27 @@ class Captured:
                 expected="every tensor that the loss read on the first batch",
                 remedy="Let batches(epoch) yield the same fields in every batch.",
             )
+        if (found := layout(micro_batch)) != self._loss.shown:
+            raise JobError(
+                "the batch",
+                got=f"{_shown(found)}",
+                expected=f"{_shown(self._loss.shown)}, as in the first batch: keys, lengths of lists, what is None",
+                remedy="Let batches(epoch) yield the same fields in every batch, with tensors for what varies.",
+            )
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
+
+    def check_numbers(self, micro_batch: Batch) -> None:
+        """Refuse a micro-batch whose call differs in a number or another constant; all else is found in the run.
+
+        Raises:
+            JobError: it does.
+        """
+        try:
+            _, call = CallShape.flatten(*_called(self._inputs, fresh(micro_batch)))
+        except Exception:  # the person's own code
+            return
+        if (differing := call.differing(self._call)) is not None:
+            raise _varies(*differing)
 
     def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
         shapes = tuple(tensor.shape for tensor in tensors)
@@ -271,9 +294,10 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     if not model.training:  # in training mode already, it may hold parts that the person has put in eval mode
         model.train()
     doubled = num_rows(batch) == 1
-    sample = replace(batch, lambda _, leaf: _twice(leaf) if doubled else _own(leaf))
+    sample = replace(twice(batch) if doubled else batch, lambda _, leaf: _own(leaf))
     how = inputs or default_inputs
     tensors, call = CallShape.flatten(*_called(how, sample))
+    _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
             exported = export(model, call, tensors)
@@ -314,13 +338,52 @@ def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:
     )
 
 
-def _twice(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.cat([leaf, leaf]) if leaf.ndim else leaf
-
-
 def _own(leaf: torch.Tensor) -> torch.Tensor:
     """A copy in memory of its own: of a window into another tensor, export would ask of every batch that it be one."""
     return leaf.clone(memory_format=torch.contiguous_format)
+
+
+def _check_call(tensors: Sequence[torch.Tensor], call: CallShape) -> None:
+    """Refuse what could not be the same for every batch, or not be sent.
+
+    Raises:
+        JobError: the model is called with an array, or with a sparse tensor.
+    """
+    for place, leaf in call.constants.items():
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            raise JobError(
+                f"the call of the model, {call.named(place)}",
+                got=f"a NumPy {type(leaf).__name__}",
+                expected="tensors: all else is taken for the same at every call",
+                remedy="Let batches(epoch) yield torch.from_numpy(array), or torch.tensor(number), or convert it in "
+                'Job(inputs=...): inputs=lambda batch: ((torch.from_numpy(batch["x"]),), {}).',
+            )
+    for i, tensor in enumerate(tensors):
+        if tensor.layout in SPARSE:
+            raise JobError(
+                f"tensor {i} of the model's call",
+                got=f"one of layout {str(tensor.layout).removeprefix('torch.')}",
+                expected="tensors that hold every value",
+                remedy="Call the model with x.to_dense(), or with its indices and values as tensors of their own.",
+            )
+
+
+def _varies(where: str, now: Any, first: Any) -> JobError:
+    return JobError(
+        f"the call of the model, {where}",
+        got=f"{now!r:.80}",
+        expected=f"{first!r:.80} as for the first batch: what is no tensor must be the same at every call",
+        remedy="Give a number that varies as a tensor, in batches(epoch) or in Job(inputs=...): torch.tensor(number).",
+    )
+
+
+def _shown(found: Any) -> str:
+    """A layout for people: where tensors are, where None is."""
+    if isinstance(found, dict):
+        return "{" + ", ".join(f"{key!r}: {_shown(value)}" for key, value in found.items()) + "}"
+    if isinstance(found, list):
+        return f"a sequence of {len(found)}: " + ", ".join(map(_shown, found))
+    return "no tensor" if found is ... else "None" if found else "a tensor"
 
 
 def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

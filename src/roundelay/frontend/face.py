@@ -70,7 +70,45 @@ class CallShape:
 
     def matches(self, other: CallShape) -> bool:
         """Whether two calls differ in their tensors only."""
-        return self is other or (self.spec == other.spec and self.constants == other.constants)
+        return self is other or (self.spec == other.spec and self.differing(other) is None)
+
+    def differing(self, other: CallShape) -> tuple[str, Any, Any] | None:
+        """A leaf of two calls of the same layout that is no tensor and not the same: its name, here and there."""
+        if self is other or self.spec != other.spec:
+            return None
+        for i in sorted({*self.constants, *other.constants}):
+            one, two = self.constants.get(i, _TENSOR), other.constants.get(i, _TENSOR)
+            if not _same(one, two):
+                return self.named(i), one, two
+        return None
+
+    def named(self, place: int) -> str:
+        """What a leaf is called, for people: ``argument 1``, ``argument 'scale'``."""
+        args, kwargs = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
+        for name, part in (*enumerate(args), *kwargs.items()):
+            if place in pytree.tree_leaves(part):
+                return f"argument {name!r}"
+        return f"leaf {place}"
+
+
+class _Tensor:
+    """Stands for a tensor where a call had something else before."""
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+_TENSOR = _Tensor()
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two leaves that are no tensors are the same: 1, 1.0 and True are not."""
+    if one is two:
+        return True
+    try:
+        return type(one) is type(two) and bool(one == two or (one != one and two != two))
+    except Exception:  # the person's own kind, or one that compares item by item
+        return False
 
 
 @cache

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, leaves, replace
+from roundelay.frontend.batch import Batch, leaves, replace, without_tensors
+from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.face import Opaque, OutputShape
 from roundelay.frontend.metrics import Metrics, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
@@ -92,7 +94,7 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
     state = torch.random.get_rng_state()
     with torch.enable_grad(), _Watch(watched) as watch:
         try:
-            value = loss(result, replace(batch, lambda path, _: fields[path], _no_tensor))
+            value = loss(result, replace(batch, lambda path, _: fields[path], _no_tensor, whole=without_tensors))
         except JobError:
             raise
         except Exception as error:  # the person's own code
@@ -117,7 +119,10 @@ def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tenso
 
 def _no_tensor(path: str, leaf: Any) -> Any:
     """What stands for a leaf that is no tensor: it does not travel, so the loss may not read it."""
-    return leaf if leaf is None else Opaque(f"batch field {path!r}, a {type(leaf).__name__}")
+    if leaf is None:
+        return None
+    how = " (give it as torch.from_numpy(array))" if isinstance(leaf, (np.ndarray, np.generic)) else ""
+    return Opaque(f"batch field {path!r}, a {type(leaf).__name__}{how}")
 
 
 def _without_gradient() -> JobError:
@@ -180,6 +185,11 @@ class LossCall:
     shape: OutputShape
     layout: Batch
 
+    @property
+    def shown(self) -> Any:
+        """What the loss is shown of that batch, beside tensors; every batch must be like it."""
+        return layout_of(self.layout)
+
     def __call__(self, *values: Any) -> list[torch.Tensor]:
         """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count], then metrics."""
         if self.reads.writes:
@@ -187,7 +197,12 @@ class LossCall:
         read = dict(zip(self.reads.outputs, values, strict=False))
         outputs = {i: read[one] if one in read else Opaque(f"output {i}") for i, one in enumerate(self.reads.first)}
         fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
-        batch = replace(self.layout, lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")), _no_tensor)
+        batch = replace(
+            self.layout,
+            lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")),
+            _no_tensor,
+            whole=without_tensors,
+        )
         value = self.loss(self.shape.unflatten(outputs), batch)
         loss, count = checked(value)
         metrics = tensors(without_metrics(value)[1], self.reads.metrics)

@@ -259,8 +259,10 @@ def _kept(batch: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """A loader may fill its own tensors again when it is asked for the next batch."""
-    return replace(batch, lambda _, leaf: leaf.clone())
+    """A loader may fill its own tensors and arrays again when it is asked for the next batch."""
+    return replace(
+        batch, lambda _, leaf: leaf.clone(), lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    )
 
 
 def _refuse_used(batches: Batches, source: Any, epoch: int) -> None:

@@ -5,12 +5,12 @@ It is asked by a reader's thread, as in a run, so that no wait is endless.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 from roundelay.errors import DeadlineError, RoundelayError
-from roundelay.frontend.batch import num_rows, split_rows
+from roundelay.frontend.batch import num_rows, split, split_rows
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
 from roundelay.runtime.epoch import looked_at, peeked
@@ -76,7 +76,12 @@ def _looking(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, fl
 
 
 def reading_s(
-    batches: Batches, seed: int, micro_batches: int, deadline_s: float = DEADLINE_S, tell: Tell = silent
+    batches: Batches,
+    seed: int,
+    micro_batches: int,
+    deadline_s: float = DEADLINE_S,
+    tell: Tell = silent,
+    look: Callable[[Any], None] = lambda micro_batch: None,
 ) -> float:
     """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
 
@@ -89,10 +94,12 @@ def reading_s(
         micro_batches: M.
         deadline_s: seconds that a batch is waited for.
         tell: told of long waits.
+        look: shown every micro-batch that is measured by; whatever it raises is raised.
 
     Raises:
         DeadlineError: a batch did not come in time.
     """
+    seen: list[Any] = []
     spent, parts = 0.0, 0
     try:
         looking = _looking(batches, seed, 1 + MEASURED)
@@ -100,6 +107,7 @@ def reading_s(
             next(source)
             for batch, seconds in source:
                 parts += len(split_rows(num_rows(batch), micro_batches))
+                seen.append(batch)
                 spent += seconds
                 if spent > BUDGET_S:
                     break
@@ -107,4 +115,7 @@ def reading_s(
         raise
     except RoundelayError:
         pass
+    for batch in seen:
+        for part in split(batch, micro_batches):
+            look(part)
     return spent / parts if parts else 0.0
