@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.errors import CaptureError, RunError, UserCodeError
+from roundelay.errors import CaptureError, RunError, UsageError, UserCodeError
 from roundelay.runtime import isolated as module
-from roundelay.runtime.isolated import apart, forked_backward_error, isolated
+from roundelay.runtime.isolated import apart, check_transport, forked_backward_error, isolated
 from tests.runtime.interrupts import handled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +138,14 @@ def test_an_interrupt_ends_the_child_and_leaves_no_file() -> None:
 
 def test_this_process_can_be_forked() -> None:
     assert forked_backward_error() == ""
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_where_nothing_can_be_forked_processes_are_refused_in_words(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(UsageError, match="processes cannot be forked") as told:
+        check_transport(transport)
+    assert "--transport memory" in told.value.remedy
+    check_transport("memory")
