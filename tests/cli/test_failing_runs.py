@@ -174,8 +174,8 @@ def test_a_state_that_cannot_be_told_is_the_cause(capsys: Capture, workplace: Pa
     )
     job = job_file(workplace, "optimizer=lambda n: Seen(n, lr=0.1)", seen)
     said = here(capsys, "train", job, "--workers", 2, "--steps", 3, "--no-baseline", "--transport", transport)
-    one_screen(said, ", state", "Object of type set is not JSON serializable")
-    assert said.code == 1
+    one_screen(said, "its state 'seen'", "a value of type set")
+    assert said.code == 2
 
 
 def test_a_showcase_that_raises_leaves_a_whole_run(capsys: Capture, workplace: Path) -> None:

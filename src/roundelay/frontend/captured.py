@@ -112,7 +112,7 @@ class Captured:
                 expected="every tensor that the loss read on the first batch",
                 remedy="Let batches(epoch) yield the same fields in every batch.",
             )
-        if (found := layout(micro_batch)) != self._loss.shown:
+        if (found := layout(own)) != self._loss.shown:
             raise JobError(
                 "the batch",
                 got=f"{_shown(found)}",

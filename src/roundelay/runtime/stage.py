@@ -25,6 +25,7 @@ from roundelay.observe.flight import StageFlight, Weights
 from roundelay.runtime.averages import Averages
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
+from roundelay.runtime.nested import flattened
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
@@ -129,6 +130,7 @@ class Stage:
         self._keep: int | None = None  # the oldest of them
         #: the weights that the last forward has read, and as what it has read them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], Sequence[Leaves]] | None = None
+        self._known_state = False
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
         self._owed_bytes = 0
 
@@ -216,6 +218,10 @@ class Stage:
                 parameter.data = parameter.data.clone()
         with self._predictions.watching(), no_group_empty(self.optimizer):
             self.optimizer.step()
+        if not self._known_state:  # not only when the first checkpoint is due
+            for parameter in self.parameters.values():
+                flattened(self.optimizer.state.get(parameter, {}))
+            self._known_state = True
         self._averages.update()
         for parameter in self.parameters.values():
             parameter.grad = None
