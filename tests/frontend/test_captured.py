@@ -399,7 +399,7 @@ def test_parameters_and_buffers_are_the_models_own_objects_under_their_first_nam
     assert norms.mutated_buffers() == norms.buffers().keys()
 
 
-def test_a_model_without_any_operation_is_refused() -> None:
+def test_a_model_of_a_bare_parameter_trains_it() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -408,8 +408,9 @@ def test_a_model_without_any_operation_is_refused() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.weight, x
 
-    with pytest.raises(CaptureError, match="without any operation"):
-        capture(Bare(), lambda o, b: o[0].sum(), pairs(), only_x)
+    captured = capture(Bare(), lambda o, b: (3 * o[0]).sum(), pairs(), only_x)
+    done = run(captured, cut_after(captured, []), pairs(), weights_of(captured))
+    assert torch.equal(done.grads["weight"], torch.full((6,), 3.0))
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,11 +114,10 @@ def test_labels_go_to_the_last_stage_alone() -> None:
 
 def later(reads: Loss) -> Loss:
     """A loss that reads more from its second call on."""
-    calls: list[int] = []
+    calls = itertools.count()  # a state that nobody can see and put back
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        calls.append(1)
-        return entropy(outputs, batch) if len(calls) == 1 else reads(outputs, batch)
+        return entropy(outputs, batch) if next(calls) == 0 else reads(outputs, batch)
 
     return loss
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.fx
 
-from roundelay.errors import CaptureError, JobError, RoundelayError
+from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
@@ -23,6 +23,7 @@ from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
 from roundelay.frontend.recomputed import Recomputed
+from roundelay.frontend.results import hand_out, settle_buffers
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
@@ -300,20 +301,20 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
-            exported = export(model, call, tensors)
+            exported = export(model, call, tensors, [("model", model), ("loss", loss)])
+        settle_buffers(exported)
         cleaned = _cleaned(model, exported, call, tensors)
-        nodes = list(exported.module.graph.output_node().args[0])  # type: ignore[arg-type]
+        nodes = hand_out(exported)
         with torch.enable_grad():
             made, _ = run_nodes(exported, tensors)
-        outputs = [made[node.name] for node in nodes]
-        reads = record(loss, exported.output_shape, outputs, sample)
+        looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
+        reads = looked.reads
+        nodes = hand_out(exported, reads.weights)
         prune(exported, [nodes[i] for i in reads.outputs], cleaned.writers)
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
-    if not graph.ops:
-        raise _nothing_to_train(model)
-    called = LossCall(loss, reads, exported.output_shape, sample)
+    called = LossCall(loss, reads, exported.output_shape, looked.places, sample)
     return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
 
 
@@ -398,15 +399,6 @@ def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, An
             remedy='For example: inputs=lambda batch: ((batch["x"],), {}).',
         )
     return tuple(called[0]), dict(called[1])
-
-
-def _nothing_to_train(model: torch.nn.Module) -> CaptureError:
-    return CaptureError(
-        f"the model ({type(model).__name__})",
-        got="a forward without any operation that the loss depends on",
-        expected="at least one operation between inputs and loss",
-        remedy="Check that the loss reads the model's outputs.",
-    )
 
 
 def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.GraphModule:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,8 +20,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
-from roundelay.frontend.face import CallShape, Face, OutputShape
+from roundelay.frontend import cumulative
+from roundelay.frontend.face import CallShape, Face, OutputShape, Roots, Seen, Unready
 from roundelay.frontend.recurrent import StandingIn, put_back
+from roundelay.frontend.tracing import users_line_of
 from roundelay.frontend.unseen import refuse_parts, refuse_sparse
 from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
 
@@ -50,7 +50,7 @@ class Exported:
     Args:
         module: owns ``module.graph`` and the sub-graphs of higher-order operations.
         roles: placeholder name to its role.
-        output_shape: layout of the model's result.
+        seen: layout of the model's result, and what the forward changes beside.
         sizes: for each tensor of the call, the sizes that export has fixed; None where others will do.
         guard: takes the call's tensors and raises AssertionError where their sizes would have led the model another
             way than the exported one: besides fixed sizes, bounds (``x.size()[0] >= 4``) and relations.
@@ -58,19 +58,32 @@ class Exported:
 
     module: torch.fx.GraphModule
     roles: dict[str, Role]
-    output_shape: OutputShape
+    seen: Seen
     sizes: tuple[tuple[int | None, ...], ...]
     guard: Callable[[Sequence[torch.Tensor]], None]
 
+    @property
+    def output_shape(self) -> OutputShape:
+        """Layout of the model's result."""
+        assert self.seen.shape is not None
+        return self.seen.shape
 
-def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
+
+def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor], roots: Roots = ()) -> Exported:
     """Export ``model`` for calls like this one, every size of every tensor free to vary where the model allows it.
+
+    Args:
+        model: the model.
+        call: how it is called.
+        tensors: the call's.
+        roots: from where to look for what a forward changes; by default the model.
 
     Raises:
         CaptureError: naming the module, the line and the remedy; also where export would lose something of it.
+        Unready: the forward sets a buffer that is None.
     """
     refuse_parts(model)
-    face = Face(model, call)
+    face = Face(model, call, roots)
     before = sys.exc_info()[1]
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):
@@ -83,7 +96,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
         ):
             try:
                 program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
-            except CaptureError:
+            except (CaptureError, Unready):
                 raise
             except Exception as error:  # whatever the person's forward raises
                 if hides_interrupt(error, before):
@@ -96,9 +109,10 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor])
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
         put_back(program.graph_module)
+        cumulative.put_back(program.graph_module)
         refuse_sparse(program.graph)
         roles = _roles(program, model)
-        return Exported(program.graph_module, roles, face.output_shape, _sizes(program), _guard(program))
+        return Exported(program.graph_module, roles, face.seen, _sizes(program), _guard(program))
     refuse_failing(model, call, tensors)
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
@@ -201,7 +215,7 @@ def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone:
             remedy='Say how it is called: Job(inputs=lambda batch: ((batch["x"],), {})).',
         )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    subject, got = f"{module}{_users_line(error)}", f"{type(error).__name__}: {first_line[:300]}"
+    subject, got = f"{module}{users_line_of(error)}", f"{type(error).__name__}: {first_line[:300]}"
     if alone:
         return CaptureError(
             subject,
@@ -217,16 +231,6 @@ def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone:
         remedy="Replace the branch by torch.where or torch.cond, move data-dependent code into the loss or the data "
         "loader, and check with torch.export.export(model, args, strict=False).",
     )
-
-
-def _users_line(error: Exception) -> str:
-    """The innermost line outside of torch and Roundelay in the error's traceback."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
-    frames = [frame for frame in frames if not frame.filename.startswith("<")]
-    if not frames:
-        return ""
-    return f", {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`"
 
 
 def _sizes(program: torch.export.ExportedProgram) -> tuple[tuple[int | None, ...], ...]:

@@ -3,19 +3,26 @@
 Export understands only registered containers, but models return others (a transformer's key-value cache). The face
 takes the call's tensors as a flat list, calls the model exactly as the person would, and keeps of the result the
 tensors that sit in known containers; everything else is remembered as it was.
+
+What the forward changes beside is part of its result, too. A buffer that it replaces (``self.n = self.n + 1``) is
+written into the first one's memory, which a graph can say. Tensors that it leaves in attributes, dicts and lists, of
+which a loss may read (a balance loss of experts, features that a hook keeps), follow the result's; the places are put
+back as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from roundelay.errors import JobError
+from roundelay.errors import CaptureError, JobError
+from roundelay.frontend.reach import MISSING, Change, Slot, World, set_at
+from roundelay.frontend.tracing import Owners, traced_as_trained
 from roundelay.frontend.unseen import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -179,47 +186,172 @@ def _unseen(what: str) -> JobError:
     )
 
 
-class _Seen:
-    """Survives export, which puts a module's own attributes back as they were."""
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A slot in which a forward has left tensors, and how they are laid out there."""
 
-    def __init__(self) -> None:
-        self.shape: OutputShape | None = None
+    slot: Slot
+    shape: OutputShape
+
+
+class Unready(Exception):
+    """A forward has set buffers that were None: the first call is unlike all others, and must have been before."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one call has shown; it survives export, which puts a module's own attributes back as they were.
+
+    Args:
+        shape: layout of the result; None before the first call.
+        left: where tensors were left beside it, in the order of their leaves behind the result's.
+        changed: every slot that the forward changes, buffers apart, and what was there before.
+        replaced: names of buffers that it replaces.
+    """
+
+    shape: OutputShape | None = None
+    left: tuple[Left, ...] = ()
+    changed: tuple[Change, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+
+Roots = Sequence[tuple[str, Any]]
+"""From where what a forward changes is looked for: a name for people, and a module or a function."""
 
 
 class Face(torch.nn.Module):
     """Wraps the model for export; see the module's docstring."""
 
-    def __init__(self, model: torch.nn.Module, call: CallShape) -> None:
+    def __init__(self, model: torch.nn.Module, call: CallShape, roots: Roots = ()) -> None:
         super().__init__()
         self.model = model
         self._call = call
-        self._seen = _Seen()
+        self._roots = tuple(roots) or (("model", model),)
+        self._owners = Owners.of(model)
+        self.seen = Seen()
 
     def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        """Call the model as the person would; return the tensor leaves of its result."""
+        """Call the model as the person would; return the tensor leaves of its result, then those left elsewhere."""
         args, kwargs = self._call.unflatten(list(leaves))
-        with refusing_draws(), refusing_tensor_hooks():
-            result = self.model(*args, **kwargs)
-        results, spec = _flat(result)
-        refuse_own_backwards(leaf for leaf in results if isinstance(leaf, torch.Tensor))
-        rest = {i: _harmless(leaf) for i, leaf in enumerate(results) if not isinstance(leaf, torch.Tensor)}
-        self._seen.shape = OutputShape(spec, rest)
-        return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        world = World(self._roots)
+        try:
+            with refusing_draws(), refusing_tensor_hooks(), traced_as_trained(self._owners):
+                result = self.model(*args, **kwargs)
+                changes = world.changes()
+                self.seen.replaced = _write_buffers(changes)
+        finally:
+            world.restore()
+        _refuse_parameters(changes)
+        return self._taken(result, [change for change in changes if change.slot.kind not in ("buffer", "parameter")])
+
+    def _taken(self, result: Any, changes: list[Change]) -> list[torch.Tensor]:
+        """Tensor leaves of the result and of what was left, with their layouts noted."""
+        results, self.seen.shape = _laid_out(result)
+        left = []
+        for change in changes:
+            values = list(change.after) if change.slot.kind == "contents" else change.after
+            tensors, shape = _laid_out(values)
+            if tensors and change.slot.kind != "state":
+                left.append(Left(change.slot, shape))
+                results += tensors
+        refuse_own_backwards(results)
+        self.seen.left, self.seen.changed = tuple(left), tuple(changes)
+        return results
 
     @property
     def output_shape(self) -> OutputShape | None:
         """Layout of the last result, or None before the first call."""
-        return self._seen.shape
+        return self.seen.shape
+
+
+def _write_buffers(changes: Sequence[Change]) -> tuple[str, ...]:
+    """Write what buffers were replaced with into those that there were; returns their names for people.
+
+    Raises:
+        Unready: there was none.
+        CaptureError: it is of another size or kind.
+    """
+    changed = [change for change in changes if change.slot.kind == "buffer"]
+    if any(change.before in (None, MISSING) for change in changed if not isinstance(change.before, torch.Tensor)):
+        raise Unready
+    before = {id(change.before) for change in changed}
+    values = []
+    for change in changed:
+        old, new = change.before, change.after
+        if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+            raise _other_buffer(change)
+        values.append(new.detach().clone() if id(new) in before else new.detach())
+    for change, value in zip(changed, values, strict=True):
+        change.before.copy_(value)
+    return tuple(change.slot.path for change in changed)
+
+
+def _refuse_parameters(changes: Sequence[Change]) -> None:
+    """Refuse a forward that replaces parameters.
+
+    Raises:
+        CaptureError: it does.
+    """
+    for change in changes:
+        if change.slot.kind == "parameter":
+            where = set_at(change)
+            raise CaptureError(
+                f"parameter {change.slot.path!r}, which the forward replaces{', ' + where if where else ''}",
+                got="another tensor in its place",
+                expected="parameters that only the optimizer changes",
+                remedy="Compute a new tensor under another name, or use torch.nn.utils.parametrize.",
+            )
+
+
+def _other_buffer(change: Change) -> CaptureError:
+    def told(value: Any) -> str:
+        return f"shape {tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+
+    where = set_at(change)
+    return CaptureError(
+        f"buffer {change.slot.path!r}, which the forward replaces{', ' + where if where else ''}",
+        got=told(change.after),
+        expected=f"{told(change.before)}, as before: a buffer has one size and one dtype",
+        remedy="Register it in __init__ with the size and dtype that it will have.",
+    )
+
+
+def _laid_out(value: Any) -> tuple[list[torch.Tensor], OutputShape]:
+    """Tensor leaves of a value, and the rest of it."""
+    leaves, spec = _flat(value)
+    rest = {i: _harmless(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], OutputShape(spec, rest)
 
 
 def _flat(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and layout of a result; dataclasses are made known to pytree where they are met."""
+    """Leaves and layout of a result; dataclasses and plain classes are made known to pytree where they are met."""
     leaves, spec = pytree.tree_flatten(result)
-    made = [leaf for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
-    new = {type(leaf) for leaf in made if all(field.init for field in fields(leaf))}
+    new = {type(leaf) for leaf in leaves if _is_container(leaf)}
     for kind in new:
-        pytree.register_dataclass(kind)
+        if is_dataclass(kind) and all(field.init for field in fields(kind)):
+            pytree.register_dataclass(kind)
+        else:
+            pytree.register_pytree_node(kind, _attributes, partial(_with_attributes, kind))
     return _flat(result) if new else (leaves, spec)
+
+
+def _is_container(leaf: Any) -> bool:
+    """Whether it is an object that holds tensors in its attributes, as a dataclass or an own class of results does."""
+    if isinstance(leaf, (type, torch.Tensor, torch.nn.Module)) or not hasattr(leaf, "__dict__"):
+        return False
+    if is_dataclass(leaf) and all(field.init for field in fields(leaf)):
+        return True
+    return any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
+
+
+def _attributes(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    return list(vars(value).values()), tuple(vars(value))
+
+
+def _with_attributes(kind: type, values: Any, names: Any) -> Any:
+    made: Any = object.__new__(kind)
+    made.__dict__.update(zip(names, values, strict=True))
+    return made
 
 
 def _harmless(leaf: Any) -> Any:

@@ -3,24 +3,33 @@
 The loss is the person's own function of the model's result and the batch. Which tensors it reads is seen by running it
 once while every torch function it calls is watched; only those travel to the last stage. A tensor that was not seen
 being read is replaced by a stand-in that tells, rather than guesses, when a later batch reads it after all.
+
+It may read more than it is given: tensors that the forward leaves in attributes, dicts and lists, and weights of the
+model. These are outputs of the model as well, and :mod:`roundelay.frontend.places` lays them where the loss looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, leaves, replace, without_tensors
+from roundelay.errors import JobError, RoundelayError
+from roundelay.frontend import batch as batches
+from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
-from roundelay.frontend.face import Opaque, OutputShape
+from roundelay.frontend.face import Opaque, OutputShape, Seen
 from roundelay.frontend.metrics import Metrics, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
+from roundelay.frontend.places import Places, unread, weights_at
+from roundelay.frontend.reach import Change, World
+from roundelay.frontend.tracing import users_line, users_line_of
+from roundelay.frontend.unseen import refusing_draws
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -56,12 +65,14 @@ class LossReads:
     """What the loss reads.
 
     Args:
-        outputs: indices of output leaves; of leaves that are one tensor the first.
+        outputs: indices of output leaves; of leaves that are one tensor the first. Behind those of the model's result
+            come those that the forward leaves elsewhere, then the model's own weights.
         batch: paths of batch leaves.
         counts: it returns (sum, count).
         writes: it writes into what it reads, so it gets copies.
         draws: it draws random numbers, so it runs under the micro-batch's key.
         first: for every output leaf the first leaf that is the same tensor.
+        weights: parameters and buffers of the model that it reads past the model's result.
         metrics: what it returns beside the loss; no part of the model's identity, which is why it is not shown.
     """
 
@@ -71,49 +82,225 @@ class LossReads:
     writes: bool
     draws: bool
     first: tuple[int, ...]
+    weights: tuple[str, ...] = ()
     metrics: Metrics = field(default=(), repr=False)
 
 
-def record(loss: LossFunction, shape: OutputShape, outputs: Sequence[torch.Tensor], batch: Batch) -> LossReads:
-    """Run the loss once on real outputs and see what it reads.
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What one call of the loss on the first batch has shown.
+
+    Args:
+        reads: what it reads.
+        places: where it finds what it is not given.
+        changed: slots that the call has changed, put back by now.
+    """
+
+    reads: LossReads
+    places: Places
+    changed: tuple[Change, ...]
+
+
+def record(
+    loss: LossFunction, model: torch.nn.Module, seen: Seen, outputs: Sequence[torch.Tensor], batch: Batch
+) -> Looked:
+    """Run the loss once on real outputs and see what it reads; once more where it reads weights of the model.
 
     Args:
         loss: the person's loss.
-        shape: layout of the model's result.
-        outputs: tensor leaves of the model's result.
+        model: the model.
+        seen: layout of the model's result, and of what its forward leaves elsewhere.
+        outputs: tensor leaves of both.
         batch: the sample micro-batch.
 
     Raises:
-        JobError: the loss raises, does not return a scalar (or a pair of scalars), or one that no gradient enters.
+        JobError: the loss raises, does not return a scalar (or a pair of scalars), or one that no gradient enters; or
+            it reads what no stage could give it.
     """
-    first = tuple(next(i for i, same in enumerate(outputs) if same is leaf) for leaf in outputs)
-    fields = {path: leaf.clone() for path, leaf in leaves(batch).items()}  # own, even where the model returns an input
+    assert seen.shape is not None
+    world = World([("model", model), ("loss", loss)])
+    own = dict((*model.named_parameters(), *model.named_buffers()))
+    places = Places(seen.left, (), seen.shape.num_tensors)
+    found = _look(_Call(loss, seen.shape, places, own, batch), outputs, world)
+    if found.weights:
+        places = replace(places, weights=weights_at(world, {name: own[name] for name in found.weights}))
+        outputs = [*outputs, *(own[name] for name in found.weights)]
+        again = _look(_Call(loss, seen.shape, places, own, batch), outputs, world)
+        if again.weights:
+            raise _out_of_reach(again.weights[0])
+        found = replace(again, reads=replace(again.reads, weights=found.weights))
+    return Looked(found.reads, places, found.changed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A loss, and all that one call of it needs but the outputs."""
+
+    loss: LossFunction
+    shape: OutputShape
+    places: Places
+    own: Mapping[str, torch.Tensor]
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one call has shown: besides what it reads, weights of the model that it reads past its arguments."""
+
+    reads: LossReads
+    weights: tuple[str, ...]
+    changed: tuple[Change, ...]
+
+
+def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
+    first = tuple(next(i for i, same in enumerate(given) if same is leaf) for leaf in given)
+    entering = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
+    handed = [leaf.clone() for leaf in entering]  # a loss may write into what it reads, and not into leaves
+    outputs = [handed[i] for i in first]
+    fields = {path: leaf.clone() for path, leaf in leaves(call.batch).items()}  # own, even where the model returns one
     watched = {id(outputs[i]): f"o{i}" for i in first} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
-    result = shape.unflatten(dict(enumerate(outputs)))
+    watched |= {id(tensor): f"w{name}" for name, tensor in call.own.items()}
+    buffers = [tensor for tensor in call.own.values() if not isinstance(tensor, torch.nn.Parameter)]
     before = [leaf._version for leaf in (*outputs, *fields.values())]
+    versions = [buffer._version for buffer in buffers]
     state = torch.random.get_rng_state()
-    with torch.enable_grad(), _Watch(watched) as watch:
-        try:
-            value = loss(result, replace(batch, lambda path, _: fields[path], _no_tensor, whole=without_tensors))
-        except JobError:
-            raise
-        except Exception as error:  # the person's own code
-            raise _failed(error, batch) from error
-        watch.note(value)
+    batch = batches.replace(call.batch, lambda path, _: fields[path], _no_tensor, whole=without_tensors)
+    with ExitStack() as stack:
+        stack.enter_context(call.places.filled(outputs.__getitem__))
+        before_call = World(world.roots)
+        value, seen = _called(call, outputs, batch, watched)
+        changed = tuple(before_call.changes())
+        before_call.restore()
+    if versions != [buffer._version for buffer in buffers]:
+        raise _writes_buffer(call, buffers, versions)
     scalar, count = checked(value)
     beside = without_metrics(value)[1]
     metrics = layout(beside)
     tensors(beside, metrics)
     if not scalar.requires_grad:
         raise _without_gradient()
-    return LossReads(
-        outputs=tuple(i for i in range(len(outputs)) if f"o{i}" in watch.seen),
-        batch=tuple(path for path in fields if f"b{path}" in watch.seen),
+    seen |= _through_gradients(scalar, [entering[i] for i in first], fields, call.own, seen)
+    reads = LossReads(
+        outputs=tuple(i for i in range(len(outputs)) if f"o{i}" in seen),
+        batch=tuple(path for path in fields if f"b{path}" in seen),
         counts=count is not None,
         writes=before != [leaf._version for leaf in (*outputs, *fields.values())],
         draws=not torch.equal(state, torch.random.get_rng_state()),
         first=first,
         metrics=metrics,
+    )
+    return _Found(reads, tuple(name for name in call.own if f"w{name}" in seen), changed)
+
+
+def _called(
+    call: _Call, outputs: Sequence[torch.Tensor], batch: Batch, watched: Mapping[int, str]
+) -> tuple[Any, set[str]]:
+    """What the loss returns, and which tensors it has touched."""
+    result = call.shape.unflatten(dict(enumerate(outputs)))
+    with torch.enable_grad(), refusing_draws("the loss"), _refusing_grad(), _Watch(watched) as watch:
+        try:
+            value = call.loss(result, batch)
+        except RoundelayError:
+            raise
+        except Exception as error:  # the person's own code
+            raise _failed(error, batch) from error
+        watch.note(value)
+    return value, watch.seen
+
+
+@contextmanager
+def _refusing_grad() -> Iterator[None]:
+    """Refuse a loss that differentiates.
+
+    Raises:
+        JobError: it does.
+    """
+    grad = torch.autograd.grad
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise JobError(
+            f"torch.autograd.grad in the loss{users_line()}",
+            got="a gradient of outputs by inputs or weights inside of what is trained, as of a gradient penalty",
+            expected="a loss of the model's outputs: a stage runs its backward once, and keeps no graph of it",
+            remedy="Train this model in plain PyTorch, or take a penalty that needs no second derivative: spectral "
+            "normalisation (torch.nn.utils.parametrizations.spectral_norm), or weight clipping.",
+        )
+
+    torch.autograd.grad = refuse
+    try:
+        yield
+    finally:
+        torch.autograd.grad = grad
+
+
+def _through_gradients(
+    scalar: torch.Tensor,
+    entering: Sequence[torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    seen: set[str],
+) -> set[str]:
+    """What the loss has read, as its gradients tell; all of the batch if it has read past what was watched.
+
+    A scripted function reads without torch's Python functions.
+
+    Raises:
+        JobError: a gradient flows into what is neither an output nor the model's.
+    """
+    names = {id(tensor): f"w{name}" for name, tensor in own.items()}
+    names |= {id(leaf): f"o{i}" for i, leaf in reversed(list(enumerate(entering)))}
+    leaves_read = list(_trained_leaves(scalar))
+    for leaf in leaves_read:
+        if id(leaf) not in names:
+            raise _own_weight(leaf)
+    found = {names[id(leaf)] for leaf in leaves_read}
+    return found if found <= seen else found | {f"b{path}" for path in fields}
+
+
+def _own_weight(leaf: torch.Tensor) -> JobError:
+    return JobError(
+        "the loss",
+        got=f"a gradient for a tensor of shape {tuple(leaf.shape)} that is no part of the model: a layer or a weight "
+        "that the loss keeps for itself",
+        expected="a loss whose weights are the model's own, which the optimizer is given",
+        remedy="Make the layer a submodule of the model and call it in forward; or call requires_grad_(False) on what "
+        "is not to be trained.",
+    )
+
+
+def _trained_leaves(scalar: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors into which a backward would add gradients."""
+    left, seen = [scalar.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        left += [below for below, _ in node.next_functions]
+    if scalar.grad_fn is None:
+        yield scalar
+
+
+def _writes_buffer(call: _Call, buffers: Sequence[torch.Tensor], versions: Sequence[int]) -> JobError:
+    written = next(b for b, version in zip(buffers, versions, strict=True) if b._version != version)
+    name = next(name for name, tensor in call.own.items() if tensor is written)
+    return JobError(
+        f"the loss, which writes into buffer {name!r} of the model",
+        got="a state that changes outside of the model's forward",
+        expected="buffers that the forward changes",
+        remedy="Move what writes it into forward; a loss that calls the model a second time is to be a model whose "
+        "forward calls it twice and returns both results.",
+    )
+
+
+def _out_of_reach(name: str) -> JobError:
+    return JobError(
+        f"the loss, which reads parameter {name!r} of the model",
+        got="a weight that it holds where no other can be put in its place (in a tuple, in a partial)",
+        expected="weights that it reads from the model, or from a list or a dict",
+        remedy="Let the loss read it from the model, as in model.head.weight, or let forward return it.",
     )
 
 
@@ -135,11 +322,14 @@ def _without_gradient() -> JobError:
 
 
 def _failed(error: Exception, batch: Batch) -> JobError:
+    names = isinstance(error, (KeyError, IndexError, AttributeError))
     return JobError(
-        "the loss on the first batch",
+        f"the loss on the first batch{users_line_of(error)}",
         got=f"{type(error).__name__}: {error}",
         expected=f"a function (outputs, batch) -> scalar; this batch holds {', '.join(map(repr, leaves(batch)))}",
-        remedy="Check the names of the labels in the batch and the layout of the model's outputs.",
+        remedy="Check the names of the labels in the batch and the layout of the model's outputs."
+        if names
+        else "Call the loss by hand on the model's result for one batch, and mend what raises there.",
     )
 
 
@@ -177,12 +367,14 @@ class LossCall:
         loss: the person's loss.
         reads: what it reads.
         shape: layout of the model's result.
+        places: where the loss finds what it is not given.
         layout: a batch of the right layout; its tensors are not used.
     """
 
     loss: LossFunction
     reads: LossReads
     shape: OutputShape
+    places: Places
     layout: Batch
 
     @property
@@ -195,15 +387,24 @@ class LossCall:
         if self.reads.writes:
             values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
         read = dict(zip(self.reads.outputs, values, strict=False))
-        outputs = {i: read[one] if one in read else Opaque(f"output {i}") for i, one in enumerate(self.reads.first)}
+        shown = range(self.shape.num_tensors)
+        outputs = {i: self._leaf(read, i) for i in shown}
         fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
-        batch = replace(
+        batch = batches.replace(
             self.layout,
             lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")),
             _no_tensor,
             whole=without_tensors,
         )
-        value = self.loss(self.shape.unflatten(outputs), batch)
+        with self.places.filled(lambda i: self._leaf(read, i)):
+            value = self.loss(self.shape.unflatten(outputs), batch)
         loss, count = checked(value)
         metrics = tensors(without_metrics(value)[1], self.reads.metrics)
         return [loss, *metrics] if count is None else [loss, count, *metrics]
+
+    def _leaf(self, read: Mapping[int, Any], i: int) -> Any:
+        """An output leaf, or what tells that it was not seen to be read."""
+        one = self.reads.first[i]
+        if one in read:
+            return read[one]
+        return Opaque(f"output {i}") if i < self.places.start else unread(self.places, i)

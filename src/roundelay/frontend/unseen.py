@@ -104,8 +104,11 @@ def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
 
 
 @contextmanager
-def refusing_draws() -> Iterator[None]:
-    """Refuse a forward in this block that draws from Python's or NumPy's own generators.
+def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
+    """Refuse a call in this block that draws from Python's or NumPy's own generators.
+
+    Args:
+        what: is called, for people.
 
     Raises:
         CaptureError: it does.
@@ -115,9 +118,9 @@ def refusing_draws() -> Iterator[None]:
     drawn = "random" if random.getstate() != python else "numpy.random" if _numpy() != numpy else None
     if drawn is not None:
         raise CaptureError(
-            "the model's forward",
+            what,
             got=f"a number drawn by {drawn}",
-            expected="random numbers of torch: any other would be drawn once, and be a constant from then on",
+            expected="random numbers of torch, which are the same wherever and however often a stage computes",
             remedy="Draw with torch, for example torch.rand(()), and choose with torch.where instead of `if`.",
         )
 

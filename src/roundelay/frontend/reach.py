@@ -1,0 +1,374 @@
+"""What a person's code can reach, and what a call of it has changed there.
+
+A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. Python
+does not say so. Here everything that models and functions can reach is walked through, as slots: attributes of modules
+and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
+Two walks tell what a call in between has changed, and it can be put back as if nobody had called.
+
+Not seen: what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C code knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+
+MOST = 10_000
+"""Items of a container up to which it is walked through."""
+
+_LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collections", "typing", "logging", "threading")
+"""Packages whose objects and functions are not walked into: containers and partials apart."""
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+Kind = Literal["attribute", "buffer", "parameter", "item", "contents", "cell", "state"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """One place where a value lies.
+
+    Args:
+        holder: the object that holds it.
+        kind: what place of it: an attribute, a buffer or a parameter of a module, an entry of a dict, all that is in a
+            list, a set or a deque, the cell of a closure, or the state of a generator of random numbers.
+        key: its name there.
+        path: what it is called, for people.
+    """
+
+    holder: Any
+    kind: Kind
+    key: Any
+    path: str
+
+    @property
+    def place(self) -> tuple[int, str, Any]:
+        """What tells it from others."""
+        return id(self.holder), self.kind, self.key
+
+    def read(self) -> Any:
+        """What lies there now; :data:`MISSING` if nothing does."""
+        if self.kind == "contents":
+            return _contents(self.holder)
+        if self.kind == "state":
+            return _state(self.holder)
+        if self.kind == "cell":
+            return _in_cell(self.holder)
+        return self._entries().get(self.key, MISSING)
+
+    def write(self, value: Any) -> None:
+        """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
+        if self.kind == "contents":
+            _fill(self.holder, value)
+        elif self.kind == "state":
+            _set_state(self.holder, value)
+        elif self.kind == "cell":
+            if value is not MISSING:
+                self.holder.cell_contents = value
+        elif value is MISSING:
+            self._entries().pop(self.key, None)
+        else:
+            self._entries()[self.key] = value
+
+    def _entries(self) -> dict[Any, Any]:
+        if self.kind == "item":
+            return self.holder  # type: ignore[no-any-return]
+        entries: dict[Any, Any] = self.holder.__dict__
+        return entries if self.kind == "attribute" else entries["_buffers" if self.kind == "buffer" else "_parameters"]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+"""Lies where nothing does."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """A slot whose value a call has changed."""
+
+    slot: Slot
+    before: Any
+    after: Any
+
+
+@final
+class World:
+    """All slots that can be reached, with what lies there now.
+
+    Args:
+        roots: name for people and object: modules, functions.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, Any]]) -> None:
+        #: from where it was walked
+        self.roots = tuple(roots)
+        self.slots: dict[tuple[int, str, Any], Slot] = {}
+        self._values: dict[tuple[int, str, Any], Any] = {}
+        self._holders: dict[int, Any] = {}
+        for slot, value in _walk(self.roots, self._holders):
+            self.slots.setdefault(slot.place, slot)
+            self._values.setdefault(slot.place, value)
+
+    def changes(self) -> list[Change]:
+        """What has changed since: topmost slots, of holders that could be reached before."""
+        found, seen = [], set()
+        for slot, after in _walk(self.roots, {}):
+            if slot.place in seen or slot.place[0] not in self._holders:
+                continue
+            seen.add(slot.place)
+            before = self._values.get(slot.place, MISSING)
+            if not _same(before, after):
+                found.append(Change(slot, before, after))
+        for place, slot in self.slots.items():  # what is out of reach now may have been changed before
+            if place not in seen and not _same(self._values[place], after := slot.read()):
+                found.append(Change(slot, self._values[place], after))
+        return found
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        put_back(self.changes())
+
+    def holding(self, wanted: Any) -> list[Slot]:
+        """The slots in which one object lies; a list that holds it among others included."""
+        made = []
+        for place, value in self._values.items():
+            parts = value if self.slots[place].kind == "contents" else (value,)
+            if any(part is wanted for part in parts):
+                made.append(self.slots[place])
+        return made
+
+
+def put_back(changes: Sequence[Change]) -> None:
+    """Undo changes."""
+    for change in reversed(changes):
+        change.slot.write(change.before)
+
+
+def set_at(change: Change) -> str:
+    """Where a slot is set, for people: file, line and the line's text; empty if that is not known.
+
+    The source of the class that has the attribute is looked through: its methods, and those of its bases that are no
+    library's.
+    """
+    holder, name = change.slot.holder, change.slot.key
+    if change.slot.kind not in ("attribute", "buffer", "parameter"):
+        return ""
+    return place_of(type(holder), str(name))
+
+
+def place_of(kind: type, name: str) -> str:
+    """File, line and text of where a class's methods assign to an attribute, or change it; the last such line."""
+    found = ""
+    for base in kind.__mro__:
+        if _is_library(base):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(base)
+            file = inspect.getsourcefile(base)
+        except (OSError, TypeError):
+            continue
+        for i, line in enumerate(lines):
+            if _sets(line, name):
+                found = f"{file}:{first + i} `{line.strip()[:120]}`"
+    return found
+
+
+def _sets(line: str, name: str) -> bool:
+    """Whether a line of source writes an attribute of that name, in whatever way."""
+    start = 0
+    while (at := line.find("." + name, start)) >= 0:
+        start, rest = at + 1, line[at + 1 + len(name) :].lstrip()
+        if rest[:1].isalnum() or rest[:1] == "_":
+            continue
+        if (rest.startswith("=") and not rest.startswith("==")) or rest[1:2] == "=" or rest[2:3] == "=":
+            return True
+        if rest.startswith((".append", ".extend", ".add", ".update", ".pop", ".clear", ".insert", "[", ",", ".copy_")):
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------- the walk
+
+
+def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator[tuple[Slot, Any]]:
+    """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id."""
+    left = deque((path, value) for path, value in roots)
+    while left:
+        path, value = left.popleft()
+        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None), type)):
+            continue
+        made = list(_slots(path, value))
+        if made or isinstance(value, (tuple, *_CONTAINERS)):
+            holders[id(value)] = value
+        yield from made
+        left.extend(_below(path, value, made))
+
+
+_CONTAINERS = (list, dict, set, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _slots(path: str, value: Any) -> Iterator[tuple[Slot, Any]]:
+    if isinstance(value, torch.nn.Module):
+        yield from _of_module(path, value)
+    elif isinstance(value, dict):
+        if len(value) <= MOST:
+            yield from ((Slot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
+    elif isinstance(value, (list, set, deque)):
+        if len(value) <= MOST:
+            yield Slot(value, "contents", None, path), _contents(value)
+    elif isinstance(value, _GENERATORS):
+        yield Slot(value, "state", None, path), _state(value)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(path, value)
+    elif _is_plain(value):
+        entries = vars(value)
+        yield from ((Slot(value, "attribute", key, f"{path}.{key}"), item) for key, item in list(entries.items()))
+
+
+def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[Slot, Any]]:
+    entries = module.__dict__
+    for key, item in list(entries.items()):
+        if key not in _OF_MODULES and key not in _HOOKS and not key.startswith("_backward_"):
+            yield Slot(module, "attribute", key, f"{path}.{key}"), item
+    for key, item in list(entries.get("_buffers", {}).items()):
+        yield Slot(module, "buffer", key, f"{path}.{key}"), item
+    for key, item in list(entries.get("_parameters", {}).items()):
+        yield Slot(module, "parameter", key, f"{path}.{key}"), item
+
+
+def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Slot, Any]]:
+    if _is_library(function):
+        return
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        content = _in_cell(cell)
+        yield Slot(cell, "cell", name, name), content
+    used = function.__globals__
+    for name in sorted(_names(function.__code__)):
+        if name in used and not isinstance(used[name], (types.ModuleType, type)):
+            yield Slot(used, "item", name, name), used[name]
+
+
+def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[tuple[str, Any]]:
+    """What is walked through next."""
+    for slot, inner in made:
+        if slot.kind == "contents":
+            yield from ((f"{slot.path}[{i}]", item) for i, item in enumerate(inner))
+        elif slot.kind not in ("state", "buffer", "parameter"):
+            yield slot.path, inner
+    if isinstance(value, torch.nn.Module):
+        parts = value.__dict__.get("_modules", {})
+        yield from ((f"{path}.{name}", part) for name, part in list(parts.items()) if part is not None)
+        for hooks in _HOOKS:
+            yield from ((path, hook) for hook in list(value.__dict__.get(hooks, {}).values()))
+        yield path, type(value).forward
+    elif isinstance(value, tuple) and len(value) <= MOST:
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, types.MethodType):
+        yield path, value.__self__
+        yield path, value.__func__
+    elif isinstance(value, functools.partial):
+        yield from ((path, part) for part in (value.func, value.args, value.keywords))
+    elif isinstance(value, types.FunctionType) and not _is_library(value):
+        yield from ((path, part) for part in (value.__defaults__, value.__kwdefaults__) if part is not None)
+    elif _is_plain(value) and callable(value):
+        yield path, type(value).__call__
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The global names that a function's code uses, with those of functions inside of it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of the person's own kind, whose attributes are its own."""
+    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not _is_library(type(value))
+
+
+def _is_library(what: Any) -> bool:
+    module = getattr(what, "__module__", None) or ""
+    return module.split(".")[0] in _LIBRARIES
+
+
+# ------------------------------------------------------------------------------------------------- contents, states
+
+
+def _contents(container: Any) -> Any:
+    return tuple(container)
+
+
+def _fill(container: Any, items: Any) -> None:
+    if isinstance(container, list):
+        container[:] = items
+        return
+    container.clear()
+    if isinstance(container, set):
+        container.update(items)
+    else:
+        container.extend(items)
+
+
+def _in_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether a slot holds what it held: the same object, an equal number or text, a container of the same items."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (bool, int, float, complex, str, bytes)):
+        return bool(one == two or (one != one and two != two))
+    if isinstance(one, tuple):
+        return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, types.MethodType):
+        return bool(one == two)
+    if isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and one.ndim == 1:  # a generator's state
+        return torch.equal(one, two)
+    if isinstance(one, dict) and "bit_generator" in one:
+        return repr(one) == repr(two)
+    return False
