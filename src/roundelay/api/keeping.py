@@ -304,12 +304,16 @@ def _name(name: object) -> str:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode; every part gets its own mode back."""
+    """The model in eval mode; every part gets its own mode back.
+
+    Back by ``model.train()``, as in plain PyTorch: a module may do more in it, such as to take merged weights out again.
+    """
     modes = {part: part.training for part in model.modules()}
     model.eval()
     try:
         yield
     finally:
+        model.train()
         for part, training in modes.items():
             part.training = training
 

@@ -47,6 +47,32 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
         return next(source)[0]
 
 
+def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """The first batches of the first epoch, as a run with this seed will see them, without using them up.
+
+    There may be fewer: the epoch ends, the loader raises (which is told when a run comes so far), or they are large.
+
+    Args:
+        batches: the job's loader.
+        seed: the run's seed.
+        count: how many at most.
+        deadline_s: seconds that each is waited for.
+
+    Raises:
+        DeadlineError: one did not come in time.
+    """
+    found: list[Any] = []
+    try:
+        looking = _looking(batches, seed, count)
+        with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, silent))) as source:
+            found.extend(batch for batch, _ in source)
+    except DeadlineError:
+        raise
+    except RoundelayError:
+        pass
+    return found
+
+
 @contextmanager
 def _forgotten_if_late(batches: Batches) -> Iterator[None]:
     """A loader that hangs is in the hands of a thread that was given up."""
