@@ -13,7 +13,7 @@ from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.frontend.batch import num_rows, split, split_rows
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
-from roundelay.runtime.epoch import looked_at, peeked
+from roundelay.runtime.epoch import Generators, Opened, forget, looked_at, peeked
 
 DEADLINE_S = 300.0
 """Seconds that a batch, or any message, is waited for if nothing else is said."""
@@ -70,6 +70,33 @@ def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = D
         raise
     except RoundelayError:
         pass
+    return found
+
+
+def of_second_epoch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S) -> Any:
+    """The first batch of the second epoch; None if there is none to be had, which is told when a run comes so far.
+
+    What was looked at of the first epoch is opened anew by the run: only for who reads the data twice anyway.
+
+    Args:
+        batches: the job's loader.
+        seed: the run's seed.
+        deadline_s: seconds that it is waited for.
+    """
+
+    def looking() -> Generator[Any, None, None]:
+        opened = Opened(batches, seed, 1, Generators())
+        try:
+            yield opened.look(0)
+        finally:
+            opened.close()
+
+    try:
+        with closing(ahead(looking(), _registers(deadline_s, silent))) as source:
+            found = next(source)
+    except RoundelayError:
+        return None
+    forget(batches)
     return found
 
 
