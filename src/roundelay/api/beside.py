@@ -1,9 +1,9 @@
 """The captured job beside plain PyTorch: the plan's stages as a run has them, update by update.
 
-Each stage is the runtime's own, with the loss in the last one and an optimizer of its own; only the pipeline is missing:
-micro-batches go up and down one after the other. Random operations draw from torch's own generator, under the seed that
-the plain forward had. Every update begins with the same weights and states: where gradients are not the same to the
-last bit the stages' optimizers get those of plain PyTorch.
+Each stage is the runtime's own, with the loss in the last one and an optimizer of its own; but for the pipeline, in
+whose place micro-batches go up and down one after the other. Random operations draw from torch's own generator, under
+the seed that the plain forward had. Every update begins with the same weights and states: where gradients are not the
+same to the last bit the stages' optimizers get those of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.api.continuing import initial
-from roundelay.api.differing import Difference, Judgement
+from roundelay.api.differing import Judgement
 from roundelay.api.handover import Room
 from roundelay.api.plain import Part, Update, generator_now, seed_of
 from roundelay.frontend import Captured, Draw
@@ -147,7 +147,9 @@ class Beside:
             instead = {name: theirs[name] for name in own if name in theirs}
         for stage in self.stages:
             if mine := {name: instead[name] for name in stage.parameters if name in instead}:
-                given = {name: mine[name].clone() if name in mine else g for name, g in stage.gradients.whole(None).items()}
+                given = {
+                    name: mine[name].clone() if name in mine else g for name, g in stage.gradients.whole(None).items()
+                }
                 stage.gradients.clear()
                 stage.gradients.add(given)
 

@@ -31,12 +31,12 @@ COPIES = 10
 """Of the weights, in the child that holds most: its own, gradients, state, and what plain PyTorch has left."""
 
 REMEDIES = {
-    "forward": "Look for what the forward or the loss changes and reads again beside tensors of the model (an attribute, "
-    "a list, a counter, a random number that is not torch's), and keep it in a buffer.",
-    "backward": "Look for what changes the gradient past the forward: a hook, .data, .grad, a parameter that is frozen or "
-    "made anew in the forward.",
+    "forward": "Look for what the forward or the loss changes and reads again beside tensors of the model (an "
+    "attribute, a list, a counter, a random number that is not torch's), and keep it in a buffer.",
+    "backward": "Look for what changes the gradient past the forward: a hook, .data, .grad, a parameter that is frozen "
+    "or made anew in the forward.",
     "buffer": "Write it in the forward, in place: self.buffer.copy_(new).",
-    "optimizer": "Look for what the optimizer does with more than one parameter at once, in hooks of its step among it: "
+    "optimizer": "Look for what the optimizer does with more than one parameter at once, in hooks of its step too: "
     "every stage has an optimizer over parameters of its own.",
     "evaluate": "Let evaluate read the model that it is given, and nothing that the training leaves elsewhere.",
 }
@@ -62,7 +62,9 @@ def check_known(asked: str | None) -> None:
         UsageError: it is unknown.
     """
     if asked is not None and asked not in CHECKS:
-        raise UsageError("--check", got=repr(asked), expected=f"one of {', '.join(CHECKS)}", remedy="Choose one of these.")
+        raise UsageError(
+            "--check", got=repr(asked), expected=f"one of {', '.join(CHECKS)}", remedy="Choose one of these."
+        )
 
 
 def chosen(job: Job, plan: Plan, asked: str | None, *, resumed: bool, launched: bool = False) -> Check:
@@ -184,4 +186,3 @@ def batches_to_verify(job: Job, seed: int, extent: Extent, deadline_s: float) ->
     if further and (second := of_second_epoch(job.batches, seed, deadline_s)) is not None:
         found.append((second, 1))
     return found
-

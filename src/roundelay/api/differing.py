@@ -1,8 +1,8 @@
 """Where a captured job and plain PyTorch differ: what is compared, how exactly, and how a difference is told.
 
 Equal bits are asked for everywhere. Where they are not the same, gradients may differ by what rounding explains, as a
-share of the norm of their layer's gradient: that of an attention's key bias is zero but for rounding, and has no size of
-its own to measure by. Weights are compared behind an update with equal gradients, so they have no such excuse.
+share of the norm of their layer's gradient: that of an attention's key bias is zero but for rounding, and has no size
+of its own to measure by. Weights are compared behind an update with equal gradients, so they have no such excuse.
 """
 
 from __future__ import annotations
@@ -128,8 +128,12 @@ class Judgement:
             ours = _dense(own[name]) if name in own else None
             if ours is not None and not same(ours, theirs):
                 self.exact = False
-                if not _norm([ours - theirs]) <= self._share(theirs) * max(_norm([theirs]), FLOOR * _norm(plain.values())):
-                    raise Difference("optimizer", f"the clipped gradient of parameter {name!r} in update {update} differs")
+                if not _norm([ours - theirs]) <= self._share(theirs) * max(
+                    _norm([theirs]), FLOOR * _norm(plain.values())
+                ):
+                    raise Difference(
+                        "optimizer", f"the clipped gradient of parameter {name!r} in update {update} differs"
+                    )
 
     def buffers(self, update: int, own: Tensors, untouched: Tensors, plain: Tensors) -> None:
         """Compare the buffers behind the forwards of an update."""

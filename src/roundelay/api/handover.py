@@ -42,6 +42,15 @@ class Room:
         """The tensors in these places, themselves: to be read only."""
         return {name: self._at(*place) for name, place in index.items()}
 
+    @property
+    def end(self) -> int:
+        """Where what this process has left ends, in bytes."""
+        return self._end
+
+    def go_on(self, end: int) -> None:
+        """Leave what another process has left up to there."""
+        self._end = end
+
     def close(self) -> None:
         """Give the memory back; nothing of it may be in use in this process."""
         self._memory.close()
@@ -49,7 +58,7 @@ class Room:
     def _left(self, tensor: torch.Tensor) -> list[Any]:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         begin = -(-self._end // _ALIGNED) * _ALIGNED
-        place = [begin, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        place: list[Any] = [begin, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
         self._end = begin + tensor.numel() * tensor.element_size()
         if self._end > self._size:
             raise RunError(

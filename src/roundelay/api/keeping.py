@@ -306,7 +306,7 @@ def _name(name: object) -> str:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in eval mode; every part gets its own mode back.
 
-    Back by ``model.train()``, as in plain PyTorch: a module may do more in it, such as to take merged weights out again.
+    Back by ``model.train()``, as in plain PyTorch: a module may do more in it, such as to take merged weights out.
     """
     modes = {part: part.training for part in model.modules()}
     model.eval()
