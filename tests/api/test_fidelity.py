@@ -131,7 +131,7 @@ ORDINARY: dict[str, tuple[Callable[[], Job], dict[str, Any]]] = {
     "fp16": (lambda: job(layers()), {"precision": "fp16"}),
     "recompute": (lambda: job(layers(nn.Dropout(0.5))), {"rule": "pipeoptim", "backward": "recompute"}),
     "some run again": (lambda: job(layers(nn.Dropout(0.5))), {"recompute": "all"}),
-    "mixed": (lambda: job(layers(nn.Dropout(0.5))), {"rule": "pipeoptim", "backward": "mixed"}),
+    "mixed": (lambda: job(layers(nn.Dropout(0.5))), {"rule": "async", "backward": "mixed"}),
     "halves": (lambda: job(layers(nn.Dropout(0.5))), {"rule": "zb-h1"}),
     "average": (lambda: job(layers()), {"ema": 0.9}),
 }
