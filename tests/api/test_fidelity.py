@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.utils.data import DataLoader
 
 import roundelay
 from roundelay.api import checking, fidelity, judging
 from roundelay.api.differing import Difference, Judgement
 from roundelay.api.fidelity import Fidelity, judge
 from roundelay.api.handover import Room
+from roundelay.api.length import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
 from roundelay.frontend.captured import Captured
@@ -509,6 +511,22 @@ def test_the_captured_side_that_fails_is_told_too(monkeypatch: pytest.MonkeyPatc
     assert "ZeroDivisionError" in found(job(layers())).unchecked
 
 
+def test_a_loader_with_processes_is_not_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = jobs.make(batches=lambda epoch: DataLoader(jobs.Noisy(), 8, num_workers=1))
+    plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
+    captured = roundelay.capture(one)
+    monkeypatch.setattr(checking, "first_batches", lambda *_: pytest.fail("read again"))
+    told = Session(one, captured, plan, 0, Length(steps=3)).check(None)
+    assert told == "check full: captured = plain PyTorch (2 updates, 10 gradients, weights, buffers: bit-equal)"
+
+
+def test_a_loader_that_fails_at_once_leaves_nothing_to_compare() -> None:
+    one = job(layers())
+    captured = roundelay.capture(one)
+    plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=1)
+    assert "no batch" in judge(one, captured, plan, 0, [], limit_s=1.0).unchecked
+
+
 @pytest.mark.parametrize("check", ["full", None])
 def test_training_starts_as_if_nobody_had_looked(check: str | None, capfd: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
@@ -619,5 +637,5 @@ def test_a_session_says_how_it_was_checked() -> None:
     one = job(layers())
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=2)
-    session = Session(one, captured, plan, 0, roundelay.api.training.Length(steps=2))  # type: ignore[attr-defined]
+    session = Session(one, captured, plan, 0, Length(steps=2))
     assert session.check(None).startswith("check full: captured = plain PyTorch (2 updates, 6 gradients, weights")

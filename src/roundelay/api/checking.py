@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from roundelay.api.fidelity import Batches, Fidelity, judge, why_not
-from roundelay.errors import DeadlineError, FidelityError, UsageError
+from roundelay.errors import FidelityError, UsageError
 from roundelay.frontend import Captured
+from roundelay.frontend.batch import Batch
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
-from roundelay.job import Job
+from roundelay.job import Job, Peekable
 from roundelay.runtime.reader import Extent
 from roundelay.runtime.sampling import first_batches, of_second_epoch
 
@@ -141,6 +143,7 @@ def checked_before(  # noqa: PLR0913  a training is of this many things
     Raises:
         FidelityError: the captured job trains otherwise than plain PyTorch.
         UsageError: the check is unknown.
+        DeadlineError: a batch did not come in time, for which the run would wait as well.
     """
     check_known(asked)
     found = chosen(job, plan, asked, resumed=extent.start_batch > 0, launched=launched)
@@ -149,14 +152,19 @@ def checked_before(  # noqa: PLR0913  a training is of this many things
     if found.which == QUICK:
         return f"check quick: what capture saw{f' ({found.why})' if found.why else ''}"
     count = UPDATES if extent.batches is None else min(UPDATES, extent.batches)
-    try:
-        batches = [(batch, 0) for batch in first_batches(job.batches, seed, count, plan.deadline_s)]
-    except DeadlineError:  # the run waits for it as well, and tells
-        return "check quick: what capture saw (the loader did not answer)"
+    batches = [(batch, 0) for batch in _first(job, seed, count, plan.deadline_s)]
     limit_s = LIMIT_S if asked is None else plan.deadline_s
     fidelity = judge(job, captured, plan, seed, batches, limit_s=limit_s, stages=stages)
     refuse(fidelity)
     return f"check full: {fidelity}"
+
+
+def _first(job: Job, seed: int, count: int, deadline_s: float) -> Sequence[Batch]:
+    """The run's first batches; of a loader with processes, which would be started once more, the first one again."""
+    given = job.batches
+    if isinstance(given, Peekable) and given.opened is None and given.first is not None and given.first[0] == seed:
+        return [given.first[1]] * count
+    return first_batches(given, seed, count, deadline_s)
 
 
 def refuse(fidelity: Fidelity) -> None:

@@ -123,6 +123,8 @@ def judge(  # noqa: PLR0913  a comparison is of this many things
     began = time.monotonic()
     if why := why_not(job, plan):
         return Fidelity(unchecked=why)
+    if not batches:
+        return Fidelity(unchecked="the loader gives no batch")
     judged = Judged(job, captured, plan, seed, tuple(batches), evaluates and job.evaluate is not None)
     room = _room(judged)
     try:
