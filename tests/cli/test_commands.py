@@ -6,14 +6,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from roundelay.cli.job_file import job_maker
+from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, SINCE_1, Plan
 from roundelay.ir.rule import rules
 from roundelay.observe.metrics import read_metrics
@@ -492,3 +495,37 @@ def test_a_job_file_is_read_as_it_stands(workplace: Path, monkeypatch: pytest.Mo
     os.utime(job, ns=(stamp, stamp))
     assert (first, job_maker(job)(0).steps) == (8, 6)
     assert os.listdir() == before
+
+
+def test_train_says_how_it_has_checked_and_refuses_a_job_that_trains_otherwise(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = "plain PyTorch (2 updates, 10 gradients, weights, buffers: bit-equal)"
+    train = ("train", MLP, "--steps", 2, "--rule", "1f1b", "--micro-batches", 1, "--no-baseline")
+    said = here(capsys, *train)
+    assert f"Check full: captured = {plain}." in " ".join(said.err.split())
+    assert "Check quick" in here(capsys, *train, "--check", "quick").err
+    assert "Check" not in here(capsys, *train, "--check", "off").err
+    assert here(capsys, *train, "--json").json["check"] == f"check full: captured = {plain}"
+    refused = here(capsys, *train, "--check", "some")
+    assert (refused.code, "full, quick, off" in refused.told) == (2, True)
+    monkeypatch.setattr("roundelay.frontend.loss.LossCall.__call__", _twice(LossCall.__call__))
+    for check in ((), ("--check", "full")):
+        refused = here(capsys, *train, *check)
+        assert refused.code == 2
+        assert "the loss in update 0" in " ".join(refused.told.split())
+    assert here(capsys, *train, "--check", "off").code == 0
+    verified = here(capsys, "verify", MLP, "--steps", 3, "--rule", "1f1b", "--micro-batches", 1)
+    assert verified.code == 1
+    assert "captured DIFFERS from plain PyTorch: the loss in update 0" in " ".join(verified.out.split())
+    assert "run = reference: bit-equal" in verified.out
+
+
+def _twice(call: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """The loss is counted twice."""
+
+    def twice(*given: Any) -> list[torch.Tensor]:
+        loss, *others = call(*given)
+        return [2 * loss, *others]
+
+    return twice
