@@ -417,8 +417,10 @@ def test_evaluations_merge_and_take_out_as_often_as_there_are_any() -> None:
     torch.manual_seed(0)
     one = job(nn.Sequential(nn.Linear(6, 6), Merging()), evaluate=said, optimizer=trained_only)
     trained = roundelay.train(one, workers=2, rule="1f1b", micro_batches=1, epochs=3)
+    fresh = nn.Sequential(nn.Linear(6, 6), Merging())
+    fresh.load_state_dict(one.model.state_dict())
     with torch.no_grad():
-        held = said(one.model.eval())["loss"]
+        held = said(fresh)["loss"]
     assert trained.evaluations[-1].metrics["loss"] == pytest.approx(held, rel=1e-5)
 
 
