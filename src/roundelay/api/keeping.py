@@ -157,6 +157,8 @@ class Keeper:
         """Evaluate a snapshot, and keep what a learning rate waits for."""
         with holding_averages(self._session.captured, snapshot.optimizer):
             found, reason = self._evaluate(snapshot.header)
+        put_again(self._session.captured, snapshot)
+        self._session.captured.settings.check()
         self.evaluations.append(found)
         self._told.put(found)
         if reason is not None:
@@ -219,7 +221,18 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
         own[name].data = laid_out(own[name].data, tensor).clone()
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
-            buffer.copy_(snapshot.buffers.get(name, buffer))
+            new = snapshot.buffers.get(name, buffer)
+            if new.shape != buffer.shape:  # the forward has resized it, as observers of quantisation do
+                buffer.resize_(new.shape)
+            buffer.copy_(new)
+
+
+def put_again(captured: Captured, snapshot: Snapshot) -> None:
+    """Take back what an evaluation has done to the weights: adapters that merge leave rounding in them."""
+    own = captured.parameters()
+    for name, tensor in snapshot.parameters.items():
+        if not torch.equal(own[name].data, tensor):
+            own[name].data = laid_out(own[name].data, tensor).clone()
 
 
 def averages(optimizer: Mapping[str, Mapping[str, Any]], *, moving: bool = True) -> dict[str, torch.Tensor]:
@@ -304,12 +317,16 @@ def _name(name: object) -> str:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode; every part gets its own mode back."""
-    modes = {part: part.training for part in model.modules()}
+    """The model in eval mode; every part gets its own mode back.
+
+    ``eval()`` and ``train()`` are called as such: a model may do more in them, as adapters do that merge their weights.
+    """
+    training, modes = model.training, {part: part.training for part in model.modules()}
     model.eval()
     try:
         yield
     finally:
+        model.train(training)
         for part, training in modes.items():
             part.training = training
 

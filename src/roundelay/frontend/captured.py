@@ -18,10 +18,13 @@ from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export, refuse_failing
-from roundelay.frontend.face import CallShape, Inputs, default_inputs
+from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
+from roundelay.frontend.first import changes_on, first_forward
 from roundelay.frontend.loss import LossCall, LossFunction, record
+from roundelay.frontend.outside import Settings
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
+from roundelay.frontend.reach import Change
 from roundelay.frontend.recomputed import Recomputed
 from roundelay.frontend.results import hand_out, settle_buffers
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
@@ -41,9 +44,11 @@ class Captured:
     Args:
         model: the person's own module; its weights are never changed by capture or by stages.
         graph: what the planner and the lowering see.
+        settings: what the model was captured with, and must go on with.
         mode: the backward mode that its stages are compiled for; None: they are not.
         precision: in which its stages compute, and its graph's values are counted.
         checkpointed: modules that its own code checkpoints, by path.
+        changed: slots that the forward has changed, buffers apart, and those that the loss has.
     """
 
     model: torch.nn.Module
@@ -57,9 +62,11 @@ class Captured:
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
     _compiled: dict[tuple[SegmentSpec, torch.device, str, bool], Compiled] = field(default_factory=dict)
+    settings: Settings = field(kw_only=True)
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
+    changed: tuple[tuple[Change, ...], tuple[Change, ...]] = ((), ())
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -88,8 +95,9 @@ class Captured:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
 
         Raises:
-            JobError: the call differs from the sample's in more than its tensors.
+            JobError: the call differs from the sample's in more than its tensors; or the model is not as it was.
         """
+        self.settings.check()
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
         tensors, call = CallShape.flatten(*_called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
@@ -301,7 +309,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
-            exported = export(model, call, tensors, [("model", model), ("loss", loss)])
+            exported = _exported(model, loss, call, tensors)
         settle_buffers(exported)
         cleaned = _cleaned(model, exported, call, tensors)
         nodes = hand_out(exported)
@@ -315,7 +323,39 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
     called = LossCall(loss, reads, exported.output_shape, looked.places, sample)
-    return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
+    return Captured(
+        model,
+        graph,
+        exported,
+        cleaned,
+        called,
+        how,
+        call,
+        describes,
+        settings=Settings(model, {change.slot.place for change in exported.seen.changed}),
+        checkpointed=tuple(checkpointed),
+        changed=(exported.seen.changed, looked.changed),
+    )
+
+
+def _exported(model: torch.nn.Module, loss: LossFunction, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
+    """Export the model; one that sets buffers in its first forward has them set by one before.
+
+    Raises:
+        CaptureError: such a buffer changes in later forwards, too, so that what it was before the first is not known.
+    """
+    roots = [("model", model), ("loss", loss)]
+    try:
+        return export(model, call, tensors, roots)
+    except Unready:
+        made = first_forward(model, call, tensors, roots)
+    exported = export(model, call, tensors, roots)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        values, _ = run_nodes(exported, tensors)
+    for name, role in exported.roles.items():
+        if role.tensor is not None and id(role.tensor) in made and not torch.equal(role.tensor, values[name]):
+            raise changes_on(role.name)
+    return exported
 
 
 def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensors: list[torch.Tensor]) -> Cleaned:
@@ -333,6 +373,11 @@ def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:
     """What to do about a size that is not the one with which the model was captured."""
     if len(sizes) == len(got) and any(s == 1 != n for s, n in zip(sizes, got, strict=True)):
         return "Capture fixes a size of one: let a batch with more come first, or pad every batch to the same size."
+    if len(sizes) == len(got) and sizes[0] not in (None, got[0]):
+        return (
+            "The model fixes the number of rows while it is captured (len(x) is a number, x.size(0) may vary; a loss "
+            "between the rows of a batch): leave a short last batch out by drop_last=True, or use x.size(0)."
+        )
     return (
         "The model fixes these sizes while it is captured (a loop over time steps fixes its length; nn.LSTM, nn.GRU "
         "and nn.RNN do not): pad every batch to the same size."

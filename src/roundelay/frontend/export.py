@@ -20,11 +20,11 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
-from roundelay.frontend import cumulative
+from roundelay.frontend import standins
 from roundelay.frontend.face import CallShape, Face, OutputShape, Roots, Seen, Unready
 from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.tracing import users_line_of
-from roundelay.frontend.unseen import refuse_parts, refuse_sparse
+from roundelay.frontend.unseen import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
 
 PREFIX = "model."
@@ -109,8 +109,9 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
         put_back(program.graph_module)
-        cumulative.put_back(program.graph_module)
+        standins.put_back(program.graph_module)
         refuse_sparse(program.graph)
+        refuse_vmap(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.seen, _sizes(program), _guard(program))
     refuse_failing(model, call, tensors)
