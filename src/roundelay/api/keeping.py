@@ -218,7 +218,7 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        own[name].data = laid_out(own[name].data, tensor).clone()
+        captured.laid(name, laid_out(own[name].data, tensor).clone())
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             new = snapshot.buffers.get(name, buffer)
@@ -232,7 +232,7 @@ def put_again(captured: Captured, snapshot: Snapshot) -> None:
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
         if not torch.equal(own[name].data, tensor):
-            own[name].data = laid_out(own[name].data, tensor).clone()
+            captured.laid(name, laid_out(own[name].data, tensor).clone())
 
 
 def averages(optimizer: Mapping[str, Mapping[str, Any]], *, moving: bool = True) -> dict[str, torch.Tensor]:
@@ -253,11 +253,11 @@ def holding_averages(captured: Captured, optimizer: Mapping[str, Mapping[str, An
     before = {name: own[name].data for name in found}
     try:
         for name, average in found.items():
-            own[name].data = laid_out(before[name], average).clone()
+            captured.laid(name, laid_out(before[name], average).clone())
         yield
     finally:
         for name, weight in before.items():
-            own[name].data = weight
+            captured.laid(name, weight)
 
 
 def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:

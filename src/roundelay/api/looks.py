@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roundelay.errors import RunError
+from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, fresh
 from roundelay.frontend.face import default_inputs
@@ -15,6 +15,7 @@ from roundelay.frontend.reach import Change
 from roundelay.frontend.stateful import refuse_state
 from roundelay.job import Job
 from roundelay.runtime.isolated import isolated
+from roundelay.runtime.optimizer import build_optimizer, without_gradients
 
 LIMIT_S = 120.0
 """Seconds that the calls may take in all."""
@@ -58,3 +59,45 @@ def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Chan
     with torch.random.fork_rng(devices=[]):
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         refuse_state(job.model, call, [("model", job.model), ("loss", job.loss)], of_loss)
+
+
+def check_sharing(job: Job, captured: Captured) -> None:
+    """Refuse parameters in one memory that the optimizer steps otherwise than one parameter with both gradients.
+
+    Raises:
+        JobError: naming both, and the optimizer.
+    """
+    for name, others in captured.sharing.items():
+        names = {id(p): n for n, p in job.model.named_parameters()}
+        for other in [names[id(p)] for p in others]:
+            one, two = (_stepped_twice(job, (name, other), summed=summed) for summed in (False, True))
+            moved = (one[1] - one[0]).abs().max()
+            if (one[1] - two[1]).abs().max() > 1e-4 * moved:
+                raise JobError(
+                    f"parameters {name!r} and {other!r}",
+                    got=f"two parameters in one memory, which {one[2]} steps one after the other",
+                    expected="one parameter under two names, whose gradients are added",
+                    remedy=f"Tie them as torch does: model.{other} = model.{name}, instead of an assignment to .data.",
+                )
+
+
+def _stepped_twice(job: Job, pair: tuple[str, str], *, summed: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """A weight before and after three steps with made-up gradients, and the optimizer's name.
+
+    Args:
+        job: the job.
+        pair: names of two parameters in one memory.
+        summed: give the first one both gradients, not each its own.
+    """
+    named = dict(without_gradients(job.model))
+    first = named[pair[0]] = torch.nn.Parameter(named[pair[0]].detach().clone())
+    second = named[pair[1]] = torch.nn.Parameter(first.detach())
+    second.data = first.data
+    before = first.detach().clone()
+    optimizer = build_optimizer(job.optimizer, list(named.items()))
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        grads = [torch.randn(before.shape, generator=draws, dtype=torch.float32).to(before.dtype) for _ in pair]
+        first.grad, second.grad = (grads[0] + grads[1], None) if summed else (grads[0], grads[1])
+        optimizer.step()
+    return before, first.detach(), type(optimizer).__name__

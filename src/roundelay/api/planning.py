@@ -15,7 +15,7 @@ import torch
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
-from roundelay.api.looks import check_stateless
+from roundelay.api.looks import check_sharing, check_stateless
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -97,6 +97,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         with without_dumps():
             captured = capture_model(job.model, job.loss, sample, job.inputs)
         check_stateless(job, captured, sample)
+        check_sharing(job, captured)
         rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
         rates.at(1)
         if rates.waits:

@@ -320,9 +320,8 @@ class Session:
                 for part in self._parts(keeper, gatherer, party):
                     run(self._task(part, audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
-            own = self.captured.parameters()
             for name, weight in averages(last.optimizer, moving=False).items():  # as plain PyTorch leaves the model
-                own[name].data = weight.clone()
+                self.captured.laid(name, weight.clone())
         finally:
             keeper.leave(notify)
             forget(self.job.batches)  # what a forked worker has read on from is no other's

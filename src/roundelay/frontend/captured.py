@@ -17,7 +17,7 @@ from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_r
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
-from roundelay.frontend.export import Exported, export, refuse_failing
+from roundelay.frontend.export import Exported, export, first_of_storages, refuse_failing
 from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
 from roundelay.frontend.first import changes_on, first_forward
 from roundelay.frontend.loss import LossCall, LossFunction, record
@@ -48,6 +48,7 @@ class Captured:
         mode: the backward mode that its stages are compiled for; None: they are not.
         precision: in which its stages compute, and its graph's values are counted.
         checkpointed: modules that its own code checkpoints, by path.
+        sharing: parameters that lie in the memory of another, by that one's name.
         changed: slots that the forward has changed, buffers apart, and those that the loss has.
     """
 
@@ -66,6 +67,7 @@ class Captured:
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
+    sharing: dict[str, tuple[torch.nn.Parameter, ...]] = field(default_factory=dict)
     changed: tuple[tuple[Change, ...], tuple[Change, ...]] = ((), ())
 
     def __repr__(self) -> str:
@@ -175,6 +177,13 @@ class Captured:
         """Every parameter of the graph by its first name; the person's own objects."""
         roles = [r for r in self._exported.roles.values() if r.kind == "parameter"]
         return {r.name: r.tensor for r in roles if isinstance(r.tensor, torch.nn.Parameter)}
+
+    def laid(self, name: str, weight: torch.Tensor) -> None:
+        """Have the model's parameter of this name lie in that memory, and all parameters that share its own."""
+        own = self.parameters()[name]
+        own.data = weight
+        for other in self.sharing.get(name, ()):
+            other.data = own.data
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer of the graph by name; the person's own objects."""
@@ -334,6 +343,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         describes,
         settings=Settings(model, {change.slot.place for change in exported.seen.changed}),
         checkpointed=tuple(checkpointed),
+        sharing=_sharing(model),
         changed=(exported.seen.changed, looked.changed),
     )
 
@@ -356,6 +366,13 @@ def _exported(model: torch.nn.Module, loss: LossFunction, call: CallShape, tenso
         if role.tensor is not None and id(role.tensor) in made and not torch.equal(role.tensor, values[name]):
             raise changes_on(role.name)
     return exported
+
+
+def _sharing(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, ...]]:
+    found: dict[str, tuple[torch.nn.Parameter, ...]] = {}
+    for other, name in first_of_storages(model).items():
+        found[name] = (*found.get(name, ()), model.get_parameter(other))
+    return found
 
 
 def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensors: list[torch.Tensor]) -> Cleaned:

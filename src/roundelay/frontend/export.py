@@ -251,8 +251,43 @@ def _guard(program: torch.export.ExportedProgram) -> Callable[[Sequence[torch.Te
     return lambda tensors: None
 
 
+def first_of_storages(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters that lie where an earlier one does (``b.weight.data = a.weight.data``), and the name of that one.
+
+    Raises:
+        CaptureError: two lie in each other's memory in part.
+    """
+    found: dict[str, str] = {}
+    spans: dict[int, list[tuple[int, int, str, torch.nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        if p.is_meta or p.layout is not torch.strided or not p.numel():
+            continue
+        start = int(p.storage_offset())
+        stop = start + 1 + sum(int((size - 1) * stride) for size, stride in zip(p.size(), p.stride(), strict=True))
+        others = spans.setdefault(p.untyped_storage().data_ptr(), [])
+        for begin, end, other, tensor in others:
+            if start < end and begin < stop:
+                if (begin, tensor.size(), tensor.stride()) != (start, p.size(), p.stride()):
+                    raise _overlap(other, name)
+                found[name] = other
+                break
+        else:
+            others.append((start, stop, name, p))
+    return found
+
+
+def _overlap(one: str, two: str) -> CaptureError:
+    return CaptureError(
+        f"parameters {one!r} and {two!r}",
+        got="two windows into the same memory, which both are trained",
+        expected="parameters each in memory of its own, or one and the same parameter under two names",
+        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or its transpose.",
+    )
+
+
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:
     parameters = {id(p): name for name, p in model.named_parameters()}
+    first = first_of_storages(model)
     buffers = {id(b): name for name, b in model.named_buffers()}
     roles: dict[str, Role] = {}
     inputs = 0
@@ -264,8 +299,9 @@ def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dic
             continue
         target = str(spec.target).removeprefix(PREFIX)
         if spec.kind is InputKind.PARAMETER:
-            parameter = model.get_parameter(target)
-            roles[placeholder] = Role("parameter", parameters[id(parameter)], parameter)
+            name = parameters[id(model.get_parameter(target))]
+            name = first.get(name, name)
+            roles[placeholder] = Role("parameter", name, model.get_parameter(name))
         elif spec.kind is InputKind.BUFFER:
             buffer = model.get_buffer(target)
             roles[placeholder] = Role("buffer", buffers[id(buffer)], buffer)
