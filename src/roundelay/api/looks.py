@@ -9,7 +9,7 @@ import torch
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, fresh
+from roundelay.frontend.batch import Batch, fresh, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.reach import Change
 from roundelay.frontend.stateful import refuse_state
@@ -50,15 +50,24 @@ def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
 
 
 def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
-    def call() -> Any:
-        batch = fresh(sample)
+    def call(rows: Batch) -> Any:
+        batch = fresh(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
         result = job.model(*args, **kwargs)
         return result, job.loss(result, batch)
 
     with torch.random.fork_rng(devices=[]):
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
-        refuse_state(job.model, call, [("model", job.model), ("loss", job.loss)], of_loss)
+        roots = [("model", job.model), ("loss", job.loss)]
+        refuse_state(job.model, lambda: call(sample), lambda: call(_another(sample)), roots, of_loss)
+
+
+def _another(sample: Batch) -> Batch:
+    """A batch unlike the sample: half of its rows, or its numbers made larger where it has no four rows."""
+    parts = split(sample, 2)
+    if num_rows(parts[0]) > 1:
+        return parts[0]
+    return replace(sample, lambda _, leaf: leaf * 1.25 if leaf.is_floating_point() else leaf)
 
 
 def check_sharing(job: Job, captured: Captured) -> None:

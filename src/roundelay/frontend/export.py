@@ -89,6 +89,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
         with (
+            _attributes_kept(model),
             _watch_modules(model) as running,
             _quiet(),
             Interrupts(inside_torch) as interrupts,
@@ -156,6 +157,22 @@ def _matters(record: logging.LogRecord) -> bool:
 def _is_no_error(record: logging.LogRecord) -> bool:
     """An operation that cannot take what it gets: pages of torch's own lines for what is raised and told."""
     return record.exc_info is None
+
+
+@contextmanager
+def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Every module has the very objects in its attributes that it had: export puts copies of containers there.
+
+    A list that two modules share would be two lists.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.update(attributes)
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
 
 
 class _Running:

@@ -197,6 +197,7 @@ def _called(
 ) -> tuple[Any, set[str]]:
     """What the loss returns, and which tensors it has touched."""
     result = call.shape.unflatten(dict(enumerate(outputs)))
+    numbers = {f"o{i}" for i in call.shape.numbers}  # they were read for that
     with torch.enable_grad(), refusing_draws("the loss"), _refusing_grad(), _Watch(watched) as watch:
         try:
             value = call.loss(result, batch)
@@ -205,7 +206,7 @@ def _called(
         except Exception as error:  # the person's own code
             raise _failed(error, batch) from error
         watch.note(value)
-    return value, watch.seen
+    return value, watch.seen | numbers
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collectio
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-Kind = Literal["attribute", "buffer", "parameter", "item", "contents", "cell", "state"]
+Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +40,9 @@ class Slot:
 
     Args:
         holder: the object that holds it.
-        kind: what place of it: an attribute, a buffer or a parameter of a module, an entry of a dict, all that is in a
-            list, a set or a deque, the cell of a closure, or the state of a generator of random numbers.
+        kind: what place of it: an attribute, one of a class, a buffer or a parameter of a module, an entry of a dict,
+            all that is in a list, a set or a deque, the cell of a closure, or the state of a generator of random
+            numbers.
         key: its name there.
         path: what it is called, for people.
     """
@@ -64,6 +65,8 @@ class Slot:
             return _state(self.holder)
         if self.kind == "cell":
             return _in_cell(self.holder)
+        if self.kind == "class":
+            return vars(self.holder).get(self.key, MISSING)
         return self._entries().get(self.key, MISSING)
 
     def write(self, value: Any) -> None:
@@ -75,6 +78,8 @@ class Slot:
         elif self.kind == "cell":
             if value is not MISSING:
                 self.holder.cell_contents = value
+        elif self.kind == "class":
+            setattr(self.holder, self.key, value)
         elif value is MISSING:
             self._entries().pop(self.key, None)
         else:
@@ -165,9 +170,9 @@ def set_at(change: Change) -> str:
     library's.
     """
     holder, name = change.slot.holder, change.slot.key
-    if change.slot.kind not in ("attribute", "buffer", "parameter"):
+    if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
         return ""
-    return place_of(type(holder), str(name))
+    return place_of(holder if isinstance(holder, type) else type(holder), str(name))
 
 
 def place_of(kind: type, name: str) -> str:
@@ -209,7 +214,7 @@ def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator
     left = deque((path, value) for path, value in roots)
     while left:
         path, value = left.popleft()
-        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None), type)):
+        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None))):
             continue
         made = list(_slots(path, value))
         if made or isinstance(value, (tuple, *_CONTAINERS)):
@@ -235,6 +240,9 @@ def _slots(path: str, value: Any) -> Iterator[tuple[Slot, Any]]:
         yield Slot(value, "state", None, path), _state(value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
+    elif isinstance(value, type):
+        if not _is_library(value):
+            yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
         yield from ((Slot(value, "attribute", key, f"{path}.{key}"), item) for key, item in list(entries.items()))
@@ -249,6 +257,13 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[Slot, Any]]
         yield Slot(module, "buffer", key, f"{path}.{key}"), item
     for key, item in list(entries.get("_parameters", {}).items()):
         yield Slot(module, "parameter", key, f"{path}.{key}"), item
+
+
+def _of_class(path: str, kind: type) -> Iterator[tuple[Slot, Any]]:
+    """What a class holds for all its objects: numbers, texts, tensors and containers."""
+    for key, item in list(vars(kind).items()):
+        if not key.startswith("__") and isinstance(item, (bool, int, float, str, torch.Tensor, *_CONTAINERS)):
+            yield Slot(kind, "class", key, f"{path}.{key}"), item
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Slot, Any]]:
@@ -277,6 +292,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
         for hooks in _HOOKS:
             yield from ((path, hook) for hook in list(value.__dict__.get(hooks, {}).values()))
         yield path, type(value).forward
+        yield from ((path, base) for base in type(value).__mro__ if not _is_library(base))
     elif isinstance(value, tuple) and len(value) <= MOST:
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.MethodType):
@@ -286,8 +302,10 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
         yield from ((path, part) for part in (value.func, value.args, value.keywords))
     elif isinstance(value, types.FunctionType) and not _is_library(value):
         yield from ((path, part) for part in (value.__defaults__, value.__kwdefaults__) if part is not None)
-    elif _is_plain(value) and callable(value):
-        yield path, type(value).__call__
+    elif _is_plain(value) and not isinstance(value, type):
+        yield path, type(value)
+        if callable(value):
+            yield path, type(value).__call__
 
 
 def _names(code: types.CodeType) -> set[str]:

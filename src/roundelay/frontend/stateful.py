@@ -2,8 +2,8 @@
 
 A balance loss that a layer leaves in an attribute is only written; a counter by which a temperature falls is read, and
 a captured graph would hold its first value for ever. Both change a slot. Which it is shows by calling the person's own
-model and loss twice, from the same weights, buffers and random state: if the second call computes something else, or
-if it does with other numbers in the slots, then the slot is a state.
+model and loss on one batch before and after a call on another, from the same weights, buffers and random state: if they
+compute something else, or if they do with other numbers in the slots, then the slot is a state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ Call = Callable[[], Any]
 
 
 def refuse_state(
-    model: torch.nn.Module, call: Call, roots: Sequence[tuple[str, Any]], of_loss: Collection[tuple[int, str, Any]]
+    model: torch.nn.Module,
+    call: Call,
+    other: Call,
+    roots: Sequence[tuple[str, Any]],
+    of_loss: Collection[tuple[int, str, Any]],
 ) -> None:
     """Refuse code whose next call reads what the last one has left. Its state is as it was afterwards.
 
     Args:
         model: whose buffers come back after each call.
         call: the person's model and loss on one batch; what it returns is compared.
+        other: the same on another batch.
         roots: from where changes are looked for.
         of_loss: slots that the loss changes, and not the forward.
 
@@ -42,16 +47,18 @@ def refuse_state(
     world = World(roots)
     changes: list[Change] = []
     try:
-        found = _state(model, call, world, changes)
+        found = _state(model, call, other, world, changes)
     finally:
         world.restore()
     if found is not None:
         raise _refusal(changes[found], changes[found].slot.place in of_loss)
 
 
-def _state(model: torch.nn.Module, call: Call, world: World, changes: list[Change]) -> int | None:
+def _state(model: torch.nn.Module, call: Call, other: Call, world: World, changes: list[Change]) -> int | None:
     """The number among the changes that one call makes of one that the next call reads; None if there is none."""
     first = _computed(model, call)
+    world.restore()
+    _computed(model, other)
     changes += world.changes()
     if not changes:
         return None
