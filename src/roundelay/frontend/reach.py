@@ -217,7 +217,7 @@ def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator
         if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None))):
             continue
         made = list(_slots(path, value))
-        if made or isinstance(value, (tuple, *_CONTAINERS)):
+        if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
             holders[id(value)] = value
         yield from made
         left.extend(_below(path, value, made))
