@@ -114,7 +114,7 @@ def test_labels_go_to_the_last_stage_alone() -> None:
 
 def later(reads: Loss) -> Loss:
     """A loss that reads more from its second call on."""
-    calls = itertools.count()  # a state that nobody can see and put back
+    calls = (number for number in itertools.count())  # a state that nobody can see and put back
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         return entropy(outputs, batch) if next(calls) == 0 else reads(outputs, batch)

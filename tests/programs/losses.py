@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -235,3 +236,9 @@ def sum_and_count() -> Job:
         return functional.cross_entropy(outputs, batch[1], reduction="sum"), len(batch[1])
 
     return job(Body(), loss, batches())
+
+
+@refused("calls, which the loss sets")
+def a_counter_of_itertools() -> Job:
+    calls = itertools.count(1)
+    return job(Body(), lambda outputs, batch: entropy(outputs, batch) * next(calls))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, fresh, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
-from roundelay.frontend.reach import Change
+from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
 from roundelay.job import Job
 from roundelay.runtime.isolated import isolated
@@ -19,6 +21,21 @@ from roundelay.runtime.optimizer import build_optimizer, without_gradients
 
 LIMIT_S = 120.0
 """Seconds that the calls may take in all."""
+
+
+@contextmanager
+def untouched(job: Job) -> Iterator[None]:
+    """The person's objects are as they were behind the block, but for buffers that a first forward has made.
+
+    What capture and measuring call of a job keeps no trace of it: not in the attributes of its model, not in what its
+    loss counts, not in lists that its functions fill.
+    """
+    functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
+    world = World([("model", job.model), *((name, call) for name, call in functions if call is not None)])
+    try:
+        yield
+    finally:
+        world.restore(apart=("buffer", "parameter"))
 
 
 def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:

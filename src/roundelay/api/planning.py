@@ -15,7 +15,7 @@ import torch
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
-from roundelay.api.looks import check_sharing, check_stateless
+from roundelay.api.looks import check_sharing, check_stateless, untouched
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -93,16 +93,21 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
     check_filled(job.model)
     with one_thread():
         sample = first_batch(job.batches, seed, deadline_s, tell)
-        check_inputs(job, sample)
-        with without_dumps():
-            captured = capture_model(job.model, job.loss, sample, job.inputs)
-        check_stateless(job, captured, sample)
-        check_sharing(job, captured)
-        rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
-        rates.at(1)
-        if rates.waits:
-            check_evaluated(job)
-        return captured
+        with untouched(job):
+            return _captured(job, sample)
+
+
+def _captured(job: Job, sample: Batch) -> Captured:
+    check_inputs(job, sample)
+    with without_dumps():
+        captured = capture_model(job.model, job.loss, sample, job.inputs)
+    check_stateless(job, captured, sample)
+    check_sharing(job, captured)
+    rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
+    rates.at(1)
+    if rates.waits:
+        check_evaluated(job)
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +214,7 @@ def plan_with_reasons(
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
-        else _cut(captured, draft, str(asked), num_stages, lambda: _sample(job, draft, seed, tell))
+        else _cut(job, captured, draft, str(asked), num_stages, lambda: _sample(job, draft, seed, tell))
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
     made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
@@ -314,14 +319,15 @@ def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
     return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
 
 
-def _cut(captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
+def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
     terms = Terms(
         again=again(captured.graph, draft),
         micro_batches=draft.micro_batches,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )
-    return cut(captured, asked, num_stages, terms, sample)
+    with untouched(job):
+        return cut(captured, asked, num_stages, terms, sample)
 
 
 def _sample(job: Job, draft: Plan, seed: int, tell: Tell) -> Batch:
@@ -360,7 +366,7 @@ def _measured(
 
     def profiles() -> list[StageProfile]:
         compile_stages(job, captured, draft, stages, seed)
-        with users_code("measuring the stages on the first micro-batch"), one_thread():
+        with users_code("measuring the stages on the first micro-batch"), one_thread(), untouched(job):
             return profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)

@@ -5,17 +5,21 @@ does not say so. Here everything that models and functions can reach is walked t
 and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
 Two walks tell what a call in between has changed, and it can be put back as if nobody had called.
 
-Not seen: what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C code knows.
+Iterators of Python's own, such as ``itertools.count``, are compared by copies, and put back as copies. Not seen: the
+frames of generators, what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C
+code knows.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import itertools
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -71,6 +75,7 @@ class Slot:
 
     def write(self, value: Any) -> None:
         """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
+        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's own is not to go on
         if self.kind == "contents":
             _fill(self.holder, value)
         elif self.kind == "state":
@@ -126,7 +131,7 @@ class World:
         self._holders: dict[int, Any] = {}
         for slot, value in _walk(self.roots, self._holders):
             self.slots.setdefault(slot.place, slot)
-            self._values.setdefault(slot.place, value)
+            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
 
     def changes(self) -> list[Change]:
         """What has changed since: topmost slots, of holders that could be reached before."""
@@ -143,9 +148,9 @@ class World:
                 found.append(Change(slot, self._values[place], after))
         return found
 
-    def restore(self) -> None:
-        """Put back what has changed since."""
-        put_back(self.changes())
+    def restore(self, apart: Collection[Kind] = ()) -> None:
+        """Put back what has changed since, but for some kinds of slots."""
+        put_back([change for change in self.changes() if change.slot.kind not in apart])
 
     def holding(self, wanted: Any) -> list[Slot]:
         """The slots in which one object lies; a list that holds it among others included."""
@@ -223,6 +228,7 @@ def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator
         left.extend(_below(path, value, made))
 
 
+_ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter(())), type(iter([])), type(iter(range(0))))
 _CONTAINERS = (list, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -383,6 +389,8 @@ def _same(one: Any, two: Any) -> bool:
         return bool(one == two or (one != one and two != two))
     if isinstance(one, tuple):
         return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, _ITERATORS):
+        return bool(one.__reduce__() == two.__reduce__())
     if isinstance(one, types.MethodType):
         return bool(one == two)
     if isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and one.ndim == 1:  # a generator's state
