@@ -274,7 +274,7 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
     """
     reason = None
     try:
-        with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with DEFAULT_GENERATOR_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
             try:
                 said = job.evaluate(model)
