@@ -6,6 +6,7 @@
     ├── UsageError            what the person gave cannot be used: exit code 2
     │   ├── JobError          the job file, its model, loss, data or optimizer
     │   ├── CaptureError      the model cannot be exported or cut
+    │   ├── FidelityError     the captured job does not train as plain PyTorch trains it
     │   ├── PlanError         a plan that is unreadable, does not fit, or breaks a law of its rule
     │   └── CheckpointError   a checkpoint that is missing, damaged or of another model
     ├── RunError              the run itself failed: exit code 1
@@ -56,6 +57,10 @@ class JobError(UsageError):
 
 class CaptureError(UsageError):
     """The model cannot be exported, or cannot be cut as asked."""
+
+
+class FidelityError(UsageError):
+    """The captured job does not train as plain PyTorch trains it."""
 
 
 class PlanError(UsageError):

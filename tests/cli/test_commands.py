@@ -377,7 +377,8 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
     said = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport)
     assert said.code == 0, said.err
     # 8 parameters and 2 of the normalization, 3 buffers, 3 state tensors of each of the 10
-    assert "bit-equal: 43 tensors, 5 steps" in said.out
+    assert "captured = plain PyTorch (3 updates, 10 gradients, weights, buffers: bit-equal)" in said.out
+    assert "run = reference: bit-equal: 43 tensors, 5 steps" in said.out
     assert "bytes received" in said.out
     told = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport, "--json").json
     assert told["equal"]
@@ -394,7 +395,7 @@ def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
     said = here(capsys, "verify", MLP, "--workers", 2, "--cuts", "roofline", "--steps", 4, "--tamper", way)
     assert said.code == 1
     assert "DIFFERENT" in said.out
-    assert "bit-equal" not in said.out
+    assert "run = reference" not in said.out
     assert "stage 1:" in said.out  # the last one, which has weights and the dropout
 
 

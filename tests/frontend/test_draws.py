@@ -305,3 +305,42 @@ def test_a_forked_child_takes_the_lock_that_a_thread_left_behind_holds() -> None
 def test_what_the_forking_thread_holds_its_child_holds_as_well() -> None:
     with DEFAULT_GENERATOR_LOCK:
         assert takes_it_in_a_child(leave=True)
+
+
+PLAINLY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Draw], Tensor]]] = {
+    "dropout": (
+        lambda x: aten.dropout.default(x, 0.4, True),
+        lambda x, draw: keyed_dropout(x, 0.4, True, draw=draw, position=0),
+    ),
+    "attention": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=True, scale=0.5),
+        lambda x, draw: keyed_attention(x, x, x, None, 0.3, True, scale=0.5, draw=draw, position=0),
+    ),
+    "rand_like": (torch.rand_like, lambda x, draw: keyed_call(aten.rand_like.default, x, draw=draw, position=0)),
+    "bernoulli": (
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x, draw: keyed_call(aten.bernoulli.default, x.sigmoid(), draw=draw, position=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", PLAINLY)
+def test_plain_draws_are_torchs_own_and_come_again_when_a_forward_does(name: str, turned: bool) -> None:
+    theirs, ours = PLAINLY[name]
+    x = torch.randn(2, 3, 5, 5)
+    x = x.transpose(1, 3) if turned else x
+    draw = Draw.plain(0, 1)
+    torch.manual_seed(7)
+    wanted, behind = theirs(x), torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(ours(x, draw), wanted)
+    assert torch.equal(torch.rand(3), behind)  # as much was drawn
+    torch.manual_seed(8)
+    assert torch.equal(ours(x, draw), wanted)  # again, whatever has been drawn since
+    assert torch.equal(torch.rand(3), _first_of(8))  # and nothing of what is drawn next
+    assert not torch.equal(ours(x, Draw.plain(0, 1)), wanted)
+
+
+def _first_of(seed: int) -> Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(seed))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from roundelay.api.checking import check_known, checked_before
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
 from roundelay.api.continuing import changed, initial, order_of
 from roundelay.api.gathering import (
@@ -74,6 +75,7 @@ class Trained:
         workers: worker to its final account.
         stopped: why ``evaluate`` or ``on_update`` had it end early; empty if neither did.
         numbers: what evaluations have said that learning rates wait for, one for each epoch from the first of all.
+        check: how the captured job was held to plain PyTorch before, in one line; empty if it was not.
     """
 
     plan: Plan
@@ -90,6 +92,7 @@ class Trained:
     workers: dict[int, dict[str, Any]] = field(hash=False)
     stopped: str = ""
     numbers: tuple[float, ...] = ()
+    check: str = ""
 
     def __repr__(self) -> str:
         losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"
@@ -112,6 +115,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     save_to: str | Path | None = None,
     checkpoint_every: int | None = None,
     on_update: Callable[[Updated], None] | None = None,
+    check: str | None = None,
     **choices: Any,
 ) -> Trained:
     """Train by a plan, or plan and train.
@@ -132,6 +136,9 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         on_update: called once per update, in their order, in the caller's thread. The training does not wait for it: a
             slow one is told late. One that raises ends the training; the last checkpoint is whole. One that raises
             :class:`roundelay.StopTraining` ends it in good order, soon after.
+        check: ``full`` first trains the captured job and plain PyTorch over two updates, in processes of their own, and
+            refuses a job that differs; ``quick`` relies on what capture has seen, ``off`` says nothing of it. By
+            default the full one where it is expected to take less than five seconds and a quarter of the free memory.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
@@ -139,6 +146,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     Raises:
         TypeError: a choice is unknown.
         UsageError: something given cannot be used, or a plan was given beside a choice.
+        FidelityError: the captured job trains otherwise than plain PyTorch.
         UserCodeError: ``on_update`` raises, or other code of the person's does on a worker.
         RunError: the run failed; the last checkpoint is whole.
     """
@@ -149,6 +157,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             expected="a positive number of updates, and save_to",
             remedy="Give both, or leave checkpoint_every out.",
         )
+    check_known(check)
     if (one := launched_as()) is not None:
         warnings.warn(
             f"this process is {one} of a launcher's, and roundelay.train() trains the whole job in each of them; "
@@ -159,7 +168,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     start = None if resume is None else load_checkpoint(Path(resume), captured)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
-    return session.run(notify=_telling(on_update), saving=saving)
+    told = session.check(check)
+    return replace(session.run(notify=_telling(on_update), saving=saving), check=told)
 
 
 def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
@@ -279,6 +289,24 @@ class Session:
             check_optimizer(start, rates.kinds)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
+
+    def check(self, asked: str | None, party: Party | None = None) -> str:
+        """Hold the captured job to plain PyTorch before the run, as :func:`train` says; returns how, in one line.
+
+        Raises:
+            FidelityError: it trains otherwise.
+        """
+        with one_thread():
+            return checked_before(
+                self.job,
+                self.captured,
+                self.plan,
+                self.partition,
+                self.seed,
+                self.extent,
+                asked,
+                launched=party is not None,
+            )
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""Prove that a distributed run computed exactly what its update rule says."""
+"""Prove that a distributed run computed exactly what its update rule says, of the program that the person wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from roundelay.api.checking import batches_to_verify
 from roundelay.api.cutting import users_code
-from roundelay.api.length import Length
+from roundelay.api.fidelity import Fidelity, judge, why_not
+from roundelay.api.length import Length, extent
 from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
@@ -48,14 +50,16 @@ class Verification:
     """What the comparison found.
 
     Args:
-        equal: every weight, buffer, optimizer state and loss has the same bits.
+        equal: every weight, buffer, optimizer state and loss of the run has the reference's bits, and the captured job
+            does not differ from plain PyTorch, where these were compared.
         tensors: how many tensors were compared.
         steps: updates made.
-        difference: the first thing that differs, in causal order; empty if equal.
+        difference: the first thing in which the run differs from its reference, in causal order; empty if nothing does.
         stage: the stage at which it differs, or -1.
         reference_pid: process that ran the reference.
         workers: worker to its process, thread and bytes received.
         losses: how many losses were compared.
+        fidelity: how the captured job compares with plain PyTorch; None if nobody has asked.
     """
 
     equal: bool
@@ -66,13 +70,18 @@ class Verification:
     reference_pid: int
     workers: dict[int, dict[str, Any]]
     losses: int
+    fidelity: Fidelity | None = None
 
     def __repr__(self) -> str:
-        odd = "" if self.equal else f", difference={self.difference!r}"
+        odd = "" if self.equal else f", difference={self.differences()!r}"
         return (
             f"Verification(equal={self.equal}{odd}, tensors={self.tensors}, losses={self.losses}, steps={self.steps}, "
             f"workers={len(self.workers)})"
         )
+
+    def differences(self) -> str:
+        """The first difference of all: of the captured job from plain PyTorch, else of the run from its reference."""
+        return (self.fidelity.difference if self.fidelity is not None else "") or self.difference
 
 
 def verify(  # noqa: PLR0913  as many parameters as the command has options
@@ -89,6 +98,8 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     **choices: Any,
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
+
+    Before that the captured job is held to the person's own program: :mod:`roundelay.api.fidelity`.
 
     Args:
         job: the job; its model ends with the distributed run's weights.
@@ -114,8 +125,34 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     check_way(tamper)
     captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     first = First.of(captured)
+    length = length_of(steps, epochs)
+    fidelity = judged(job, captured, chosen, seed, length, resumed=resume is not None)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    return verify_session(Session(job, captured, chosen, seed, length_of(steps, epochs), start), tamper, first=first)
+    return verify_session(Session(job, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity)
+
+
+def judged(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, *, resumed: bool) -> Fidelity:
+    """How the captured job compares with plain PyTorch, from the model's own start; see :func:`verify`.
+
+    Args:
+        job: the job; a checkpoint has not been loaded yet.
+        captured: its model.
+        plan: what to run.
+        seed: of the run.
+        length: of the run.
+        resumed: a checkpoint will be loaded.
+
+    Raises:
+        UsageError: the plan does not fit, or the length is none.
+        DeadlineError: a batch did not come in time.
+    """
+    if why := why_not(job, plan):
+        return Fidelity(unchecked=why)
+    with one_thread():
+        batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
+        found = judge(job, captured, plan, seed, batches, evaluates=True, limit_s=plan.deadline_s)
+    beside = "from the model's own start, not from the checkpoint"
+    return replace(found, notes=(*found.notes, beside)) if resumed else found
 
 
 def length_of(steps: int | None, epochs: int | None) -> Length:
@@ -124,7 +161,11 @@ def length_of(steps: int | None, epochs: int | None) -> Length:
 
 
 def verify_session(
-    session: Session, tamper: str | None = None, wrap: Wrap | None = None, first: First | None = None
+    session: Session,
+    tamper: str | None = None,
+    wrap: Wrap | None = None,
+    first: First | None = None,
+    fidelity: Fidelity | None = None,
 ) -> Verification:
     """Verify a session; see :func:`verify`.
 
@@ -133,6 +174,7 @@ def verify_session(
         tamper: a way to break it.
         wrap: put around every endpoint, to delay messages on purpose.
         first: what the model held before a checkpoint was loaded; needed by a session that goes on in mid-flight.
+        fidelity: how the captured job compares with plain PyTorch, if that has been found out.
     """
     check_way(tamper)
     origin = origin_of(session, first)
@@ -143,8 +185,9 @@ def verify_session(
             found = apart(partial(_judged, session, origin, trained), "the one-process reference")
         else:
             found = _judged(session, origin, trained)
-    result = Verification(**found, workers=trained.workers)
-    if tamper is not None and result.equal:
+    found["equal"] = not found["difference"] and (fidelity is None or fidelity.equal)
+    result = Verification(**found, workers=trained.workers, fidelity=fidelity)
+    if tamper is not None and not result.difference:
         raise UsageError(
             f"--tamper {tamper} at stage {next(iter(handlers))}",
             got=f"a run of {result.steps} updates in which it changed no bit",
@@ -356,7 +399,6 @@ def _compare(
     elif odd:
         difference += f"; at the end {odd} differs"
     return {
-        "equal": not difference,
         "tensors": sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
         "steps": reference.updates - session.initial.updates,
         "difference": difference,

@@ -17,11 +17,12 @@ import typer
 
 from roundelay import debug
 from roundelay.api import simulate
+from roundelay.api.checking import check_known
 from roundelay.api.origin import First
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.training import Session, load_checkpoint
-from roundelay.api.verifying import check_way, length_of, verify_session
+from roundelay.api.verifying import check_way, judged, length_of, verify_session
 from roundelay.cli import options as o
 from roundelay.cli.accounts import ends_of, gaps_between
 from roundelay.cli.comparing import compare_command
@@ -112,12 +113,14 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also draw the run for TensorBoard, below its folder.")
     ] = False,
+    check: o.Check = None,
     as_json: o.Json = False,
 ) -> int:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
     with o.together(choices, restarts) as (party, choices):
         SIGNALS.join()
         o.exclusive(steps, epochs)
+        check_known(check)
         places = Places()
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
@@ -152,6 +155,7 @@ def train(
             reasons=reasons,
             curves=curves,
             grace=grace,
+            check=check,
         )
         if as_json:
             show_json(summary)
@@ -231,7 +235,7 @@ def verify_command(
     tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(WAYS) + ".")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Prove a run: train distributed and in the one-process reference, and compare every bit."""
+    """Prove a run: the captured job beside plain PyTorch, then the run beside its one-process reference, bit by bit."""
     o.exclusive(steps, epochs)
     o.alone("verify")
     check_way(tamper)
@@ -239,11 +243,13 @@ def verify_command(
     job = load_job(job_file, seed)
     plan_file, resume = places.of(plan_file), places.of(resume)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
+    first, length = First.of(captured), length_of(steps, epochs)
+    announce("Training in plain PyTorch, and as captured ...", as_json)
+    fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
-    first = First.of(captured)
     start = None if resume is None else load_checkpoint(resume, captured)
-    session = Session(job, captured, plan, seed, length_of(steps, epochs), start)
-    result = verify_session(session, tamper, first=first)
+    session = Session(job, captured, plan, seed, length, start)
+    result = verify_session(session, tamper, first=first, fidelity=fidelity)
     if as_json:
         show_json(verification_json(plan, result))
     else:

@@ -137,6 +137,14 @@ Epochs = Annotated[int | None, typer.Option(help="Train up to this many epochs i
 Seed = Annotated[int, typer.Option(help="Seed of model, data order and all random numbers.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Run this plan as it stands.")]
 Resume = Annotated[Path | None, typer.Option("--from", help="Continue from this checkpoint or run folder.")]
+Check = Annotated[
+    str | None,
+    typer.Option(
+        help="Before training, hold the captured job to plain PyTorch: full, over two updates; quick, by what capture "
+        "has seen; off. [default: full where it takes less than 5 s and a quarter of the free memory; else quick]",
+        metavar="full|quick|off",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 

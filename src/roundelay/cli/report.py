@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from roundelay.api.verifying import Verification
@@ -88,7 +89,8 @@ def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
         "tensors": result.tensors,
         "losses": result.losses,
         "steps": result.steps,
-        "difference": result.difference,
+        "difference": result.differences(),
+        "fidelity": None if result.fidelity is None else asdict(result.fidelity) | {"told": str(result.fidelity)},
         "stage": result.stage,
         "rule": plan.rule,
         "transport": plan.transport,
@@ -112,7 +114,11 @@ def show_verification(plan: Plan, result: Verification) -> None:
     who = counted(num_workers(plan), "worker")
     title = f"{plan.rule} on {who} over {plan.transport}, beside the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
-    if result.equal:
-        stdout.print(f"\nbit-equal: {result.tensors} tensors, {result.steps} steps ({result.losses} losses)")
+    stdout.print()
+    if result.fidelity is not None:
+        stdout.print(str(result.fidelity), markup=False)
+    if not result.difference:
+        what = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
+        stdout.print(f"run = reference: bit-equal: {what}", markup=False)
     else:
-        stdout.print(f"\nDIFFERENT after {result.steps} steps: {result.difference}", markup=False)
+        stdout.print(f"run DIFFERENT from reference after {result.steps} steps: {result.difference}", markup=False)

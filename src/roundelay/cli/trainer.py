@@ -77,6 +77,7 @@ def train_job(
     reasons: Sequence[str] = (),
     curves: CurveWriter | None = None,
     grace: Grace = _NO_GRACE,
+    check: str | None = None,
 ) -> dict[str, Any]:
     """Train, show it, and leave the run folder; returns the summary.
 
@@ -98,9 +99,13 @@ def train_job(
         reasons: for the plan's cuts.
         curves: TensorBoard's writer, if it is to draw the run.
         grace: what the run is granted when a signal asks for its end.
+        check: how the captured job is held to plain PyTorch first: ``full``, ``quick`` or ``off``; None by its cost.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
+    checked = session.check(check, party)
+    if checked:
+        announce(f"{checked[0].upper()}{checked[1:]}.", quiet)
     session, folder = _begun(session, out, runs, party)
     try:
         folder.write_plan(plan.text(explain(captured, plan, reasons)))
@@ -114,7 +119,7 @@ def train_job(
     show_run(trained)
     spans = spans_of(trained)
     gaps = gaps_between(spans, plan)
-    summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps)
+    summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps) | {"check": checked}
     folder.write_summary(summary)  # first: should the disk be full, the trace is the larger, and the least loss
     write_trace(folder.trace, spans, gaps=gaps, loads=loads_of(trained), names=stage_names(session))
     if not quiet:

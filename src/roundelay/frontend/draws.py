@@ -8,6 +8,9 @@ come out whatever the number of stages, the order of execution, and however ofte
 Dropout and attention's dropout are written out over an own generator; dropout's numbers equal ``aten.dropout``'s for
 the same generator state. Any other random operator runs under the process-wide generator, seeded and put back under a
 lock; :data:`DEFAULT_GENERATOR_LOCK` is also held while the person's data loader runs, so neither disturbs the other.
+
+A :class:`Draw` with ``states`` draws as plain PyTorch does instead: every operation is the one that was captured, on
+torch's own generator, one after the other. Beside a plain forward under the same seed it must give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -78,10 +81,31 @@ class Draw:
     Args:
         seed: the run's seed.
         g: global number of the micro-batch.
+        states: None where numbers are keyed. Else operations draw from torch's own generator, as plain PyTorch does,
+            and here is its state before each, by position: a forward that is run again draws the same numbers.
     """
 
     seed: int
     g: int
+    states: dict[int, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def plain(seed: int, g: int) -> Draw:
+        """A key whose numbers come from torch's own generator, in the order of the calls."""
+        return Draw(seed, g, {})
+
+    def unkeyed(self, position: int, call: Callable[[], Any]) -> Any:
+        """Call an operation that draws, on torch's own generator; the second time on the state of the first."""
+        assert self.states is not None
+        before = torch.random.get_rng_state()
+        if position not in self.states:
+            self.states[position] = before
+            return call()
+        torch.random.set_rng_state(self.states[position])
+        try:
+            return call()
+        finally:
+            torch.random.set_rng_state(before)
 
     def key(self, position: int) -> int:
         """Seed of the random operation at ``position``: 63 bits."""
@@ -126,6 +150,9 @@ def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw | torch.
     The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous. The key
     is a tensor (:meth:`Draw.tensor`) while the operation is compiled; the mask is the same one.
     """
+    if isinstance(draw, Draw) and draw.states is not None:
+        plain: torch.Tensor = draw.unkeyed(position, lambda: torch.ops.aten.dropout.default(x, p, train))
+        return plain
     if not train or p == 0.0 or x.numel() == 0:
         return x
     if isinstance(draw, Draw):
@@ -150,7 +177,11 @@ def keyed_attention(
     The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``. A row that may attend to nothing
     is zero, as torch has it.
     """
-    draw, position = options["draw"], options["position"]
+    draw, position = options.pop("draw"), options.pop("position")
+    if isinstance(draw, Draw) and draw.states is not None:
+        whole = functools.partial(torch.ops.aten.scaled_dot_product_attention.default, query, key, value)
+        plain: torch.Tensor = draw.unkeyed(position, lambda: whole(attn_mask, dropout_p, is_causal, **options))
+        return plain
     scale = options.get("scale")
     root = math.sqrt(1.0 / math.sqrt(query.size(-1)) if scale is None else scale)
     if options.get("enable_gqa", False):
@@ -181,6 +212,8 @@ def keyed_call(
     One that draws in the order of memory gets contiguous tensors, as it would behind a cut; unless it writes into them.
     ``on`` is the stage's device if it is not the CPU; its process-wide generator is seeded and put back, too.
     """
+    if draw.states is not None:
+        return draw.unkeyed(position, functools.partial(operator, *args, **kwargs))
     if isinstance(operator, torch._ops.OpOverload) and not operator._schema.is_mutable:
         args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
     if on is not None and on.type in _GENERATORS:

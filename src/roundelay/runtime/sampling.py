@@ -13,7 +13,7 @@ from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.frontend.batch import num_rows, split, split_rows
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
-from roundelay.runtime.epoch import looked_at, peeked
+from roundelay.runtime.epoch import Generators, Opened, forget, looked_at, peeked
 
 DEADLINE_S = 300.0
 """Seconds that a batch, or any message, is waited for if nothing else is said."""
@@ -45,6 +45,59 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
         closing(ahead(_looking(batches, seed, 1), _registers(deadline_s, tell))) as source,
     ):
         return next(source)[0]
+
+
+def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """The first batches of the first epoch, as a run with this seed will see them, without using them up.
+
+    There may be fewer: the epoch ends, the loader raises (which is told when a run comes so far), or they are large.
+
+    Args:
+        batches: the job's loader.
+        seed: the run's seed.
+        count: how many at most.
+        deadline_s: seconds that each is waited for.
+
+    Raises:
+        DeadlineError: one did not come in time.
+    """
+    found: list[Any] = []
+    try:
+        looking = _looking(batches, seed, count)
+        with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, silent))) as source:
+            found.extend(batch for batch, _ in source)
+    except DeadlineError:
+        raise
+    except RoundelayError:
+        pass
+    return found
+
+
+def of_second_epoch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S) -> Any:
+    """The first batch of the second epoch; None if there is none to be had, which is told when a run comes so far.
+
+    What was looked at of the first epoch is opened anew by the run: only for who reads the data twice anyway.
+
+    Args:
+        batches: the job's loader.
+        seed: the run's seed.
+        deadline_s: seconds that it is waited for.
+    """
+
+    def looking() -> Generator[Any, None, None]:
+        opened = Opened(batches, seed, 1, Generators())
+        try:
+            yield opened.look(0)
+        finally:
+            opened.close()
+
+    try:
+        with closing(ahead(looking(), _registers(deadline_s, silent))) as source:
+            found = next(source)
+    except RoundelayError:
+        return None
+    forget(batches)
+    return found
 
 
 @contextmanager
