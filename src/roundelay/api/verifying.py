@@ -253,12 +253,16 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
         registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+        least = captured.graph.min_rows
+        stream = read(
+            job.batches, session.seed, plan.micro_batches, part, captured.values, min_rows=least, registers=registers
+        )
         result = run_reference(
             _setting(plan, states, whole.loss_scale, numbers),
             stages,
             named,
             whole.buffers,
-            read(job.batches, session.seed, plan.micro_batches, part, captured.values, registers=registers),
+            stream,
             job.optimizer,
             job.scheduler,
             lambda g: Draw(session.seed, g),

@@ -100,6 +100,13 @@ class Captured:
             JobError: the call differs from the sample's in more than its tensors; or the model is not as it was.
         """
         self.settings.check()
+        if self.graph.one_row and num_rows(micro_batch) == 1:
+            raise JobError(
+                "a batch of one row",
+                got=self.graph.one_row,
+                expected="at least two rows, of which BatchNorm takes its statistics in training mode",
+                remedy="Leave a last batch of one row out: DataLoader(..., drop_last=True), or another batch_size.",
+            )
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
         tensors, call = CallShape.flatten(*_called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
@@ -188,6 +195,11 @@ class Captured:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer of the graph by name; the person's own objects."""
         return {r.name: r.tensor for r in self._exported.roles.values() if r.kind == "buffer" and r.tensor is not None}
+
+    @property
+    def loss_draws(self) -> bool:
+        """Whether the loss draws random numbers."""
+        return self._loss.reads.draws
 
     def mutated_buffers(self) -> frozenset[str]:
         """Names of the buffers that a forward changes."""

@@ -24,7 +24,7 @@ from roundelay.frontend import batch as batches
 from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.face import Opaque, OutputShape, Seen
-from roundelay.frontend.metrics import Metrics, layout, tensors
+from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.places import Places, unread, weights_at
 from roundelay.frontend.reach import Change, World
@@ -174,6 +174,8 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
     if versions != [buffer._version for buffer in buffers]:
         raise _writes_buffer(call, buffers, versions)
     scalar, count = checked(value)
+    if count is not None:
+        check_count(float(count))
     beside = without_metrics(value)[1]
     metrics = layout(beside)
     tensors(beside, metrics)

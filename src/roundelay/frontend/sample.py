@@ -11,6 +11,7 @@ import torch.fx
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from roundelay.frontend.batch_norms import least_rows, on_one_row
 from roundelay.frontend.export import Exported
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.metrics import value_names
@@ -70,6 +71,8 @@ def describe(
         fingerprint=_fingerprint(exported, parameters, reads),
         sample_rows=rows,
         metrics=value_names(reads.metrics),
+        min_rows=least_rows(exported.module),
+        one_row=on_one_row(exported.module, made, rows),
     )
 
 

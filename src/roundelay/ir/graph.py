@@ -105,6 +105,8 @@ class Graph:
         fingerprint: identity of operations and parameters, independent of the sample's sizes.
         sample_rows: rows of the sample micro-batch.
         metrics: values that the loss makes beside the loss, as ``metric.NAME`` and ``metric-count.NAME``.
+        min_rows: rows that a micro-batch of a batch has at least, where the batch has as many.
+        one_row: why a batch of a single row cannot be trained on; empty if it can.
     """
 
     ops: tuple[Op, ...]
@@ -119,6 +121,8 @@ class Graph:
     fingerprint: str
     sample_rows: int
     metrics: tuple[str, ...] = ()
+    min_rows: int = 1
+    one_row: str = ""
 
     def index(self, name: str) -> int:
         """Position of the operation called ``name``.

@@ -12,6 +12,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
+from roundelay.frontend.metrics import check_count
 from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import SCALE
@@ -240,6 +241,7 @@ def _value(value: Any) -> Value:
 def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
     loss = float(outputs[LOSS])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
+    check_count(count)
     if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
