@@ -161,7 +161,7 @@ def part_rows(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[i
     if num_micro_batches > 1 and not in_step(batch):
         raise JobError(
             "the batch",
-            got=f"tensors with these numbers of rows, to be cut into {num_micro_batches} micro-batches: {_sizes(batch)}",
+            got=f"tensors with these numbers of rows, to be cut into {num_micro_batches} parts: {_sizes(batch)}",
             expected="tensors that all have the same number of rows, which can be cut by rows",
             remedy="Give --micro-batches 1: such a batch (nodes and edges of a graph, boxes of images) is trained "
             "whole. If rows are meant to be samples, put the batch dimension first in every tensor.",

@@ -133,11 +133,9 @@ def _uneven(rows: int, count: int, least: int) -> list[int]:
 
 
 def _coarse(captured: Captured) -> bool:
-    values, parameters = captured.graph.values, captured.parameters().values()
-    kinds = {str(p.dtype).removeprefix("torch.") for p in parameters} | {
-        values[n].dtype for n in captured.graph.outputs
-    }
-    return bool(kinds & {"float16", "bfloat16"})
+    """Whether anything is computed with 16-bit numbers."""
+    dtypes = {value.dtype for value in captured.graph.values.values()}
+    return bool(dtypes & {"float16", "bfloat16"})
 
 
 def _differing(whole: _Seen, parts: Sequence[_Seen], *, coarse: bool, draws: bool) -> str:

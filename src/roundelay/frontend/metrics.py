@@ -38,12 +38,14 @@ def split(value: Any) -> tuple[Any, dict[str, Any]]:
     return value[LOSS], {name: metric for name, metric in value.items() if name != LOSS}
 
 
-def check_count(count: float) -> None:
-    """Refuse what cannot be the count of (sum, count).
+def check_count(total: float, count: float) -> None:
+    """Refuse what cannot be (sum, count).
 
     Raises:
-        JobError: it is no whole number of terms.
+        JobError: the count is no whole number of terms, or there are none and the sum is not 0.
     """
+    if count == 0 and total != 0:
+        raise no_count(f"0 beside a sum of {total:.6g}")
     if not (math.isfinite(count) and count >= 0 and count == int(count)):
         raise no_count(f"{count:.6g}")
 

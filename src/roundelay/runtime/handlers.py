@@ -241,7 +241,6 @@ def _value(value: Any) -> Value:
 def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
     loss = float(outputs[LOSS])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
-    check_count(count)
     if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
@@ -249,6 +248,8 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
             expected="a finite number",
             remedy="Lower the learning rate, or look at this batch.",
         )
+    if COUNT in outputs:
+        check_count(loss, count)
     context.losses[header.g] = outputs[LOSS]
     context.counts[header.g] = count
     told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}

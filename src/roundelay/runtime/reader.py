@@ -53,7 +53,7 @@ class Extent:
         return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
 
 
-def read(
+def read(  # noqa: PLR0913  data, from where to where, and in which parts
     batches: Batches,
     seed: int,
     micro_batches: int,
