@@ -242,8 +242,13 @@ class _Runs:
             made = [call.func(*entering, one) for one in draws]
         losses = torch.stack([one[0].detach().double() for one in made])
         leaves = [value for value in entering if isinstance(value, torch.Tensor) and value.requires_grad]
-        gradients = torch.autograd.grad(made[0][0], leaves, allow_unused=True) if leaves else ()
-        count = float(made[0][1]) if self.captured.graph.loss_counts else None
+        gradients: tuple[torch.Tensor | None, ...] = ()
+        if leaves:
+            gradients = torch.autograd.grad(made[0][0], leaves, allow_unused=True)
+        graph = self.captured.graph
+        count = float(made[0][1]) if graph.loss_counts or graph.labels_per_row else None
+        if count is not None and not graph.loss_counts:  # a mean over so many labels, as a sum
+            losses, gradients = losses * count, tuple(g if g is None else g * count for g in gradients)
         spread = float(losses.std()) / math.sqrt(DRAWS) if self.draws else 0.0
         return _Seen(rows, float(losses.mean()), count, spread, gradients)
 

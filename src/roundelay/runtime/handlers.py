@@ -14,7 +14,7 @@ from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
 from roundelay.frontend.metrics import check_count
 from roundelay.ir.clip import NORM, SQUARE
-from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
+from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import SCALE
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -45,7 +45,8 @@ class Context:
         outbox: what the last instruction made, by channel.
         report: where to tell.
         audit: told of everything that is computed, if somebody asked.
-        counts: terms summed by the loss, by micro-batch, until its backward.
+        counts: terms summed by the loss, or the share that it lacks for want of labels, by micro-batch, until its
+            backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
         unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
         norms: of the whole model's gradient, where the plan clips by them.
@@ -120,7 +121,8 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     scale = context.scales.of(run.g) if context.stage.halved else context.scales.done(run.g)
     if run.g in context.losses:
-        grads |= context.stage.seed(header, context.losses.pop(run.g), scale)
+        lacking = 0.0 if COUNT in context.stage.function.outputs else context.counts[run.g]
+        grads |= context.stage.seed(header, context.losses.pop(run.g), scale, lacking)
     square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads, scale)
     count = context.counts.pop(run.g, 0.0)
@@ -251,8 +253,11 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
     if COUNT in outputs:
         check_count(loss, count)
     context.losses[header.g] = outputs[LOSS]
-    context.counts[header.g] = count
+    lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
+    context.counts[header.g] = count or lacking
     told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    if lacking:
+        told["lacking"] = lacking
     if context.riding.scale:
         told["scale"] = context.scales.of(header.g)
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
