@@ -246,7 +246,7 @@ class _Runs:
         if leaves:
             gradients = torch.autograd.grad(made[0][0], leaves, allow_unused=True)
         graph = self.captured.graph
-        count = float(made[0][1]) if graph.loss_counts or graph.labels_per_row else None
+        count = float(made[0][1].detach()) if graph.loss_counts or graph.labels_per_row else None
         if count is not None and not graph.loss_counts:  # a mean over so many labels, as a sum
             losses, gradients = losses * count, tuple(g if g is None else g * count for g in gradients)
         spread = float(losses.std()) / math.sqrt(DRAWS) if self.draws else 0.0

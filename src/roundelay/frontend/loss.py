@@ -178,7 +178,7 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
         raise _writes_buffer(call, buffers, versions)
     scalar, count = checked(value)
     if count is not None:
-        check_count(float(scalar), float(count))
+        check_count(float(scalar.detach()), float(count.detach()))
     beside = without_metrics(value)[1]
     metrics = layout(beside)
     tensors(beside, metrics)

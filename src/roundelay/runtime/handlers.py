@@ -107,7 +107,7 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
     if LOSS in outputs:
-        _tell_loss(context, header, outputs)
+        _tell_loss(context, run, outputs)
     return None
 
 
@@ -240,15 +240,15 @@ def _value(value: Any) -> Value:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
-    loss = float(outputs[LOSS])
+def _tell_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
+    header, loss = _header(run), float(outputs[LOSS])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
     if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
             got=str(loss),
             expected="a finite number",
-            remedy="Lower the learning rate, or look at this batch.",
+            remedy=_not_finite(header, loss, run.version),
         )
     if COUNT in outputs:
         check_count(loss, count)
@@ -263,6 +263,22 @@ def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any])
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
         told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
     context.report(Report("loss", context.worker, told))
+
+
+def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:
+    """What to do about a loss that is no number, after so many updates."""
+    found = "Lower the learning rate, or look at this batch."
+    if not updates:
+        found = (
+            "No update was made before it, so that it comes of the data or of the model as it begins: look for "
+            "numbers in this batch that are not finite, and for a log, a root or a division by 0 in model and loss."
+        )
+    if header.count > 1 and math.isnan(loss):
+        found += (
+            f" This is one of {header.count} micro-batches of a batch: a mean over what it has none of is 0/0; let the "
+            "loss return (sum, count), or give --micro-batches 1."
+        )
+    return found
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:
