@@ -151,7 +151,7 @@ def test_a_loss_may_not_read_what_is_no_tensor_as_it_would_be_the_first_batchs_f
 
 
 @pytest.mark.parametrize(
-    "count", [lambda b: (b["labels"] > 1).sum(), lambda b: 3.0, lambda b: 3, lambda b: b["weights"].sum()]
+    "count", [lambda b: (b["labels"] >= 0).sum(), lambda b: 3.0, lambda b: 3, lambda b: b["weights"].ceil().sum()]
 )
 def test_a_sum_and_a_count_come_apart(count: Callable[[Any], Any]) -> None:
     def loss(outputs: Any, batch: Any) -> tuple[Tensor, Any]:

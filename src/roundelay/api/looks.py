@@ -11,7 +11,7 @@ import torch
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, fresh, num_rows, replace, split
+from roundelay.frontend.batch import Batch, fresh, in_step, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
@@ -81,9 +81,8 @@ def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Chan
 
 def _another(sample: Batch) -> Batch:
     """A batch unlike the sample: half of its rows, or its numbers made larger where it has no four rows."""
-    parts = split(sample, 2)
-    if num_rows(parts[0]) > 1:
-        return parts[0]
+    if in_step(sample) and num_rows(first := split(sample, 2)[0]) > 1:
+        return first
     return replace(sample, lambda _, leaf: leaf * 1.25 if leaf.is_floating_point() else leaf)
 
 

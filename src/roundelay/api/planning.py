@@ -16,6 +16,7 @@ from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
 from roundelay.api.looks import check_sharing, check_stateless, untouched
+from roundelay.api.parts import check_counts, choose_parts, wants_parts
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -103,6 +104,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
         captured = capture_model(job.model, job.loss, sample, job.inputs)
     check_stateless(job, captured, sample)
     check_sharing(job, captured)
+    check_counts(captured, sample)
     rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
     rates.at(1)
     if rates.waits:
@@ -112,11 +114,18 @@ def _captured(job: Job, sample: Batch) -> Captured:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the reasons for its cuts in words; why it has fewer workers than usual, if so."""
+    """A plan, and the reasons for its choices in words.
+
+    Args:
+        plan: the plan.
+        reasons: all of them.
+        told: those that a person must hear of, plan file or not: fewer workers or micro-batches than usual, or another
+            training than that of whole batches.
+    """
 
     plan: Plan
     reasons: tuple[str, ...] = ()
-    fewer: str = ""
+    told: tuple[str, ...] = ()
 
 
 def plan(
@@ -208,17 +217,26 @@ def plan_with_reasons(
     num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    parts = choose_parts(
+        captured,
+        rule_named(rule),
+        draft.micro_batches,
+        lambda: first_batch(job.batches, seed, deadline_s, tell),
+        asked="micro_batches" in given,
+    )
+    draft = replace(draft, micro_batches=parts.micro_batches)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
     on = named(given.get("devices"), len(set(home)), draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
-        else _cut(job, captured, draft, str(asked), num_stages, lambda: _sample(job, draft, seed, tell))
+        else _cut(job, captured, draft, str(asked), num_stages, lambda: _sample(job, captured.graph, draft, seed, tell))
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
     made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
-    return Planned(made, (*([fewer] if fewer else []), *chosen.reasons, *told), fewer)
+    heard = tuple(reason for reason in (fewer, parts.told) if reason)
+    return Planned(made, (*heard, *chosen.reasons, *told), heard)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
@@ -296,7 +314,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
-        micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if _wants_parts(row) else 1),
+        micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if wants_parts(row) else 1),
         transport=transport,
         deadline_s=given["deadline_s"],
         latency_s=latency_s,
@@ -305,11 +323,6 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         stages=(),
         edges=(),
     )
-
-
-def _wants_parts(rule: UpdateRule) -> bool:
-    """Whether a rule is made for as many micro-batches as stages: two versions, or gradients already summed."""
-    return rule.versions == "table" or "partial" in rule.predictors
 
 
 def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
@@ -330,9 +343,9 @@ def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int,
         return cut(captured, asked, num_stages, terms, sample)
 
 
-def _sample(job: Job, draft: Plan, seed: int, tell: Tell) -> Batch:
+def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: Tell) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches))[0]
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches), graph.min_rows)[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -356,7 +369,7 @@ def _measured(
 ) -> tuple[Plan, tuple[str, ...]]:
     """The draft with edges, measured seconds and bytes; and what is spared by running modules again, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
-    sample = _sample(job, draft, seed, tell)
+    sample = _sample(job, captured.graph, draft, seed, tell)
     schedule = schedule_of(draft)
     edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
     checked = replace(draft, edges=edges)
@@ -371,11 +384,10 @@ def _measured(
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
     with users_code("measuring the loader"), one_thread():
-        read_s = _round(
-            reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, captured.check_numbers)
-        )
+        least, look = captured.graph.min_rows, captured.check_numbers
+        read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=least)
     captured.settings.check()  # the loader has been read
-    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
+    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
     prove(made)
     return made, spared(captured.graph, draft, stages, measured, asked=asked)
 

@@ -23,6 +23,7 @@ from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, Draw, StageFunction
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
+from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -296,12 +297,16 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
         registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+        least = captured.graph.min_rows
+        stream = read(
+            job.batches, session.seed, plan.micro_batches, part, captured.values, min_rows=least, registers=registers
+        )
         result = run_reference(
-            _setting(plan, states, whole.loss_scale, numbers),
+            _setting(plan, captured.graph, states, whole.loss_scale, numbers),
             stages,
             named,
             whole.buffers,
-            read(job.batches, session.seed, plan.micro_batches, part, captured.values, registers=registers),
+            stream,
             job.optimizer,
             job.scheduler,
             lambda g: Draw(session.seed, g),
@@ -325,6 +330,7 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
 
 def _setting(
     plan: Plan,
+    graph: Graph,
     states: Mapping[str, Mapping[str, Any]] | None,
     loss_scale_at: tuple[float, int] | None,
     numbers: tuple[float, ...],
@@ -339,6 +345,7 @@ def _setting(
         loss_scale_at=loss_scale_at,
         numbers=numbers,
         ema=plan.ema,
+        labels_per_row=graph.labels_per_row,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 

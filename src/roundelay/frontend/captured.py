@@ -20,6 +20,7 @@ from roundelay.frontend.draws import Draw, keyed_call
 from roundelay.frontend.export import Exported, export, first_of_storages, refuse_failing
 from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
 from roundelay.frontend.first import changes_on, first_forward
+from roundelay.frontend.labels import add_count
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.outside import Settings
 from roundelay.frontend.placed import CPU, placed
@@ -32,7 +33,7 @@ from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
 from roundelay.frontend.split import Split, split
 from roundelay.frontend.stage import Mode, StageFunction
-from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
+from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
 from roundelay.ir.words import counted
 
@@ -100,6 +101,13 @@ class Captured:
             JobError: the call differs from the sample's in more than its tensors; or the model is not as it was.
         """
         self.settings.check()
+        if self.graph.one_row and num_rows(micro_batch) == 1:
+            raise JobError(
+                "a batch of one row",
+                got=self.graph.one_row,
+                expected="at least two rows, of which BatchNorm takes its statistics in training mode",
+                remedy="Leave a last batch of one row out: DataLoader(..., drop_last=True), or another batch_size.",
+            )
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
         tensors, call = CallShape.flatten(*_called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
@@ -189,6 +197,11 @@ class Captured:
         """Every buffer of the graph by name; the person's own objects."""
         return {r.name: r.tensor for r in self._exported.roles.values() if r.kind == "buffer" and r.tensor is not None}
 
+    @property
+    def loss_draws(self) -> bool:
+        """Whether the loss draws random numbers."""
+        return self._loss.reads.draws
+
     def mutated_buffers(self) -> frozenset[str]:
         """Names of the buffers that a forward changes."""
         return self._cleaned.mutated
@@ -274,7 +287,8 @@ class Captured:
         return Segment(part, self._lowered(self._loss_call(device), device), frozenset(), wanted, frozenset())
 
     def _loss_outputs(self) -> tuple[str, ...]:
-        return (LOSS, *((COUNT,) if self.graph.loss_counts else ()), *self.graph.metrics)
+        beside = COUNT if self.graph.loss_counts else LABELS if self.graph.labels_per_row else None
+        return (LOSS, *([beside] if beside else []), *self.graph.metrics)
 
     def _loss_call(self, device: torch.device = CPU) -> Callable[..., list[torch.Tensor]]:
         return partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
@@ -327,7 +341,13 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
         reads = looked.reads
         nodes = hand_out(exported, reads.weights)
-        prune(exported, [nodes[i] for i in reads.outputs], cleaned.writers)
+        terms = (
+            None if reads.labels is None or reads.labels.output < 0 else add_count(exported, nodes[reads.labels.output])
+        )
+        if reads.labels is not None and reads.labels.output >= 0 and terms is None:
+            reads = changed(reads, labels=None)
+        results = [*(nodes[i] for i in reads.outputs), *([] if terms is None else [terms])]
+        prune(exported, results, cleaned.writers)
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()

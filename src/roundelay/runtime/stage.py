@@ -119,7 +119,13 @@ class Stage:
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
         #: of the batch that is under way
-        self.gradients = Gradients(spec.parameters, self.clip, scaled=LossScale.parse(plan.loss_scale).on)
+        self.gradients = Gradients(
+            spec.parameters,
+            self.clip,
+            scaled=LossScale.parse(plan.loss_scale).on,
+            shares=not captured.graph.loss_counts,
+        )
+        self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
@@ -194,9 +200,30 @@ class Stage:
         self.gradients.add(of_parameters)
         return of_parameters
 
-    def seed(self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor | None]:
-        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled."""
-        return {LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight))}
+    def seed(
+        self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0, lacking: float = 0.0
+    ) -> dict[str, torch.Tensor | None]:
+        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled.
+
+        Args:
+            header: of the micro-batch.
+            loss: its loss.
+            scale: what it is multiplied by.
+            lacking: the part of its share that its missing labels would have, as :meth:`lacking` says.
+        """
+        return {
+            LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight - lacking))
+        }
+
+    def lacking(self, header: MicroBatch, labels: float) -> float:
+        """What labels that a micro-batch leaves out, of as many as the sample's rows have, take from its share.
+
+        The batch's shares are then divided by what is left of 1. A batch in one piece lacks nothing: its own mean is
+        the loss.
+        """
+        if header.count == 1:
+            return 0.0
+        return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
 
     def update(self, version: int, norm: float | None = None) -> None:
         """One optimizer step with the batch's gradients, the one after ``version`` others.
