@@ -69,7 +69,7 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFli
     parameters = _all_laid_out(own, start.parameters)
     buffers = {n: laid_out(b, start.buffers.get(n, b)).clone() for n, b in captured.buffers().items()}
     optimizer = {
-        n: {key: laid_out(own[n], value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        n: {k: laid_out(own[n], v) if isinstance(v, torch.Tensor) and n in own else v for k, v in state.items()}
         for n, state in start.optimizer.items()
     }
     stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)
