@@ -1,8 +1,7 @@
-"""State that optimizers keep in groups, in attributes and in optimizers that they wrap, through checkpoint and resume."""
+"""State that optimizers keep in groups, in attributes and in optimizers that they wrap: trained, saved, resumed."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from roundelay.runtime.kept_state import WHOLE, Kept
 from roundelay.runtime.optimizer import build_optimizer, narrow
 from roundelay.runtime.reader import Extent, read_batches
 from tests.api.jobs import make
+from tests.resume.cuts import every_checkpoint
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -215,20 +215,70 @@ def test_it_trains_as_plain_pytorch_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "transport", "kinds"),
-    [("1f1b", "memory", KINDS), ("pipeoptim", "memory", KINDS), ("1f1b", "shm", ["lookahead", "counter in an attribute"])],
+    ("kind", "transport"), [*((kind, "memory") for kind in KINDS), ("lookahead", "shm"), ("two in one", "shm")]
 )
-def test_what_it_keeps_survives_a_checkpoint(rule: str, transport: str, kinds: Any, tmp_path: Path) -> None:
-    for kind in kinds:
-        plan = planned(kind, rule, transport=transport)
-        if rule == "1f1b":
-            whole = roundelay.train(job(kind), plan=plan, steps=8)
-            roundelay.train(job(kind), plan=plan, steps=4, save_to=tmp_path / kind)
-        else:  # a checkpoint in mid-flight is that of a run that goes on
-            seen: list[Any] = []
-            whole = roundelay.train(job(kind), plan=plan, steps=8, save_to=tmp_path / kind, checkpoint_every=4,
-                                    on_update=seen.append)  # fmt: skip
-            continue
-        rest = roundelay.train(job(kind), plan=plan, steps=4, resume=tmp_path / kind)
-        assert_equal(rest, whole)
-        assert roundelay.verify(job(kind), plan=plan, steps=2, resume=tmp_path / kind).equal, kind
+def test_eight_updates_are_four_and_four_more_on_other_workers_too(kind: str, transport: str, tmp_path: Path) -> None:
+    plan = planned(kind, transport=transport)
+    whole = roundelay.train(job(kind), plan=plan, steps=8)
+    roundelay.train(job(kind), plan=plan, steps=4, save_to=tmp_path / "run")
+    assert_equal(roundelay.train(job(kind), plan=plan, steps=4, resume=tmp_path / "run"), whole)
+    for workers in (1, 3):
+        other = planned(kind, workers=workers)
+        assert_equal(roundelay.train(job(kind), plan=other, steps=4, resume=tmp_path / "run"), whole)
+    assert roundelay.verify(job(kind), plan=plan, steps=2, resume=tmp_path / "run").equal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_are_in_mid_flight(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(kind, "pipeoptim")
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = roundelay.train(job(kind), plan=plan, steps=8, save_to=tmp_path / "run", checkpoint_every=1)
+    assert load(tmp_path / "4").flight is not None
+    assert_equal(roundelay.train(job(kind), plan=plan, steps=4, resume=tmp_path / "4"), whole)
+    assert roundelay.verify(job(kind), plan=plan, steps=2, resume=tmp_path / "4").equal
+
+
+def test_only_what_a_step_writes_is_kept_of_a_group(tmp_path: Path) -> None:
+    def scheduled(lr: float, kind: Any = torch.optim.AdamW) -> roundelay.Job:
+        halved = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        return job("lookahead", optimizer=lambda named: kind(named, lr=lr), scheduler=halved)
+
+    plan = planned("lookahead")
+    roundelay.train(scheduled(1.0), plan=plan, steps=2, save_to=tmp_path / "run")
+    assert WHOLE not in load(tmp_path / "run").optimizer
+    rest = roundelay.train(scheduled(4.0), plan=plan, steps=2, resume=tmp_path / "run")
+    assert [update.learning_rates for update in rest.updates] == [(1.0,), (0.5,)]
+    written = roundelay.train(job("counter in the group"), plan=plan, steps=2, save_to=tmp_path / "written")
+    told = load(tmp_path / "written").optimizer[WHOLE]
+    assert told == written.snapshot.optimizer[WHOLE]
+    assert told == {" group 0:k": 2, " group 0:lr": 0.025, " group 1:k": 2, " group 1:lr": 0.025}
+
+
+def test_an_optimizer_that_does_not_wrap_what_the_checkpoint_s_did_is_refused() -> None:
+    named = list(small().named_parameters())
+    for made, other in (("lookahead", "forwarding"), ("two in one", "forwarding")):
+        one, two = (build_optimizer(KINDS[kind], named) for kind in (made, other))
+        kept = Kept(one, named)
+        for _, parameter in named:
+            parameter.grad = torch.ones_like(parameter)
+        with kept.stepping():
+            one.step()
+        told = kept.entries(dict(named))
+        again = build_optimizer(KINDS[made], named)
+        Kept(again, named).restore(dict(named), told)
+        found = Kept(again, named)
+        found.changed |= kept.changed
+        assert found.entries(dict(named)).keys() == told.keys()
+        with pytest.raises(CheckpointError, match="the optimizer that the run goes on with"):
+            Kept(two, named).restore(dict(named), told)
+        for _, parameter in named:
+            parameter.grad = None
+
+
+def test_groups_of_wrapped_optimizers_are_narrowed_to_the_stage() -> None:
+    named = list(small().named_parameters())
+    optimizer: Any = build_optimizer(TwoInOne, named)
+    narrow(optimizer, dict(named[:2]), named)
+    weight, bias = (parameter for _, parameter in named[:2])
+    held = [group["params"] for one in (optimizer, *optimizer.inner) for group in one.param_groups]
+    assert [[id(p) for p in params] for params in held] == [[id(weight)], [id(bias)]] * 2
