@@ -45,6 +45,7 @@ from roundelay.runtime.isolated import backwards_apart, check_transport, isolate
 from roundelay.runtime.launch import run
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.runtime.membership import attend
+from roundelay.runtime.narrowing import check_narrowing
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
 from roundelay.runtime.reader import Extent
@@ -263,6 +264,9 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(captured, plan)
+        check_narrowing(
+            job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
+        )
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)

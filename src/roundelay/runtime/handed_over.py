@@ -114,5 +114,5 @@ def place_of(function: Callable[..., Any]) -> str:
         inner = inspect.unwrap(inner.func)
     code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
     if code is None:
-        return f"`{getattr(function, '__qualname__', type(function).__name__)}`"
+        return f"`{getattr(function, '__name__', type(function).__name__)}`"
     return f"`{code.co_name}` at {code.co_filename}:{code.co_firstlineno}"
