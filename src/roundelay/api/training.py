@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, initial, order_of
+from roundelay.api.continuing import changed, initial, order_of, trained
 from roundelay.api.gathering import (
     Drained,
     Evaluated,
@@ -270,7 +270,7 @@ class Session:
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
-        self.order = order_of(plan)
+        self.order = order_of(plan) | trained(captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
         #: what is told if the stages start empty, though they were not when the checkpoint was made

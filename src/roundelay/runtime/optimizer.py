@@ -187,11 +187,18 @@ class RateTable:
         for _, state in all_states(self._optimizer):
             state.clear()
         self._kept = Kept(self._optimizer, named)
+        #: options of its groups, as the functions have made them
+        self.made_with = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)
         #: whether the next epoch's rates wait for what an evaluation says
         self.waits = made is not self._scheduler
         self._kept.settle()
         self._rates: list[tuple[float, ...]] = [self._now()]
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The scheduler that every update steps."""
+        return self._scheduler
 
     @property
     def scheduled(self) -> bool:
