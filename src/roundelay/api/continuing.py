@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.flight import Flight, StageFlight
 from roundelay.runtime.stage import Initial
 from roundelay.schedules import num_workers
+
+TRAINED = "trained parameters"
 
 
 def order_of(plan: Plan) -> dict[str, str]:
@@ -36,9 +39,22 @@ def order_of(plan: Plan) -> dict[str, str]:
     }
 
 
+def trained(captured: Captured) -> dict[str, str]:
+    """Which parameters are trained, as the order of work is told: what is in flight was computed for these.
+
+    A run may go on with others than its checkpoint's (a part that was frozen is unfrozen): then it starts with empty
+    stages, and the optimizer has no state yet of what was frozen until now.
+    """
+    table = captured.model.named_parameters()
+    names = [name for name, parameter in table if parameter.requires_grad]
+    every = sum(1 for _ in captured.model.parameters())
+    return {TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})"}
+
+
 def changed(flight: Flight, order: Mapping[str, str]) -> str:
     """What of the order is another than the checkpoint's, for people; empty if nothing is."""
-    was = {name: flight.order.get(name, "nothing") for name in order}
+    known = flight.order if TRAINED in flight.order else {**flight.order, TRAINED: order.get(TRAINED, "")}
+    was = {name: known.get(name, "nothing") for name in order}
     odd = [name for name in order if was[name] != order[name]]
     if not odd:
         return ""
@@ -69,7 +85,7 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFli
     parameters = _all_laid_out(own, start.parameters)
     buffers = {n: laid_out(b, start.buffers.get(n, b)).clone() for n, b in captured.buffers().items()}
     optimizer = {
-        n: {key: laid_out(own[n], value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        n: {k: laid_out(own[n], v) if isinstance(v, torch.Tensor) and n in own else v for k, v in state.items()}
         for n, state in start.optimizer.items()
     }
     stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)

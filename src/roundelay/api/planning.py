@@ -44,8 +44,8 @@ from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
+from roundelay.runtime.schedule_check import check_made_alike
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
@@ -105,8 +105,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
     check_stateless(job, captured, sample)
     check_sharing(job, captured)
     check_counts(captured, sample)
-    rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
-    rates.at(1)
+    rates = check_made_alike(job)
     if rates.waits:
         check_evaluated(job)
     return captured

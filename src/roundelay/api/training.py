@@ -11,7 +11,7 @@ from typing import Any
 
 from roundelay.api.checking import check_known, checked_before
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, initial, order_of
+from roundelay.api.continuing import changed, initial, order_of, trained
 from roundelay.api.gathering import (
     Drained,
     Evaluated,
@@ -46,6 +46,7 @@ from roundelay.runtime.isolated import backwards_apart, check_transport, isolate
 from roundelay.runtime.launch import run
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.runtime.membership import attend
+from roundelay.runtime.narrowing import check_narrowing
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
 from roundelay.runtime.reader import Extent
@@ -273,10 +274,13 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(captured, plan)
+        check_narrowing(
+            job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
+        )
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
-        self.order = order_of(plan)
+        self.order = order_of(plan) | trained(captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
         #: what is told if the stages start empty, though they were not when the checkpoint was made

@@ -36,8 +36,7 @@ from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.epoch import alike
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.nested import flattened
-from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
+from roundelay.runtime.kept_state import WHOLE, Kept, told
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.sampling import first_batch
 from roundelay.runtime.tamper import WAYS, tampered
@@ -293,6 +292,7 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, number), digest(tensors)))
 
+    kept = _Kept(job, trained.snapshot.optimizer.get(WHOLE, {}))
     while True:
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
@@ -307,12 +307,13 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
             named,
             whole.buffers,
             stream,
-            job.optimizer,
+            kept.make,
             job.scheduler,
             lambda g: Draw(session.seed, g),
             audit=audit,
-            start=_optimizer_state(job, named, states, extent.start_batch, numbers),
+            start=None if states is None else partial(kept.restore, states),
         )
+        result = replace(result, optimizer_state=kept.told(result.optimizer_state))
         whole = replace(
             result,
             losses=whole.losses | result.losses,
@@ -358,7 +359,7 @@ def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.devi
 def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     """The result with its tensors where those of the run are handed over."""
     state = {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in flattened(one).items()}
+        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
         for name, one in result.optimizer_state.items()
     }
     parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
@@ -366,23 +367,43 @@ def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
 
 
-def _optimizer_state(
-    job: Job,
-    named: list[tuple[str, torch.nn.Parameter]],
-    states: Mapping[str, Mapping[str, Any]] | None,
-    updates: int,
-    numbers: tuple[float, ...],
-) -> dict[str, Any] | None:
-    """An optimizer's state by parameter name as the state dict of one optimizer over the whole model."""
-    if states is None:
-        return None
-    optimizer = build_optimizer(job.optimizer, named)
-    scheduler = stepped(build_scheduler(job.scheduler, optimizer), numbers)
-    for _ in range(updates if scheduler is not None else 0):
-        optimizer.step()
-        scheduler.step()  # type: ignore[union-attr]
-    restore_state(optimizer, dict(named), states)
-    return optimizer.state_dict()
+class _Kept:
+    """What the reference's optimizers keep, read and put back as a stage's is.
+
+    Args:
+        job: the job.
+        like: what the run's optimizer told that belongs to the whole of it.
+    """
+
+    def __init__(self, job: Job, like: Mapping[str, Any]) -> None:
+        self._make, self._changed = job.optimizer, told(like)
+        self._made: dict[int, tuple[Kept, dict[str, torch.nn.Parameter]]] = {}
+        #: of the last run: the one that trains, before those that look ahead for rates
+        self._first: tuple[Kept, dict[str, torch.nn.Parameter]] | None = None
+
+    def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """An optimizer of the job's."""
+        optimizer = self._make(named)
+        kept = Kept(optimizer, named), dict(named)
+        self._made[id(optimizer)] = kept
+        self._first = self._first or kept
+        return optimizer
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+        """Put a checkpoint's state into an optimizer that was made here."""
+        kept, own = self._made[id(optimizer)]
+        kept.restore(own, states)
+
+    def told(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps that has trained, with the averages among what the reference tells of it."""
+        assert self._first is not None
+        kept, own = self._first
+        kept.changed |= self._changed
+        entries, self._first = kept.entries(own), None
+        for name, state in states.items():
+            if EMA in state:
+                entries.setdefault(name, {})[EMA] = state[EMA]
+        return entries
 
 
 def _compare(
@@ -441,7 +462,8 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
     for name in sorted({*ours.optimizer, *reference.optimizer_state}):
         mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
         for key in sorted({*mine, *theirs} - {EVALUATED}):  # made of the others, on copies
-            pairs.append((f"optimizer state {key!r} of {name}", mine.get(key), theirs.get(key)))
+            of = f" of {name}" if name else ""
+            pairs.append((f"optimizer state {key!r}{of}", mine.get(key), theirs.get(key)))
     return pairs
 
 

@@ -58,7 +58,7 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
     draw: Callable[[int], Any],
     *,
     audit: Audit | None = None,
-    start: dict[str, Any] | None = None,
+    start: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> ReferenceResult:
     """Train in one process, literally as the rule says.
 
@@ -75,7 +75,7 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
         draw: g to the key of the micro-batch's random numbers.
         audit: called with (``forward``, k, g, outputs), (``backward``, k, g, gradients: those of inputs under
             ``d NAME``) and (``update``, k, t, weights after it), in causal order.
-        start: state dict of the optimizer at the start, loaded after the scheduler has come to the start's version.
+        start: puts the state at the start into an optimizer, after its scheduler has come to the start's version.
 
     Returns:
         Losses, and the state of everything at the end.

@@ -25,15 +25,13 @@ from roundelay.observe.flight import StageFlight, Weights
 from roundelay.runtime.averages import Averages
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
-from roundelay.runtime.nested import flattened
+from roundelay.runtime.kept_state import Kept
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
     build_scheduler,
     narrow,
     no_group_empty,
-    restore_state,
-    state_of,
     stepped,
     without_gradients,
 )
@@ -49,7 +47,7 @@ class Initial:
     Args:
         parameters: by name.
         buffers: by name.
-        optimizer: state by parameter name; empty at a cold start.
+        optimizer: state by parameter name, and what belongs to the whole optimizer; empty at a cold start.
         updates: updates made before.
         flight: what every stage had in flight, if the run goes on in mid-flight.
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
@@ -104,14 +102,15 @@ class Stage:
         self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
+        self._kept_state = Kept(self.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
-        rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
+        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
                 self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
-        restore_state(self.optimizer, self.parameters, initial.optimizer)
+        self._kept_state.restore(self.parameters, initial.optimizer)
         self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
         #: what backwards have left for :meth:`weight_half`, by micro-batch
@@ -130,7 +129,9 @@ class Stage:
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
             last = last_steps(flight, place)
-        self._predictions = Predictions(plan.predictor, self.optimizer, self.parameters, rates, self.gradients, last)
+        self._predictions = Predictions(
+            plan.predictor, self.optimizer, self.parameters, self._rates, self.gradients, last
+        )
         self.in_flight = InFlight(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
@@ -232,6 +233,9 @@ class Stage:
             version: updates made before.
             norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
 
+        Raises:
+            JobError: the person's program has changed a learning rate or another option by hand.
+
         Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
         copy, and the old tensors live exactly as long as somebody needs them.
         """
@@ -243,17 +247,18 @@ class Stage:
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
-        with self._predictions.watching(), no_group_empty(self.optimizer):
+        self._rates.check()
+        with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # not only when the first checkpoint is due
-            for parameter in self.parameters.values():
-                flattened(self.optimizer.state.get(parameter, {}))
+            self._kept_state.entries(self.parameters, copied=False)
             self._known_state = True
         self._averages.update()
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+            self._kept_state.settle()
         self.gradients.clear()
         self._predictions.clear()
 
@@ -305,7 +310,7 @@ class Stage:
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
         behind = self.in_flight.buffers(updates)
         buffers = self.buffers if behind is None else behind
-        state = state_of(self.optimizer, self.parameters)
+        state = self._kept_state.entries(self.parameters)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
