@@ -8,7 +8,6 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -91,12 +90,3 @@ def add_count(exported: Exported, node: torch.fx.Node) -> torch.fx.Node | None:
         )
     made.meta = dict(node.meta)
     return made
-
-
-def nothing_of(values: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
-    """The loss of a part without any label: 0, with zeros as gradients of the values, whatever these are."""
-    total = torch.zeros_like(like)
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            total = total + value.reshape(-1)[:0].sum().real.to(like.dtype)
-    return total

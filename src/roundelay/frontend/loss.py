@@ -24,7 +24,7 @@ from roundelay.frontend import batch as batches
 from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.face import Opaque, OutputShape, Seen
-from roundelay.frontend.labels import Labels, LabelWatch, nothing_of
+from roundelay.frontend.labels import Labels, LabelWatch
 from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.places import Places, unread, weights_at
@@ -431,20 +431,8 @@ class LossCall:
         metrics = tensors(without_metrics(value)[1], self.reads.metrics)
         if labels is not None:
             terms = values[behind] if counted else watch.terms_of(without_metrics(value)[0])
-            return self._of_labels(loss, terms, values, metrics)
+            return [*_of_labels(loss, terms), *metrics]
         return [loss, *metrics] if count is None else [loss, count, *metrics]
-
-    def _of_labels(
-        self, loss: torch.Tensor, terms: torch.Tensor | None, values: Sequence[Any], metrics: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        if terms is None:
-            raise JobError(
-                "the loss",
-                got="another value than the mean of a cross entropy, which it returned on the first batch",
-                expected="one kind of loss for every batch",
-                remedy="Compute the loss alike for every batch; a branch on its numbers can be torch.where.",
-            )
-        return [loss if float(terms) else nothing_of(values, loss), terms, *metrics]
 
     def _leaf(self, read: Mapping[int, Any], i: int) -> Any:
         """An output leaf, or what tells that it was not seen to be read."""
@@ -452,3 +440,15 @@ class LossCall:
         if one in read:
             return read[one]
         return Opaque(f"output {i}") if i < self.places.start else unread(self.places, i)
+
+
+def _of_labels(loss: torch.Tensor, terms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over labels, and their number; 0 where there are none, which is 0/0, and zeros as its gradients."""
+    if terms is None:
+        raise JobError(
+            "the loss",
+            got="another value than the mean of a cross entropy, which it returned on the first batch",
+            expected="one kind of loss for every batch",
+            remedy="Compute the loss alike for every batch; a branch on its numbers can be torch.where.",
+        )
+    return torch.where(terms.detach() > 0, loss, 0.0), terms.detach()
