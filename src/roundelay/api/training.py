@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, initial, order_of, trained
+from roundelay.api.continuing import changed, computing_digest, initial, order_of, trained, values_digest
 from roundelay.api.gathering import (
     Drained,
     Evaluated,
@@ -281,8 +281,22 @@ class Session:
         self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
         if start is not None:
             check_optimizer(start, rates.kinds)
+        self.computing = computing_digest(plan, self.order, rates, seed)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
+
+    @property
+    def began(self) -> str:
+        """What the run began with and what it has computed by since, as two digests; empty if that was not one thing.
+
+        See :attr:`roundelay.observe.checkpoint.Checkpoint.began`.
+        """
+        if not self.computing:
+            return ""
+        if self.start is not None:
+            return self.start.began if self.start.began.endswith("/" + self.computing) else ""
+        values = values_digest({**self.initial.parameters, **self.initial.buffers})
+        return f"{values}/{self.computing}" if values else ""
 
     def run(
         self,
