@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import roundelay
 from roundelay.errors import CheckpointError
-from roundelay.observe.checkpoint import load
+from roundelay.observe.checkpoint import load, save
 from roundelay.runtime.kept_state import WHOLE, Kept
 from roundelay.runtime.optimizer import build_optimizer, narrow
 from roundelay.runtime.reader import Extent, read_batches
@@ -282,3 +283,33 @@ def test_groups_of_wrapped_optimizers_are_narrowed_to_the_stage() -> None:
     weight, bias = (parameter for _, parameter in named[:2])
     held = [group["params"] for one in (optimizer, *optimizer.inner) for group in one.param_groups]
     assert [[id(p) for p in params] for params in held] == [[id(weight)], [id(bias)]] * 2
+
+
+def test_verify_from_a_checkpoint_compares_with_a_run_that_was_never_interrupted(tmp_path: Path) -> None:
+    plan = planned("counter in the group")
+    roundelay.train(job("counter in the group"), plan=plan, steps=4, save_to=tmp_path / "run")
+    found = roundelay.verify(job("counter in the group"), plan=plan, steps=2, resume=tmp_path / "run")
+    assert (found.equal, found.begins, found.steps, found.losses) == (True, 0, 2, 2)
+    start = load(tmp_path / "run")
+    lost = {name: state for name, state in start.optimizer.items() if name != WHOLE}
+    save(tmp_path / "lost", dataclasses.replace(start, optimizer=lost), {})
+    found = roundelay.verify(job("counter in the group"), plan=plan, steps=2, resume=tmp_path / "lost")
+    assert not found.equal
+    assert "update 4 differs" in found.difference
+
+
+@pytest.mark.parametrize("what", ["another plan", "another rate", "other weights", "a rule that drains"])
+def test_else_the_reference_begins_with_the_checkpoint(what: str, tmp_path: Path) -> None:
+    def made(lr: float = 0.1) -> roundelay.Job:
+        return job("forwarding", optimizer=lambda named: torch.optim.Adam(named, lr=lr))
+
+    rule = "pipeoptim" if what == "a rule that drains" else "1f1b"
+    plan = planned("forwarding", rule)
+    roundelay.train(made(), plan=plan, steps=4, save_to=tmp_path / "run")
+    then = made(0.2 if what == "another rate" else 0.1)
+    if what == "another plan":
+        plan = planned("forwarding", clip="stage:0.1")
+    if what == "other weights":
+        nn.init.zeros_(then.model.get_parameter("0.weight"))
+    found = roundelay.verify(then, plan=plan, steps=2, resume=tmp_path / "run")
+    assert (found.equal, found.begins) == (True, 4)

@@ -67,6 +67,11 @@ class Kept(Protocol):
     waits: bool
     optimizer_kind: str
 
+    @property
+    def began(self) -> str:
+        """What the run began with and what it computes by."""
+        ...
+
 
 @final
 class Keeper:
@@ -190,6 +195,7 @@ class Keeper:
             loss_scale=snapshot.loss_scale,
             numbers=tuple(self.numbers),
             optimizer_kind=session.optimizer_kind,
+            began=session.began,
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from roundelay.api.checking import check_known, checked_before
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, initial, order_of, trained
+from roundelay.api.continuing import changed, computing_digest, initial, order_of, trained, values_digest
 from roundelay.api.gathering import (
     Drained,
     Evaluated,
@@ -291,6 +291,7 @@ class Session:
         self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
         if start is not None:
             check_optimizer(start, rates.kinds)
+        self.computing = computing_digest(plan, self.order, rates, seed)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 
@@ -311,6 +312,19 @@ class Session:
                 asked,
                 launched=party is not None,
             )
+
+    @property
+    def began(self) -> str:
+        """What the run began with and what it has computed by since, as two digests; empty if that was not one thing.
+
+        See :attr:`roundelay.observe.checkpoint.Checkpoint.began`.
+        """
+        if not self.computing:
+            return ""
+        if self.start is not None:
+            return self.start.began if self.start.began.endswith("/" + self.computing) else ""
+        values = values_digest({**self.initial.parameters, **self.initial.buffers})
+        return f"{values}/{self.computing}" if values else ""
 
     def run(
         self,

@@ -15,7 +15,7 @@ from roundelay.api.checking import batches_to_verify
 from roundelay.api.cutting import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.length import Length, extent
-from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
+from roundelay.api.origin import First, Note, begins_anew, behind, from_the_first, origin_of
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
@@ -60,6 +60,7 @@ class Verification:
         workers: worker to its process, thread and bytes received.
         losses: how many losses were compared.
         fidelity: how the captured job compares with plain PyTorch; None if nobody has asked.
+        begins: updates before the first that the reference has made: 0, or those of a checkpoint whose state it took.
     """
 
     equal: bool
@@ -71,6 +72,7 @@ class Verification:
     workers: dict[int, dict[str, Any]]
     losses: int
     fidelity: Fidelity | None = None
+    begins: int = 0
 
     def __repr__(self) -> str:
         odd = "" if self.equal else f", difference={self.differences()!r}"
@@ -110,8 +112,9 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
-        resume: checkpoint to continue from. Where the run goes on in mid-flight the reference begins with the first
-            update of all, and what follows the checkpoint is compared.
+        resume: checkpoint to continue from; what follows it is compared. Where the run goes on in mid-flight, or by the
+            same plan under a rule that flushes, the reference begins with the first update of all: it was never
+            interrupted (:func:`roundelay.api.origin.begins_anew`).
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
@@ -177,14 +180,14 @@ def verify_session(
         fidelity: how the captured job compares with plain PyTorch, if that has been found out.
     """
     check_way(tamper)
-    origin = origin_of(session, first)
+    origin, anew = origin_of(session, first), begins_anew(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         if session.plan.transport in FORKING:
-            found = apart(partial(_judged, session, origin, trained), "the one-process reference")
+            found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
         else:
-            found = _judged(session, origin, trained)
+            found = _judged(session, origin, anew, trained)
     found["equal"] = not found["difference"] and (fidelity is None or fidelity.equal)
     result = Verification(**found, workers=trained.workers, fidelity=fidelity)
     if tamper is not None and not result.difference:
@@ -197,16 +200,16 @@ def verify_session(
     return result
 
 
-def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]:
+def _judged(session: Session, origin: First, anew: bool, trained: Trained) -> dict[str, Any]:
     """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
     with one_thread(), users_code("the one-process reference"):
-        reference = _on_cpu(_reference(session, origin, trained, notes))
-    if session.initial.flight is not None:
+        reference = _on_cpu(_reference(session, origin, anew, trained, notes))
+    if session.start is not None and anew:
         reference, notes = behind(session, reference, notes)
-    return _compare(session, trained, reference, notes)
+    return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
 
 
 def _check_same_data(session: Session) -> None:
@@ -266,7 +269,7 @@ def _victim(session: Session, way: str) -> int:
     )
 
 
-def _reference(session: Session, origin: First, trained: Trained, notes: list[Note]) -> ReferenceResult:
+def _reference(session: Session, origin: First, anew: bool, trained: Trained, notes: list[Note]) -> ReferenceResult:
     """The literal equations, on copies, with digests of everything in causal order; in parts, as the run was."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
@@ -284,7 +287,6 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
         (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
-    anew = session.start is None or session.initial.flight is not None
     extent = from_the_first(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
