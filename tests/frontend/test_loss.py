@@ -100,7 +100,7 @@ def test_only_what_the_loss_reads_travels(name: str) -> None:
 def test_a_loss_that_the_model_computed_needs_nothing_of_the_batch(name: str) -> None:
     graph = captured_of(name).graph
     assert graph.batch == ()
-    assert len(graph.outputs) == 1
+    assert len([name for name in graph.outputs if "count_labels" not in name]) == 1
     assert graph.values[graph.outputs[0]].shape == ()
 
 
@@ -114,7 +114,7 @@ def test_labels_go_to_the_last_stage_alone() -> None:
 
 def later(reads: Loss) -> Loss:
     """A loss that reads more from its second call on."""
-    calls = itertools.count()  # a state that nobody can see and put back
+    calls = (number for number in itertools.count())  # a state that nobody can see and put back
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         return entropy(outputs, batch) if next(calls) == 0 else reads(outputs, batch)
@@ -151,7 +151,7 @@ def test_a_loss_may_not_read_what_is_no_tensor_as_it_would_be_the_first_batchs_f
 
 
 @pytest.mark.parametrize(
-    "count", [lambda b: (b["labels"] > 1).sum(), lambda b: 3.0, lambda b: 3, lambda b: b["weights"].sum()]
+    "count", [lambda b: (b["labels"] >= 0).sum(), lambda b: 3.0, lambda b: 3, lambda b: b["weights"].ceil().sum()]
 )
 def test_a_sum_and_a_count_come_apart(count: Callable[[Any], Any]) -> None:
     def loss(outputs: Any, batch: Any) -> tuple[Tensor, Any]:

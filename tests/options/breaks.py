@@ -69,7 +69,13 @@ _V1 = 'CDP-v1", versions="table", fresh='
 OPTIONS = (
     Break(
         "gradient accumulation: M",
-        (Edit("runtime/reader.py", "split_rows(rows, micro_batches)", "split_rows(rows, micro_batches := 1)"),),
+        (
+            Edit(
+                "runtime/reader.py",
+                "part_rows(batch, micro_batches, min_rows)",
+                "part_rows(batch, micro_batches := 1, min_rows)",
+            ),
+        ),
         (VERIFY + "test_batches_of_any_size_down_to_a_single_row",),
     ),
     Break(

@@ -53,6 +53,8 @@ class Beside:
         start = initial(captured, None, None)
         self.stages = [Stage(captured, spec, job, plan, start) for spec in stages.stages]
         own = captured.model.named_parameters()
+        names = {id(p): n for n, p in captured.model.named_parameters()}
+        self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
         self._untouched: Tensors = {n: t.detach() for n, t in (*own, *captured.model.named_buffers())}
         rule = LossScale.parse(plan.loss_scale)
         self._scaled, self._scales = rule.on, Scales(rule, None, None)
@@ -71,7 +73,7 @@ class Beside:
             judge.generator(drawn, plain.generators[i])
             judge.loss(number, header, _loss(outputs), plain.losses[i])
             judge.metrics(number, _metrics(outputs), plain.metrics[i])
-        theirs = self._room.take(plain.gradients)
+        theirs = self._of_one_memory(self._room.take(plain.gradients))
         own = self.gradients()
         differing = judge.gradients(number, own, theirs)
         self._take(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
@@ -81,8 +83,20 @@ class Beside:
         torch.manual_seed(seed_of(self._seed, -1 - number))
         for stage in self.stages:
             stage.update(number)
-        judge.weights(number, self.weights(), self._untouched, self._room.take(plain.weights), self._kinds())
+        shared = {other for others in self._sharing.values() for other in others}
+        theirs = {n: t for n, t in self._room.take(plain.weights).items() if n not in shared}
+        fused, kept = self._kinds(), self._sharing
+        judge.weights(number, self.weights(), self._untouched, theirs, fused=fused, shared=kept)
         judge.updates += 1
+
+    def _of_one_memory(self, gradients: Tensors) -> Tensors:
+        """Gradients of plain PyTorch, with those of parameters in one memory added: here they are one parameter."""
+        added = dict(gradients)
+        for name, others in self._sharing.items():
+            parts = [added.pop(other) for other in (name, *others) if other in added]
+            if parts:
+                added[name] = torch.stack(parts).sum(0)
+        return added
 
     def weights(self) -> Tensors:
         """Every stage's parameters, by name."""

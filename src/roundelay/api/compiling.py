@@ -65,7 +65,7 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
     """
     check_compiler()
     with one_thread():
-        kinds = list(_kinds(first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
+        kinds = list(_kinds(captured, first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
     return partial(_compile, captured, stages, kinds)
 
 
@@ -85,10 +85,10 @@ def _compile(captured: Captured, stages: Partition, kinds: Sequence[Any], number
         ) from error
 
 
-def _kinds(batch: Any, micro_batches: int) -> Iterator[Any]:
+def _kinds(captured: Captured, batch: Any, micro_batches: int) -> Iterator[Any]:
     """One micro-batch of each size."""
     seen = set()
-    for part in split(batch, max(1, micro_batches)):
+    for part in split(batch, max(1, micro_batches), captured.graph.min_rows):
         shapes = tuple(leaf.shape for leaf in leaves(part).values())
         if shapes not in seen:
             seen.add(shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,11 +10,15 @@ import torch
 
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
 from roundelay.lower.check import programs_of
 from roundelay.observe.checkpoint import Checkpoint
 from roundelay.observe.flight import Flight, StageFlight
+from roundelay.runtime.optimizer import RateTable
 from roundelay.runtime.stage import Initial
-from roundelay.schedules import num_workers
+from roundelay.schedules import num_workers, schedule_named
+
+TRAINED = "trained parameters"
 
 
 def order_of(plan: Plan) -> dict[str, str]:
@@ -36,9 +41,51 @@ def order_of(plan: Plan) -> dict[str, str]:
     }
 
 
+def trained(captured: Captured) -> dict[str, str]:
+    """Which parameters are trained, as the order of work is told: what is in flight was computed for these.
+
+    A run may go on with others than its checkpoint's (a part that was frozen is unfrozen): then it starts with empty
+    stages, and the optimizer has no state yet of what was frozen until now.
+    """
+    table = captured.model.named_parameters()
+    names = [name for name, parameter in table if parameter.requires_grad]
+    every = sum(1 for _ in captured.model.parameters())
+    return {TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})"}
+
+
+def values_digest(values: Mapping[str, torch.Tensor]) -> str:
+    """A quick digest of what a run begins with, by name: shapes, first elements and sums; empty without values."""
+    made = hashlib.sha256()
+    for name, value in values.items():
+        if value.is_meta:
+            return ""
+        real = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        few = real.reshape(-1)[:8].double().tolist()
+        made.update(repr((name, tuple(value.shape), few, real.sum(dtype=torch.float64).item())).encode())
+    return made.hexdigest()[:16]
+
+
+def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, seed: int) -> str:
+    """A digest of what updates are computed by: the plan, and options and rates of the job's optimizer.
+
+    Returns:
+        empty where the rule does not flush: an end of a run drains the stages then, which changes what follows.
+    """
+    if schedule_named(rule_named(plan.rule).schedule).window != "batch":
+        return ""
+    by = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
+    options = [
+        {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if not callable(v)}
+        for group in rates.made_with
+    ]
+    ahead = [rates.at(update) for update in range(16 if rates.scheduled else 1)]
+    return hashlib.sha256(repr((dict(order), by, rates.kinds, options, ahead)).encode()).hexdigest()[:16]
+
+
 def changed(flight: Flight, order: Mapping[str, str]) -> str:
     """What of the order is another than the checkpoint's, for people; empty if nothing is."""
-    was = {name: flight.order.get(name, "nothing") for name in order}
+    known = flight.order if TRAINED in flight.order else {**flight.order, TRAINED: order.get(TRAINED, "")}
+    was = {name: known.get(name, "nothing") for name in order}
     odd = [name for name in order if was[name] != order[name]]
     if not odd:
         return ""
@@ -69,7 +116,7 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFli
     parameters = _all_laid_out(own, start.parameters)
     buffers = {n: laid_out(b, start.buffers.get(n, b)).clone() for n, b in captured.buffers().items()}
     optimizer = {
-        n: {key: laid_out(own[n], value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        n: {k: laid_out(own[n], v) if isinstance(v, torch.Tensor) and n in own else v for k, v in state.items()}
         for n, state in start.optimizer.items()
     }
     stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)

@@ -163,17 +163,37 @@ class Judgement:
                 told = f"{ours:g} instead of {theirs:g}"
                 raise Difference("optimizer", f"the learning rate of group {group} in update {update}: {told}")
 
-    def weights(self, update: int, own: Tensors, untouched: Tensors, plain: Tensors, fused: bool) -> None:
-        """Compare the weights behind an update whose gradients were the same."""
+    def weights(
+        self,
+        update: int,
+        own: Tensors,
+        untouched: Tensors,
+        plain: Tensors,
+        *,
+        fused: bool,
+        shared: Collection[str] = (),
+    ) -> None:
+        """Compare the weights behind an update whose gradients were the same.
+
+        Args:
+            update: its number.
+            own: the stages' parameters.
+            untouched: what the model had before the first update.
+            plain: plain PyTorch's.
+            fused: the optimizer updates many parameters in one call.
+            shared: parameters that plain PyTorch steps more than once, as others lie in their memory.
+        """
         for name, theirs in plain.items():
             self.compared += 1
             ours = own.get(name, untouched[name])
             if same(ours, theirs):
                 continue
             apart = _apart(ours, theirs)
-            if fused and apart <= FUSED * _norm([theirs]):
+            if (fused or name in shared) and apart <= FUSED * _norm([theirs]):
                 self.exact = False
-                self.note("the optimizer updates many parameters in one call: weights within rounding")
+                many = "parameters in one memory are stepped one after the other"
+                many = "the optimizer updates many parameters in one call" if fused else many
+                self.note(f"{many}: weights within rounding")
                 continue
             raise Difference("optimizer", f"parameter {name!r} behind update {update} {self._why(name, own, apart)}")
 

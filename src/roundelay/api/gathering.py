@@ -172,6 +172,7 @@ class Gatherer:
         self._began = time.perf_counter()
         #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
         self.micro_losses: dict[int, tuple[float, float]] = {}
+        self.micro_lacking: dict[int, float] = {}  # of a micro-batch's share of the mean, for want of labels
         #: the same of every metric that the loss returns beside it
         self.micro_metrics: dict[int, dict[str, tuple[float, float]]] = {}
         #: what every micro-batch's loss was multiplied by; empty where losses are not scaled
@@ -196,6 +197,7 @@ class Gatherer:
         if report.kind == "loss":
             header = MicroBatch.of(tuple(data["header"]))
             self.micro_losses[header.g] = (data["loss"], data["count"])
+            self.micro_lacking[header.g] = data.get("lacking", 0.0)
             self.micro_metrics[header.g] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
             if "scale" in data:
                 self.micro_scales[header.g] = data["scale"]
@@ -221,7 +223,7 @@ class Gatherer:
         if not header.ends_batch:
             return
         parts, self._parts = self._parts, []
-        mean = _mean(parts, self.micro_losses)
+        mean = _mean(parts, self.micro_losses, self.micro_lacking)
         metrics = {
             name: _mean(parts, {h.g: self.micro_metrics[h.g][name] for h in parts})
             for name in self.micro_metrics[header.g]
@@ -242,7 +244,7 @@ class Gatherer:
         )
         self.updates.append(made)
         self.notify(made)
-        for known in (self.micro_losses, self.micro_metrics, self.micro_scales):
+        for known in (self.micro_losses, self.micro_lacking, self.micro_metrics, self.micro_scales):
             _forget_oldest(known, self._kept)
 
     def _rate(self, rows: int) -> float:
@@ -321,7 +323,15 @@ def _together(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, A
     return account | {"first_event_g": before["first_event_g"]}
 
 
-def _mean(parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]]) -> float:
-    """Of a batch's micro-batches, each (value, terms summed in it): by terms where there are any, else by rows."""
-    terms = sum(values[header.g][1] for header in parts)
-    return sum(values[header.g][0] * (1.0 / terms if terms else header.weight) for header in parts)
+def _mean(
+    parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]], lacking: Mapping[int, float] | None = None
+) -> float:
+    """Of a batch's micro-batches, each (value, terms summed in it): by terms where there are any, else by rows.
+
+    By rows, a micro-batch may lack some of its share.
+    """
+    terms, less = sum(values[header.g][1] for header in parts), lacking or {}
+    weights = [1.0 / terms if terms else header.weight - less.get(header.g, 0.0) for header in parts]
+    total = sum(values[header.g][0] * weight for header, weight in zip(parts, weights, strict=True))
+    left = 1.0 - sum(less.get(header.g, 0.0) for header in parts)
+    return total / left if left else total

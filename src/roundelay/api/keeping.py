@@ -67,6 +67,11 @@ class Kept(Protocol):
     waits: bool
     optimizer_kind: str
 
+    @property
+    def began(self) -> str:
+        """What the run began with and what it computes by."""
+        ...
+
 
 @final
 class Keeper:
@@ -157,6 +162,8 @@ class Keeper:
         """Evaluate a snapshot, and keep what a learning rate waits for."""
         with holding_averages(self._session.captured, snapshot.optimizer):
             found, reason = self._evaluate(snapshot.header)
+        put_again(self._session.captured, snapshot)
+        self._session.captured.settings.check()
         self.evaluations.append(found)
         self._told.put(found)
         if reason is not None:
@@ -188,6 +195,7 @@ class Keeper:
             loss_scale=snapshot.loss_scale,
             numbers=tuple(self.numbers),
             optimizer_kind=session.optimizer_kind,
+            began=session.began,
             flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
         )
         try:
@@ -216,10 +224,21 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        own[name].data = laid_out(own[name].data, tensor).clone()
+        captured.laid(name, laid_out(own[name].data, tensor).clone())
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
-            buffer.copy_(snapshot.buffers.get(name, buffer))
+            new = snapshot.buffers.get(name, buffer)
+            if new.shape != buffer.shape:  # the forward has resized it, as observers of quantisation do
+                buffer.resize_(new.shape)
+            buffer.copy_(new)
+
+
+def put_again(captured: Captured, snapshot: Snapshot) -> None:
+    """Take back what an evaluation has done to the weights: adapters that merge leave rounding in them."""
+    own = captured.parameters()
+    for name, tensor in snapshot.parameters.items():
+        if not torch.equal(own[name].data, tensor):
+            captured.laid(name, laid_out(own[name].data, tensor).clone())
 
 
 def averages(optimizer: Mapping[str, Mapping[str, Any]], *, moving: bool = True) -> dict[str, torch.Tensor]:
@@ -240,11 +259,11 @@ def holding_averages(captured: Captured, optimizer: Mapping[str, Mapping[str, An
     before = {name: own[name].data for name in found}
     try:
         for name, average in found.items():
-            own[name].data = laid_out(before[name], average).clone()
+            captured.laid(name, laid_out(before[name], average).clone())
         yield
     finally:
         for name, weight in before.items():
-            own[name].data = weight
+            captured.laid(name, weight)
 
 
 def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:
@@ -261,7 +280,7 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
     """
     reason = None
     try:
-        with evaluating(model), DEFAULT_GENERATOR_LOCK, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with DEFAULT_GENERATOR_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
             try:
                 said = job.evaluate(model)
@@ -306,14 +325,14 @@ def _name(name: object) -> str:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in eval mode; every part gets its own mode back.
 
-    Back by ``model.train()``, as in plain PyTorch: a module may do more in it, such as to take merged weights out.
+    ``eval()`` and ``train()`` are called as such: a model may do more in them, as adapters do that merge their weights.
     """
-    modes = {part: part.training for part in model.modules()}
+    training, modes = model.training, {part: part.training for part in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train()
+        model.train(training)
         for part, training in modes.items():
             part.training = training
 

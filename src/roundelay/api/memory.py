@@ -15,6 +15,7 @@ from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.planner.ledger import ledger
 from roundelay.runtime.optimizer import build_optimizer, groups_of
+from roundelay.runtime.wrapped import all_states
 from roundelay.weights import needs_displacement, needs_gradient
 
 
@@ -43,7 +44,8 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         optimizer.step()
     except Exception:  # the person's own code, asked something unusual: then nothing is predicted
         return None
-    held = {n: _state_bytes(optimizer.state.get(p, {})) for n, p in named}
+    states = [state for _, state in all_states(optimizer)]
+    held = {n: sum(_state_bytes(state.get(p, {})) for state in states) for n, p in named}
     if plan.ema:
         for name, p in named:
             held[name] += p.requires_grad * p.numel() * p.element_size()

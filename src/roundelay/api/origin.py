@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from roundelay.api.continuing import values_digest
 from roundelay.api.training import Session
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
@@ -30,12 +31,35 @@ class First:
         return First(parameters, {n: b.clone() for n, b in captured.buffers().items()})
 
 
+FARTHEST = 512
+"""Updates before a checkpoint up to which a reference makes them again though the stages were empty at it."""
+
+
+def begins_anew(session: Session, first: First | None) -> bool:
+    """Whether the reference begins with the first update of all, and not with what a checkpoint says.
+
+    It does where the session goes on in mid-flight; and where the rule flushes, the checkpoint lies no more than
+    :data:`FARTHEST` updates behind the first, and all of these were computed as the session computes, from the values
+    that the job's model has now. Then the session is compared with a run that was never interrupted. Else (another
+    plan, a rule whose stages were drained at the run's end, other options of the optimizer) both begin with the
+    checkpoint's weights, buffers and optimizer state, and what is compared are the updates behind it.
+    """
+    if session.start is None or session.initial.flight is not None:
+        return True
+    if first is None or not session.began or session.start.position.updates > FARTHEST:
+        return False
+    return session.began.startswith(values_digest({**first.parameters, **first.buffers}) + "/")
+
+
 def origin_of(session: Session, first: First | None) -> First:
-    """Where the reference begins: with the session, or, if that goes on in mid-flight, where its stages were empty.
+    """Where the reference begins: with the session, or with the first update; see :func:`begins_anew`.
 
     Raises:
-        UsageError: the latter lies behind another checkpoint.
+        UsageError: the session goes on in mid-flight, and its stages were last empty behind another checkpoint.
     """
+    if session.start is not None and session.initial.flight is None and begins_anew(session, first):
+        assert first is not None
+        return first
     if session.initial.flight is None:
         now = First.of(session.captured)
         start = session.start

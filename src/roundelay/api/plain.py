@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from roundelay.api.handover import Index, Room
 from roundelay.frontend import Draw
 from roundelay.frontend.batch import Batch, fresh
 from roundelay.frontend.face import default_inputs
+from roundelay.frontend.labels import LabelWatch
 from roundelay.frontend.loss import checked
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.placed import CPU
@@ -64,6 +66,7 @@ class _Told:
     losses: list[list[float]] = field(default_factory=list)
     metrics: list[dict[str, list[float]]] = field(default_factory=list)
     generators: list[int] = field(default_factory=list)
+    labels: float = 0.0
 
 
 @final
@@ -75,9 +78,11 @@ class Plain:
         plan: precision, clipping, loss scale and average of the weights.
         seed: of the run.
         room: where tensors are left.
+        of_labels: the loss is a mean over labels, by whose number parts of a batch are weighed.
     """
 
-    def __init__(self, job: Job, plan: Plan, seed: int, room: Room) -> None:
+    def __init__(self, job: Job, plan: Plan, seed: int, room: Room, *, of_labels: bool = False) -> None:
+        self._of_labels = of_labels
         self._job, self._plan, self._seed, self._room = job, plan, seed, room
         self.model = job.model
         if not self.model.training:  # else parts may be in eval mode on purpose, as capture has it
@@ -101,7 +106,7 @@ class Plain:
             parameter.grad = None
         for header, batch in parts:
             self._micro_batch(header, batch, told)
-        gradients = self._mean_gradients(sum(count for _, count in told.losses))
+        gradients = self._mean_gradients(told.labels or sum(count for _, count in told.losses))
         left = self._room.leave(gradients)
         finite = not self._scale_rule.on or all(bool(g.isfinite().all()) for g in gradients.values())
         clipped: Index = {}
@@ -125,13 +130,23 @@ class Plain:
         own = fresh(batch)
         torch.manual_seed(seed_of(self._seed, header.g))
         args, kwargs = (self._job.inputs or default_inputs)(own)
-        with autocast(self._plan.precision, CPU):
+        with autocast(self._plan.precision, CPU), LabelWatch() if self._of_labels else nullcontext() as watch:
             value = self._job.loss(self.model(*args, **kwargs), own)
         told.generators.append(generator_now())
         loss, count = checked(value)
-        (loss * (self._scale * (header.weight if count is None else 1.0))).backward()
-        told.losses.append([float(loss.detach()), 0.0 if count is None else float(count)])
+        weight = header.weight if count is None else 1.0
+        if watch is not None and header.count > 1:
+            weight = self._labels(watch, value, told)
+        if weight:  # a part without any label has no mean, and nothing to add
+            (loss * (self._scale * weight)).backward()
+        told.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
         told.metrics.append(numbers(without_metrics(value)[1]))
+
+    def _labels(self, watch: LabelWatch, value: Any, told: _Told) -> float:
+        """How many labels a part's loss is the mean of: their sum divides the batch's gradients."""
+        terms = watch.terms_of(without_metrics(value)[0])
+        told.labels += (number := 0.0 if terms is None else float(terms))
+        return number
 
     def _mean_gradients(self, count: float) -> dict[str, torch.Tensor]:
         """The parameters' gradients, of which a loss that sums has the mean over its terms."""

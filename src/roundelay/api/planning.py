@@ -15,6 +15,8 @@ import torch
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
+from roundelay.api.looks import check_sharing, check_stateless, untouched
+from roundelay.api.parts import check_counts, choose_parts, wants_parts
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -42,8 +44,8 @@ from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
+from roundelay.runtime.schedule_check import check_made_alike
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
@@ -92,23 +94,37 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
     check_filled(job.model)
     with one_thread():
         sample = first_batch(job.batches, seed, deadline_s, tell)
-        check_inputs(job, sample)
-        with without_dumps():
-            captured = capture_model(job.model, job.loss, sample, job.inputs)
-        rates = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
-        rates.at(1)
-        if rates.waits:
-            check_evaluated(job)
-        return captured
+        with untouched(job):
+            return _captured(job, sample)
+
+
+def _captured(job: Job, sample: Batch) -> Captured:
+    check_inputs(job, sample)
+    with without_dumps():
+        captured = capture_model(job.model, job.loss, sample, job.inputs)
+    check_stateless(job, captured, sample)
+    check_sharing(job, captured)
+    check_counts(captured, sample)
+    rates = check_made_alike(job)
+    if rates.waits:
+        check_evaluated(job)
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the reasons for its cuts in words; why it has fewer workers than usual, if so."""
+    """A plan, and the reasons for its choices in words.
+
+    Args:
+        plan: the plan.
+        reasons: all of them.
+        told: those that a person must hear of, plan file or not: fewer workers or micro-batches than usual, or another
+            training than that of whole batches.
+    """
 
     plan: Plan
     reasons: tuple[str, ...] = ()
-    fewer: str = ""
+    told: tuple[str, ...] = ()
 
 
 def plan(
@@ -200,17 +216,26 @@ def plan_with_reasons(
     num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    parts = choose_parts(
+        captured,
+        rule_named(rule),
+        draft.micro_batches,
+        lambda: first_batch(job.batches, seed, deadline_s, tell),
+        asked="micro_batches" in given,
+    )
+    draft = replace(draft, micro_batches=parts.micro_batches)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
     on = named(given.get("devices"), len(set(home)), draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
-        else _cut(captured, draft, str(asked), num_stages, lambda: _sample(job, draft, seed, tell))
+        else _cut(job, captured, draft, str(asked), num_stages, lambda: _sample(job, captured.graph, draft, seed, tell))
     )
     cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
     made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
-    return Planned(made, (*([fewer] if fewer else []), *chosen.reasons, *told), fewer)
+    heard = tuple(reason for reason in (fewer, parts.told) if reason)
+    return Planned(made, (*heard, *chosen.reasons, *told), heard)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
@@ -288,7 +313,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
-        micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if _wants_parts(row) else 1),
+        micro_batches=given.get("micro_batches", 2 * workers if flushes else workers if wants_parts(row) else 1),
         transport=transport,
         deadline_s=given["deadline_s"],
         latency_s=latency_s,
@@ -299,11 +324,6 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
     )
 
 
-def _wants_parts(rule: UpdateRule) -> bool:
-    """Whether a rule is made for as many micro-batches as stages: two versions, or gradients already summed."""
-    return rule.versions == "table" or "partial" in rule.predictors
-
-
 def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
     """Stages of which only the ends and the devices are known yet."""
     nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
@@ -311,19 +331,20 @@ def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
     return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
 
 
-def _cut(captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
+def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
     terms = Terms(
         again=again(captured.graph, draft),
         micro_batches=draft.micro_batches,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )
-    return cut(captured, asked, num_stages, terms, sample)
+    with untouched(job):
+        return cut(captured, asked, num_stages, terms, sample)
 
 
-def _sample(job: Job, draft: Plan, seed: int, tell: Tell) -> Batch:
+def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: Tell) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches))[0]
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches), graph.min_rows)[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -347,7 +368,7 @@ def _measured(
 ) -> tuple[Plan, tuple[str, ...]]:
     """The draft with edges, measured seconds and bytes; and what is spared by running modules again, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
-    sample = _sample(job, draft, seed, tell)
+    sample = _sample(job, captured.graph, draft, seed, tell)
     schedule = schedule_of(draft)
     edges = tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges)
     checked = replace(draft, edges=edges)
@@ -357,15 +378,15 @@ def _measured(
 
     def profiles() -> list[StageProfile]:
         compile_stages(job, captured, draft, stages, seed)
-        with users_code("measuring the stages on the first micro-batch"), one_thread():
+        with users_code("measuring the stages on the first micro-batch"), one_thread(), untouched(job):
             return profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
     with users_code("measuring the loader"), one_thread():
-        read_s = _round(
-            reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, captured.check_numbers)
-        )
-    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=read_s)
+        least, look = captured.graph.min_rows, captured.check_numbers
+        read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=least)
+    captured.settings.check()  # the loader has been read
+    made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
     prove(made)
     return made, spared(captured.graph, draft, stages, measured, asked=asked)
 

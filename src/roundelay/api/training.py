@@ -11,7 +11,7 @@ from typing import Any
 
 from roundelay.api.checking import check_known, checked_before
 from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, initial, order_of
+from roundelay.api.continuing import changed, computing_digest, initial, order_of, trained, values_digest
 from roundelay.api.gathering import (
     Drained,
     Evaluated,
@@ -46,6 +46,7 @@ from roundelay.runtime.isolated import backwards_apart, check_transport, isolate
 from roundelay.runtime.launch import run
 from roundelay.runtime.log import KEPT_MICRO_BATCHES
 from roundelay.runtime.membership import attend
+from roundelay.runtime.narrowing import check_narrowing
 from roundelay.runtime.optimizer import RateTable, without_gradients
 from roundelay.runtime.party import Party
 from roundelay.runtime.reader import Extent
@@ -273,10 +274,13 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(captured, plan)
+        check_narrowing(
+            job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
+        )
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
-        self.order = order_of(plan)
+        self.order = order_of(plan) | trained(captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
         #: what is told if the stages start empty, though they were not when the checkpoint was made
@@ -287,6 +291,7 @@ class Session:
         self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
         if start is not None:
             check_optimizer(start, rates.kinds)
+        self.computing = computing_digest(plan, self.order, rates, seed)
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 
@@ -307,6 +312,19 @@ class Session:
                 asked,
                 launched=party is not None,
             )
+
+    @property
+    def began(self) -> str:
+        """What the run began with and what it has computed by since, as two digests; empty if that was not one thing.
+
+        See :attr:`roundelay.observe.checkpoint.Checkpoint.began`.
+        """
+        if not self.computing:
+            return ""
+        if self.start is not None:
+            return self.start.began if self.start.began.endswith("/" + self.computing) else ""
+        values = values_digest({**self.initial.parameters, **self.initial.buffers})
+        return f"{values}/{self.computing}" if values else ""
 
     def run(
         self,
@@ -348,9 +366,8 @@ class Session:
                 for part in self._parts(keeper, gatherer, party):
                     run(self._task(part, audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
-            own = self.captured.parameters()
             for name, weight in averages(last.optimizer, moving=False).items():  # as plain PyTorch leaves the model
-                own[name].data = weight.clone()
+                self.captured.laid(name, weight.clone())
         finally:
             keeper.leave(notify)
             forget(self.job.batches)  # what a forked worker has read on from is no other's

@@ -15,7 +15,7 @@ from roundelay.api.checking import batches_to_verify
 from roundelay.api.cutting import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.length import Length, extent
-from roundelay.api.origin import First, Note, behind, from_the_first, origin_of
+from roundelay.api.origin import First, Note, begins_anew, behind, from_the_first, origin_of
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
@@ -23,6 +23,7 @@ from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, Draw, StageFunction
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
+from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -35,8 +36,7 @@ from roundelay.runtime.ahead import Registers
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.epoch import alike
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.nested import flattened
-from roundelay.runtime.optimizer import build_optimizer, build_scheduler, restore_state, stepped
+from roundelay.runtime.kept_state import WHOLE, Kept, told
 from roundelay.runtime.reader import Extent, read
 from roundelay.runtime.sampling import first_batch
 from roundelay.runtime.tamper import WAYS, tampered
@@ -60,6 +60,7 @@ class Verification:
         workers: worker to its process, thread and bytes received.
         losses: how many losses were compared.
         fidelity: how the captured job compares with plain PyTorch; None if nobody has asked.
+        begins: updates before the first that the reference has made: 0, or those of a checkpoint whose state it took.
     """
 
     equal: bool
@@ -71,6 +72,7 @@ class Verification:
     workers: dict[int, dict[str, Any]]
     losses: int
     fidelity: Fidelity | None = None
+    begins: int = 0
 
     def __repr__(self) -> str:
         odd = "" if self.equal else f", difference={self.differences()!r}"
@@ -110,8 +112,9 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         epochs: epochs.
         seed: of both runs.
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
-        resume: checkpoint to continue from. Where the run goes on in mid-flight the reference begins with the first
-            update of all, and what follows the checkpoint is compared.
+        resume: checkpoint to continue from; what follows it is compared. Where the run goes on in mid-flight, or by the
+            same plan under a rule that flushes, the reference begins with the first update of all: it was never
+            interrupted (:func:`roundelay.api.origin.begins_anew`).
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
@@ -177,14 +180,14 @@ def verify_session(
         fidelity: how the captured job compares with plain PyTorch, if that has been found out.
     """
     check_way(tamper)
-    origin = origin_of(session, first)
+    origin, anew = origin_of(session, first), begins_anew(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         if session.plan.transport in FORKING:
-            found = apart(partial(_judged, session, origin, trained), "the one-process reference")
+            found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
         else:
-            found = _judged(session, origin, trained)
+            found = _judged(session, origin, anew, trained)
     found["equal"] = not found["difference"] and (fidelity is None or fidelity.equal)
     result = Verification(**found, workers=trained.workers, fidelity=fidelity)
     if tamper is not None and not result.difference:
@@ -197,16 +200,16 @@ def verify_session(
     return result
 
 
-def _judged(session: Session, origin: First, trained: Trained) -> dict[str, Any]:
+def _judged(session: Session, origin: First, anew: bool, trained: Trained) -> dict[str, Any]:
     """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
     with one_thread(), users_code("the one-process reference"):
-        reference = _on_cpu(_reference(session, origin, trained, notes))
-    if session.initial.flight is not None:
+        reference = _on_cpu(_reference(session, origin, anew, trained, notes))
+    if session.start is not None and anew:
         reference, notes = behind(session, reference, notes)
-    return _compare(session, trained, reference, notes)
+    return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
 
 
 def _check_same_data(session: Session) -> None:
@@ -266,7 +269,7 @@ def _victim(session: Session, way: str) -> int:
     )
 
 
-def _reference(session: Session, origin: First, trained: Trained, notes: list[Note]) -> ReferenceResult:
+def _reference(session: Session, origin: First, anew: bool, trained: Trained, notes: list[Note]) -> ReferenceResult:
     """The literal equations, on copies, with digests of everything in causal order; in parts, as the run was."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
@@ -284,7 +287,6 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
         (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
-    anew = session.start is None or session.initial.flight is not None
     extent = from_the_first(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
@@ -292,22 +294,28 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, number), digest(tensors)))
 
+    kept = _Kept(job, trained.snapshot.optimizer.get(WHOLE, {}))
     while True:
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
         registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+        least = captured.graph.min_rows
+        stream = read(
+            job.batches, session.seed, plan.micro_batches, part, captured.values, min_rows=least, registers=registers
+        )
         result = run_reference(
-            _setting(plan, states, whole.loss_scale, numbers),
+            _setting(plan, captured.graph, states, whole.loss_scale, numbers),
             stages,
             named,
             whole.buffers,
-            read(job.batches, session.seed, plan.micro_batches, part, captured.values, registers=registers),
-            job.optimizer,
+            stream,
+            kept.make,
             job.scheduler,
             lambda g: Draw(session.seed, g),
             audit=audit,
-            start=_optimizer_state(job, named, states, extent.start_batch, numbers),
+            start=None if states is None else partial(kept.restore, states),
         )
+        result = replace(result, optimizer_state=kept.told(result.optimizer_state))
         whole = replace(
             result,
             losses=whole.losses | result.losses,
@@ -325,6 +333,7 @@ def _reference(session: Session, origin: First, trained: Trained, notes: list[No
 
 def _setting(
     plan: Plan,
+    graph: Graph,
     states: Mapping[str, Mapping[str, Any]] | None,
     loss_scale_at: tuple[float, int] | None,
     numbers: tuple[float, ...],
@@ -339,6 +348,7 @@ def _setting(
         loss_scale_at=loss_scale_at,
         numbers=numbers,
         ema=plan.ema,
+        labels_per_row=graph.labels_per_row,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 
@@ -351,7 +361,7 @@ def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.devi
 def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     """The result with its tensors where those of the run are handed over."""
     state = {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in flattened(one).items()}
+        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
         for name, one in result.optimizer_state.items()
     }
     parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
@@ -359,23 +369,43 @@ def _on_cpu(result: ReferenceResult) -> ReferenceResult:
     return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
 
 
-def _optimizer_state(
-    job: Job,
-    named: list[tuple[str, torch.nn.Parameter]],
-    states: Mapping[str, Mapping[str, Any]] | None,
-    updates: int,
-    numbers: tuple[float, ...],
-) -> dict[str, Any] | None:
-    """An optimizer's state by parameter name as the state dict of one optimizer over the whole model."""
-    if states is None:
-        return None
-    optimizer = build_optimizer(job.optimizer, named)
-    scheduler = stepped(build_scheduler(job.scheduler, optimizer), numbers)
-    for _ in range(updates if scheduler is not None else 0):
-        optimizer.step()
-        scheduler.step()  # type: ignore[union-attr]
-    restore_state(optimizer, dict(named), states)
-    return optimizer.state_dict()
+class _Kept:
+    """What the reference's optimizers keep, read and put back as a stage's is.
+
+    Args:
+        job: the job.
+        like: what the run's optimizer told that belongs to the whole of it.
+    """
+
+    def __init__(self, job: Job, like: Mapping[str, Any]) -> None:
+        self._make, self._changed = job.optimizer, told(like)
+        self._made: dict[int, tuple[Kept, dict[str, torch.nn.Parameter]]] = {}
+        #: of the last run: the one that trains, before those that look ahead for rates
+        self._first: tuple[Kept, dict[str, torch.nn.Parameter]] | None = None
+
+    def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """An optimizer of the job's."""
+        optimizer = self._make(named)
+        kept = Kept(optimizer, named), dict(named)
+        self._made[id(optimizer)] = kept
+        self._first = self._first or kept
+        return optimizer
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+        """Put a checkpoint's state into an optimizer that was made here."""
+        kept, own = self._made[id(optimizer)]
+        kept.restore(own, states)
+
+    def told(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps that has trained, with the averages among what the reference tells of it."""
+        assert self._first is not None
+        kept, own = self._first
+        kept.changed |= self._changed
+        entries, self._first = kept.entries(own), None
+        for name, state in states.items():
+            if EMA in state:
+                entries.setdefault(name, {})[EMA] = state[EMA]
+        return entries
 
 
 def _compare(
@@ -434,7 +464,8 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
     for name in sorted({*ours.optimizer, *reference.optimizer_state}):
         mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
         for key in sorted({*mine, *theirs} - {EVALUATED}):  # made of the others, on copies
-            pairs.append((f"optimizer state {key!r} of {name}", mine.get(key), theirs.get(key)))
+            of = f" of {name}" if name else ""
+            pairs.append((f"optimizer state {key!r}{of}", mine.get(key), theirs.get(key)))
     return pairs
 
 

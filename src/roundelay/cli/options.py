@@ -235,8 +235,8 @@ def planned(
         doings = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
         with doing(f"{doings} the stages ...", quiet) as tell:
             chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
-        if chosen.fewer:
-            announce(f"{chosen.fewer}.", quiet)
+        for line in chosen.told:
+            announce(f"{line}.", quiet)
     show_choices(chosen.plan)
     if party is not None:
         party.give("plan", chosen.plan.text())

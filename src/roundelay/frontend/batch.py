@@ -93,11 +93,30 @@ def fresh(batch: Batch) -> Batch:
 
 
 def num_rows(batch: Batch) -> int:
-    """Rows of a batch: the size of dimension 0, the same for every tensor that has dimensions.
+    """Rows of a batch: the size of dimension 0 of its tensors, the largest where they differ.
 
     Raises:
-        JobError: the tensors disagree, or there is no row.
+        JobError: there is no row, or a tensor is sparse.
     """
+    sizes = _sizes(batch)
+    if not sizes or (len(set(sizes.values())) == 1 and 0 in sizes.values()):
+        raise JobError(
+            "the batch",
+            got=f"tensors with these numbers of rows: {sizes or 'none'}",
+            expected="tensors that have the batch dimension first, with at least one row",
+            remedy="Leave empty batches out of what batches(epoch) yields, and give numbers as tensors with a row for "
+            "each sample.",
+        )
+    return max(sizes.values())
+
+
+def in_step(batch: Batch) -> bool:
+    """Whether all tensors of a batch have the same number of rows, so that it can be cut by rows."""
+    return len(set(_sizes(batch).values())) == 1
+
+
+def _sizes(batch: Batch) -> dict[str, int]:
+    """Size of dimension 0 of every tensor that has dimensions, by path."""
     found = leaves(batch)
     for path, leaf in found.items():
         if leaf.layout in SPARSE:
@@ -107,32 +126,52 @@ def num_rows(batch: Batch) -> int:
                 expected="tensors that hold every value, which can be cut by rows and sent",
                 remedy="Let batches(epoch) yield x.to_dense(), or its indices and values as tensors of their own.",
             )
-    sizes = {path: leaf.size(0) for path, leaf in found.items() if leaf.ndim}
-    if len(set(sizes.values())) != 1 or 0 in sizes.values():
-        raise JobError(
-            "the batch",
-            got=f"tensors with these numbers of rows: {sizes or 'none'}",
-            expected="tensors that all have the batch dimension first, with the same number of rows, at least one",
-            remedy="Put the batch dimension first in every tensor that batches(epoch) yields.",
-        )
-    return next(iter(sizes.values()))
+    return {path: leaf.size(0) for path, leaf in found.items() if leaf.ndim}
 
 
-def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
-    """Cut a batch into min(num_micro_batches, rows) micro-batches whose rows differ by at most one, larger ones first.
+def split(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[Batch]:
+    """Cut a batch into micro-batches whose rows differ by at most one, larger ones first.
 
     Lists, tuples and arrays that hold no tensor and are as long as the batch, such as its texts, are cut with it. All
-    else, tensors without dimensions among it, goes into every micro-batch.
+    else, tensors without dimensions among it, goes into every micro-batch. A batch whose tensors have different numbers
+    of rows is left whole.
+
+    Args:
+        batch: the batch.
+        num_micro_batches: how many to make of it at most.
+        min_rows: rows of a micro-batch, at least, of a batch that has as many.
+
+    Raises:
+        JobError: it is to be cut, and its tensors have different numbers of rows.
     """
     rows = num_rows(batch)
-    sizes = split_rows(rows, num_micro_batches)
+    sizes = part_rows(batch, num_micro_batches, min_rows)
+    if not in_step(batch):
+        return [replace(batch, lambda _, leaf: leaf.contiguous())]
     starts = itertools.accumulate(sizes[:-1], initial=0)
     return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
 
 
-def split_rows(rows: int, num_micro_batches: int) -> list[int]:
-    """Rows of each micro-batch of a batch of ``rows``."""
-    count = min(num_micro_batches, rows)
+def part_rows(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[int]:
+    """Rows of each micro-batch that :func:`split` makes of a batch.
+
+    Raises:
+        JobError: as :func:`split`.
+    """
+    if num_micro_batches > 1 and not in_step(batch):
+        raise JobError(
+            "the batch",
+            got=f"tensors with these numbers of rows, to be cut into {num_micro_batches} parts: {_sizes(batch)}",
+            expected="tensors that all have the same number of rows, which can be cut by rows",
+            remedy="Give --micro-batches 1: such a batch (nodes and edges of a graph, boxes of images) is trained "
+            "whole. If rows are meant to be samples, put the batch dimension first in every tensor.",
+        )
+    return split_rows(num_rows(batch), num_micro_batches, min_rows)
+
+
+def split_rows(rows: int, num_micro_batches: int, min_rows: int = 1) -> list[int]:
+    """Rows of each micro-batch of a batch of ``rows``: as many as asked for, unless one had less than ``min_rows``."""
+    count = max(1, min(num_micro_batches, rows // min_rows))
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
@@ -144,6 +183,11 @@ def _rows(batch: Batch, start: int, size: int, rows: int) -> Batch:
         return leaf[start : start + size] if in_rows(leaf, rows) else leaf
 
     return replace(batch, of_tensor, of_other, whole=lambda part: in_rows(part, rows))
+
+
+def rows_between(batch: Batch, start: int, size: int) -> Batch:
+    """``size`` rows of a batch from row ``start`` on."""
+    return _rows(batch, start, size, num_rows(batch))
 
 
 def twice(batch: Batch) -> Batch:

@@ -17,11 +17,15 @@ from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_r
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
-from roundelay.frontend.export import Exported, export, refuse_failing
-from roundelay.frontend.face import CallShape, Inputs, default_inputs
+from roundelay.frontend.export import Exported, export, first_of_storages, refuse_failing
+from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
+from roundelay.frontend.first import changes_on, first_forward
+from roundelay.frontend.labels import add_count
 from roundelay.frontend.loss import LossCall, LossFunction, record
+from roundelay.frontend.outside import Settings
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
+from roundelay.frontend.reach import Change
 from roundelay.frontend.recomputed import Recomputed
 from roundelay.frontend.results import hand_out, settle_buffers
 from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
@@ -29,7 +33,7 @@ from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
 from roundelay.frontend.split import Split, split
 from roundelay.frontend.stage import Mode, StageFunction
-from roundelay.ir.graph import BATCH, COUNT, INPUT, LOSS, WEIGHT, Graph
+from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
 from roundelay.ir.words import counted
 
@@ -41,9 +45,12 @@ class Captured:
     Args:
         model: the person's own module; its weights are never changed by capture or by stages.
         graph: what the planner and the lowering see.
+        settings: what the model was captured with, and must go on with.
         mode: the backward mode that its stages are compiled for; None: they are not.
         precision: in which its stages compute, and its graph's values are counted.
         checkpointed: modules that its own code checkpoints, by path.
+        sharing: parameters that lie in the memory of another, by that one's name.
+        changed: slots that the forward has changed, buffers apart, and those that the loss has.
     """
 
     model: torch.nn.Module
@@ -57,9 +64,12 @@ class Captured:
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
     _compiled: dict[tuple[SegmentSpec, torch.device, str, bool], Compiled] = field(default_factory=dict)
+    settings: Settings = field(kw_only=True)
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
+    sharing: dict[str, tuple[torch.nn.Parameter, ...]] = field(default_factory=dict)
+    changed: tuple[tuple[Change, ...], tuple[Change, ...]] = ((), ())
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -88,8 +98,16 @@ class Captured:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
 
         Raises:
-            JobError: the call differs from the sample's in more than its tensors.
+            JobError: the call differs from the sample's in more than its tensors; or the model is not as it was.
         """
+        self.settings.check()
+        if self.graph.one_row and num_rows(micro_batch) == 1:
+            raise JobError(
+                "a batch of one row",
+                got=self.graph.one_row,
+                expected="at least two rows, of which BatchNorm takes its statistics in training mode",
+                remedy="Leave a last batch of one row out: DataLoader(..., drop_last=True), or another batch_size.",
+            )
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
         tensors, call = CallShape.flatten(*_called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
@@ -168,9 +186,21 @@ class Captured:
         roles = [r for r in self._exported.roles.values() if r.kind == "parameter"]
         return {r.name: r.tensor for r in roles if isinstance(r.tensor, torch.nn.Parameter)}
 
+    def laid(self, name: str, weight: torch.Tensor) -> None:
+        """Have the model's parameter of this name lie in that memory, and all parameters that share its own."""
+        own = self.parameters()[name]
+        own.data = weight
+        for other in self.sharing.get(name, ()):
+            other.data = own.data
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer of the graph by name; the person's own objects."""
         return {r.name: r.tensor for r in self._exported.roles.values() if r.kind == "buffer" and r.tensor is not None}
+
+    @property
+    def loss_draws(self) -> bool:
+        """Whether the loss draws random numbers."""
+        return self._loss.reads.draws
 
     def mutated_buffers(self) -> frozenset[str]:
         """Names of the buffers that a forward changes."""
@@ -257,7 +287,8 @@ class Captured:
         return Segment(part, self._lowered(self._loss_call(device), device), frozenset(), wanted, frozenset())
 
     def _loss_outputs(self) -> tuple[str, ...]:
-        return (LOSS, *((COUNT,) if self.graph.loss_counts else ()), *self.graph.metrics)
+        beside = COUNT if self.graph.loss_counts else LABELS if self.graph.labels_per_row else None
+        return (LOSS, *([beside] if beside else []), *self.graph.metrics)
 
     def _loss_call(self, device: torch.device = CPU) -> Callable[..., list[torch.Tensor]]:
         return partial(self._keyed_loss, device) if self._loss.reads.draws else self._plain_loss
@@ -301,7 +332,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
-            exported = export(model, call, tensors, [("model", model), ("loss", loss)])
+            exported = _exported(model, loss, call, tensors)
         settle_buffers(exported)
         cleaned = _cleaned(model, exported, call, tensors)
         nodes = hand_out(exported)
@@ -310,12 +341,58 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
         reads = looked.reads
         nodes = hand_out(exported, reads.weights)
-        prune(exported, [nodes[i] for i in reads.outputs], cleaned.writers)
+        terms = (
+            None if reads.labels is None or reads.labels.output < 0 else add_count(exported, nodes[reads.labels.output])
+        )
+        if reads.labels is not None and reads.labels.output >= 0 and terms is None:
+            reads = changed(reads, labels=None)
+        results = [*(nodes[i] for i in reads.outputs), *([] if terms is None else [terms])]
+        prune(exported, results, cleaned.writers)
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
     called = LossCall(loss, reads, exported.output_shape, looked.places, sample)
-    return Captured(model, graph, exported, cleaned, called, how, call, describes, checkpointed=tuple(checkpointed))
+    return Captured(
+        model,
+        graph,
+        exported,
+        cleaned,
+        called,
+        how,
+        call,
+        describes,
+        settings=Settings(model, {change.slot.place for change in exported.seen.changed}),
+        checkpointed=tuple(checkpointed),
+        sharing=_sharing(model),
+        changed=(exported.seen.changed, looked.changed),
+    )
+
+
+def _exported(model: torch.nn.Module, loss: LossFunction, call: CallShape, tensors: list[torch.Tensor]) -> Exported:
+    """Export the model; one that sets buffers in its first forward has them set by one before.
+
+    Raises:
+        CaptureError: such a buffer changes in later forwards, too, so that what it was before the first is not known.
+    """
+    roots = [("model", model), ("loss", loss)]
+    try:
+        return export(model, call, tensors, roots)
+    except Unready:
+        made = first_forward(model, call, tensors, roots)
+    exported = export(model, call, tensors, roots)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        values, _ = run_nodes(exported, tensors)
+    for name, role in exported.roles.items():
+        if role.tensor is not None and id(role.tensor) in made and not torch.equal(role.tensor, values[name]):
+            raise changes_on(role.name)
+    return exported
+
+
+def _sharing(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, ...]]:
+    found: dict[str, tuple[torch.nn.Parameter, ...]] = {}
+    for other, name in first_of_storages(model).items():
+        found[name] = (*found.get(name, ()), model.get_parameter(other))
+    return found
 
 
 def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensors: list[torch.Tensor]) -> Cleaned:
@@ -333,6 +410,11 @@ def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:
     """What to do about a size that is not the one with which the model was captured."""
     if len(sizes) == len(got) and any(s == 1 != n for s, n in zip(sizes, got, strict=True)):
         return "Capture fixes a size of one: let a batch with more come first, or pad every batch to the same size."
+    if len(sizes) == len(got) and sizes[0] not in (None, got[0]):
+        return (
+            "The model fixes the number of rows while it is captured (len(x) is a number, x.size(0) may vary; a loss "
+            "between the rows of a batch): leave a short last batch out by drop_last=True, or use x.size(0)."
+        )
     return (
         "The model fixes these sizes while it is captured (a loop over time steps fixes its length; nn.LSTM, nn.GRU "
         "and nn.RNN do not): pad every batch to the same size."

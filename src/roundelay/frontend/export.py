@@ -20,11 +20,11 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError
-from roundelay.frontend import cumulative
+from roundelay.frontend import standins
 from roundelay.frontend.face import CallShape, Face, OutputShape, Roots, Seen, Unready
 from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.tracing import users_line_of
-from roundelay.frontend.unseen import refuse_parts, refuse_sparse
+from roundelay.frontend.unseen import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
 
 PREFIX = "model."
@@ -89,6 +89,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
     for sizes in (_every_size, _rows_only, _no_size):
         dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
         with (
+            _attributes_kept(model),
             _watch_modules(model) as running,
             _quiet(),
             Interrupts(inside_torch) as interrupts,
@@ -109,8 +110,9 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
         put_back(program.graph_module)
-        cumulative.put_back(program.graph_module)
+        standins.put_back(program.graph_module)
         refuse_sparse(program.graph)
+        refuse_vmap(program.graph)
         roles = _roles(program, model)
         return Exported(program.graph_module, roles, face.seen, _sizes(program), _guard(program))
     refuse_failing(model, call, tensors)
@@ -155,6 +157,22 @@ def _matters(record: logging.LogRecord) -> bool:
 def _is_no_error(record: logging.LogRecord) -> bool:
     """An operation that cannot take what it gets: pages of torch's own lines for what is raised and told."""
     return record.exc_info is None
+
+
+@contextmanager
+def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Every module has the very objects in its attributes that it had: export puts copies of containers there.
+
+    A list that two modules share would be two lists.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.update(attributes)
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
 
 
 class _Running:
@@ -250,8 +268,43 @@ def _guard(program: torch.export.ExportedProgram) -> Callable[[Sequence[torch.Te
     return lambda tensors: None
 
 
+def first_of_storages(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters that lie where an earlier one does (``b.weight.data = a.weight.data``), and the name of that one.
+
+    Raises:
+        CaptureError: two lie in each other's memory in part.
+    """
+    found: dict[str, str] = {}
+    spans: dict[int, list[tuple[int, int, str, torch.nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        if p.is_meta or p.layout is not torch.strided or not p.numel():
+            continue
+        start = int(p.storage_offset())
+        stop = start + 1 + sum(int((size - 1) * stride) for size, stride in zip(p.size(), p.stride(), strict=True))
+        others = spans.setdefault(p.untyped_storage().data_ptr(), [])
+        for begin, end, other, tensor in others:
+            if start < end and begin < stop:
+                if (begin, tensor.size(), tensor.stride()) != (start, p.size(), p.stride()):
+                    raise _overlap(other, name)
+                found[name] = other
+                break
+        else:
+            others.append((start, stop, name, p))
+    return found
+
+
+def _overlap(one: str, two: str) -> CaptureError:
+    return CaptureError(
+        f"parameters {one!r} and {two!r}",
+        got="two windows into the same memory, which both are trained",
+        expected="parameters each in memory of its own, or one and the same parameter under two names",
+        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or its transpose.",
+    )
+
+
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:
     parameters = {id(p): name for name, p in model.named_parameters()}
+    first = first_of_storages(model)
     buffers = {id(b): name for name, b in model.named_buffers()}
     roles: dict[str, Role] = {}
     inputs = 0
@@ -263,8 +316,9 @@ def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dic
             continue
         target = str(spec.target).removeprefix(PREFIX)
         if spec.kind is InputKind.PARAMETER:
-            parameter = model.get_parameter(target)
-            roles[placeholder] = Role("parameter", parameters[id(parameter)], parameter)
+            name = parameters[id(model.get_parameter(target))]
+            name = first.get(name, name)
+            roles[placeholder] = Role("parameter", name, model.get_parameter(name))
         elif spec.kind is InputKind.BUFFER:
             buffer = model.get_buffer(target)
             roles[placeholder] = Role("buffer", buffers[id(buffer)], buffer)

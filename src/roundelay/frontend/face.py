@@ -131,10 +131,12 @@ class OutputShape:
     Args:
         spec: pytree of the result.
         rest: leaf index to a leaf that is no tensor (a number, None, a cache object).
+        numbers: indices, among the tensor leaves, of numbers that sizes decide; they travel as tensors.
     """
 
     spec: pytree.TreeSpec
     rest: dict[int, Any]
+    numbers: tuple[int, ...] = ()
 
     def unflatten(self, tensors: Mapping[int, Any]) -> Any:
         """The result again; ``tensors`` maps the index among tensor leaves to the leaf."""
@@ -145,7 +147,8 @@ class OutputShape:
             if i in self.rest:
                 leaves.append(self.rest[i])
             else:
-                leaves.append(tensors[seen])
+                leaf = tensors[seen]
+                leaves.append(int(leaf) if seen in self.numbers and isinstance(leaf, torch.Tensor) else leaf)
                 seen += 1
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -246,7 +249,7 @@ class Face(torch.nn.Module):
 
     def _taken(self, result: Any, changes: list[Change]) -> list[torch.Tensor]:
         """Tensor leaves of the result and of what was left, with their layouts noted."""
-        results, self.seen.shape = _laid_out(result)
+        results, self.seen.shape = _laid_out(result, numbers=True)
         left = []
         for change in changes:
             values = list(change.after) if change.slot.kind == "contents" else change.after
@@ -316,11 +319,15 @@ def _other_buffer(change: Change) -> CaptureError:
     )
 
 
-def _laid_out(value: Any) -> tuple[list[torch.Tensor], OutputShape]:
-    """Tensor leaves of a value, and the rest of it."""
+def _laid_out(value: Any, *, numbers: bool = False) -> tuple[list[torch.Tensor], OutputShape]:
+    """Tensor leaves of a value, and the rest of it; numbers that sizes decide as tensors, if that is asked for."""
     leaves, spec = _flat(value)
+    sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)] if numbers else []
+    leaves = [torch.scalar_tensor(leaf, dtype=torch.int64) if i in sizes else leaf for i, leaf in enumerate(leaves)]
     rest = {i: _harmless(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], OutputShape(spec, rest)
+    places = [i for i in range(len(leaves)) if i not in rest]
+    order = tuple(k for k, i in enumerate(places) if i in sizes)
+    return [leaves[i] for i in places], OutputShape(spec, rest, order)
 
 
 def _flat(result: Any) -> tuple[list[Any], pytree.TreeSpec]:

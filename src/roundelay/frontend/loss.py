@@ -11,7 +11,7 @@ model. These are outputs of the model as well, and :mod:`roundelay.frontend.plac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from roundelay.frontend import batch as batches
 from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.face import Opaque, OutputShape, Seen
-from roundelay.frontend.metrics import Metrics, layout, tensors
+from roundelay.frontend.labels import Labels, LabelWatch
+from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.places import Places, unread, weights_at
 from roundelay.frontend.reach import Change, World
@@ -74,6 +75,7 @@ class LossReads:
         first: for every output leaf the first leaf that is the same tensor.
         weights: parameters and buffers of the model that it reads past the model's result.
         metrics: what it returns beside the loss; no part of the model's identity, which is why it is not shown.
+        labels: where their number comes from, if the loss is a mean over labels; not shown either.
     """
 
     outputs: tuple[int, ...]
@@ -84,6 +86,7 @@ class LossReads:
     first: tuple[int, ...]
     weights: tuple[str, ...] = ()
     metrics: Metrics = field(default=(), repr=False)
+    labels: Labels | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +171,14 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
     with ExitStack() as stack:
         stack.enter_context(call.places.filled(outputs.__getitem__))
         before_call = World(world.roots)
-        value, seen = _called(call, outputs, batch, watched)
+        value, seen, terms = _called(call, outputs, batch, watched)
         changed = tuple(before_call.changes())
         before_call.restore()
     if versions != [buffer._version for buffer in buffers]:
         raise _writes_buffer(call, buffers, versions)
     scalar, count = checked(value)
+    if count is not None:
+        check_count(float(scalar.detach()), float(count.detach()))
     beside = without_metrics(value)[1]
     metrics = layout(beside)
     tensors(beside, metrics)
@@ -188,16 +193,30 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
         draws=not torch.equal(state, torch.random.get_rng_state()),
         first=first,
         metrics=metrics,
+        labels=_labels(value, outputs, terms),
     )
     return _Found(reads, tuple(name for name in call.own if f"w{name}" in seen), changed)
 
 
+def _labels(value: Any, outputs: Sequence[torch.Tensor], terms: torch.Tensor | None) -> Labels | None:
+    """Where the number of labels may come from, of a loss that is a cross entropy of its own or the model's."""
+    returned = [i for i, output in enumerate(outputs) if without_metrics(value)[0] is output]
+    return Labels(terms=float(terms)) if terms is not None else Labels(returned[0]) if returned else None
+
+
 def _called(
     call: _Call, outputs: Sequence[torch.Tensor], batch: Batch, watched: Mapping[int, str]
-) -> tuple[Any, set[str]]:
-    """What the loss returns, and which tensors it has touched."""
+) -> tuple[Any, set[str], torch.Tensor | None]:
+    """What the loss returns, which tensors it has touched, and the number of its labels if it is a mean over them."""
     result = call.shape.unflatten(dict(enumerate(outputs)))
-    with torch.enable_grad(), refusing_draws("the loss"), _refusing_grad(), _Watch(watched) as watch:
+    numbers = {f"o{i}" for i in call.shape.numbers}  # they were read for that
+    with (
+        torch.enable_grad(),
+        refusing_draws("the loss"),
+        _refusing_grad(),
+        LabelWatch() as labels,
+        _Watch(watched) as watch,
+    ):
         try:
             value = call.loss(result, batch)
         except RoundelayError:
@@ -205,7 +224,7 @@ def _called(
         except Exception as error:  # the person's own code
             raise _failed(error, batch) from error
         watch.note(value)
-    return value, watch.seen
+    return value, watch.seen | numbers, labels.terms_of(without_metrics(value)[0])
 
 
 @contextmanager
@@ -383,23 +402,36 @@ class LossCall:
         return layout_of(self.layout)
 
     def __call__(self, *values: Any) -> list[torch.Tensor]:
-        """Values in the order (outputs read, batch leaves read); returns [loss] or [sum, count], then metrics."""
+        """The loss of one micro-batch.
+
+        Args:
+            values: outputs read, the number of labels if the model counts them, batch leaves read.
+
+        Returns:
+            [loss], [sum, count] or, of a mean over labels, [loss, labels]; then metrics.
+        """
         if self.reads.writes:
             values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
         read = dict(zip(self.reads.outputs, values, strict=False))
         shown = range(self.shape.num_tensors)
         outputs = {i: self._leaf(read, i) for i in shown}
-        fields = dict(zip(self.reads.batch, values[len(self.reads.outputs) :], strict=True))
+        labels, behind = self.reads.labels, len(self.reads.outputs)
+        counted = labels is not None and labels.output >= 0
+        fields = dict(zip(self.reads.batch, values[behind + counted :], strict=True))
         batch = batches.replace(
             self.layout,
             lambda path, _: fields.get(path, Opaque(f"batch field {path!r}")),
             _no_tensor,
             whole=without_tensors,
         )
-        with self.places.filled(lambda i: self._leaf(read, i)):
+        watch = LabelWatch()
+        with self.places.filled(lambda i: self._leaf(read, i)), watch if labels and not counted else nullcontext():
             value = self.loss(self.shape.unflatten(outputs), batch)
         loss, count = checked(value)
         metrics = tensors(without_metrics(value)[1], self.reads.metrics)
+        if labels is not None:
+            terms = values[behind] if counted else watch.terms_of(without_metrics(value)[0])
+            return [*_of_labels(loss, terms), *metrics]
         return [loss, *metrics] if count is None else [loss, count, *metrics]
 
     def _leaf(self, read: Mapping[int, Any], i: int) -> Any:
@@ -408,3 +440,15 @@ class LossCall:
         if one in read:
             return read[one]
         return Opaque(f"output {i}") if i < self.places.start else unread(self.places, i)
+
+
+def _of_labels(loss: torch.Tensor, terms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over labels, and their number; 0 where there are none, which is 0/0, and zeros as its gradients."""
+    if terms is None:
+        raise JobError(
+            "the loss",
+            got="another value than the mean of a cross entropy, which it returned on the first batch",
+            expected="one kind of loss for every batch",
+            remedy="Compute the loss alike for every batch; a branch on its numbers can be torch.where.",
+        )
+    return torch.where(terms.detach() > 0, loss, 0.0), terms.detach()

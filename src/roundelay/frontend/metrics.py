@@ -6,6 +6,7 @@ the batch's summed count. No gradient comes of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,29 @@ def split(value: Any) -> tuple[Any, dict[str, Any]]:
             remedy='For example: return {"loss": loss, "accuracy": (predicted == labels).float().mean()}.',
         )
     return value[LOSS], {name: metric for name, metric in value.items() if name != LOSS}
+
+
+def check_count(total: float, count: float) -> None:
+    """Refuse what cannot be (sum, count).
+
+    Raises:
+        JobError: the count is no whole number of terms, or there are none and the sum is not 0.
+    """
+    if count == 0 and total != 0:
+        raise no_count(f"0 beside a sum of {total:.6g}")
+    if not (math.isfinite(count) and count >= 0 and count == int(count)):
+        raise no_count(f"{count:.6g}")
+
+
+def no_count(got: str) -> JobError:
+    """The error for a pair whose second number counts nothing."""
+    return JobError(
+        "the pair that the loss returns",
+        got=f"a second number of {got}",
+        expected="(sum, count): a sum over terms, and their number, by which gradients are divided",
+        remedy='A number to be told beside the loss is a metric: return {"loss": loss, "accuracy": accuracy}. A mean '
+        "of another kind is returned alone, as one number.",
+    )
 
 
 def layout(metrics: Mapping[str, Any]) -> Metrics:

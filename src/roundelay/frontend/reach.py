@@ -5,17 +5,21 @@ does not say so. Here everything that models and functions can reach is walked t
 and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
 Two walks tell what a call in between has changed, and it can be put back as if nobody had called.
 
-Not seen: what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C code knows.
+Iterators of Python's own, such as ``itertools.count``, are compared by copies, and put back as copies. Not seen: the
+frames of generators, what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C
+code knows.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import itertools
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -31,7 +35,7 @@ _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collectio
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-Kind = Literal["attribute", "buffer", "parameter", "item", "contents", "cell", "state"]
+Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +44,9 @@ class Slot:
 
     Args:
         holder: the object that holds it.
-        kind: what place of it: an attribute, a buffer or a parameter of a module, an entry of a dict, all that is in a
-            list, a set or a deque, the cell of a closure, or the state of a generator of random numbers.
+        kind: what place of it: an attribute, one of a class, a buffer or a parameter of a module, an entry of a dict,
+            all that is in a list, a set or a deque, the cell of a closure, or the state of a generator of random
+            numbers.
         key: its name there.
         path: what it is called, for people.
     """
@@ -64,10 +69,13 @@ class Slot:
             return _state(self.holder)
         if self.kind == "cell":
             return _in_cell(self.holder)
+        if self.kind == "class":
+            return vars(self.holder).get(self.key, MISSING)
         return self._entries().get(self.key, MISSING)
 
     def write(self, value: Any) -> None:
         """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
+        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's own is not to go on
         if self.kind == "contents":
             _fill(self.holder, value)
         elif self.kind == "state":
@@ -75,6 +83,8 @@ class Slot:
         elif self.kind == "cell":
             if value is not MISSING:
                 self.holder.cell_contents = value
+        elif self.kind == "class":
+            setattr(self.holder, self.key, value)
         elif value is MISSING:
             self._entries().pop(self.key, None)
         else:
@@ -121,7 +131,7 @@ class World:
         self._holders: dict[int, Any] = {}
         for slot, value in _walk(self.roots, self._holders):
             self.slots.setdefault(slot.place, slot)
-            self._values.setdefault(slot.place, value)
+            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
 
     def changes(self) -> list[Change]:
         """What has changed since: topmost slots, of holders that could be reached before."""
@@ -138,9 +148,9 @@ class World:
                 found.append(Change(slot, self._values[place], after))
         return found
 
-    def restore(self) -> None:
-        """Put back what has changed since."""
-        put_back(self.changes())
+    def restore(self, apart: Collection[Kind] = ()) -> None:
+        """Put back what has changed since, but for some kinds of slots."""
+        put_back([change for change in self.changes() if change.slot.kind not in apart])
 
     def holding(self, wanted: Any) -> list[Slot]:
         """The slots in which one object lies; a list that holds it among others included."""
@@ -165,9 +175,9 @@ def set_at(change: Change) -> str:
     library's.
     """
     holder, name = change.slot.holder, change.slot.key
-    if change.slot.kind not in ("attribute", "buffer", "parameter"):
+    if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
         return ""
-    return place_of(type(holder), str(name))
+    return place_of(holder if isinstance(holder, type) else type(holder), str(name))
 
 
 def place_of(kind: type, name: str) -> str:
@@ -209,15 +219,16 @@ def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator
     left = deque((path, value) for path, value in roots)
     while left:
         path, value = left.popleft()
-        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None), type)):
+        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None))):
             continue
         made = list(_slots(path, value))
-        if made or isinstance(value, (tuple, *_CONTAINERS)):
+        if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
             holders[id(value)] = value
         yield from made
         left.extend(_below(path, value, made))
 
 
+_ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter(())), type(iter([])), type(iter(range(0))))
 _CONTAINERS = (list, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -235,6 +246,9 @@ def _slots(path: str, value: Any) -> Iterator[tuple[Slot, Any]]:
         yield Slot(value, "state", None, path), _state(value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
+    elif isinstance(value, type):
+        if not _is_library(value):
+            yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
         yield from ((Slot(value, "attribute", key, f"{path}.{key}"), item) for key, item in list(entries.items()))
@@ -249,6 +263,13 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[Slot, Any]]
         yield Slot(module, "buffer", key, f"{path}.{key}"), item
     for key, item in list(entries.get("_parameters", {}).items()):
         yield Slot(module, "parameter", key, f"{path}.{key}"), item
+
+
+def _of_class(path: str, kind: type) -> Iterator[tuple[Slot, Any]]:
+    """What a class holds for all its objects: numbers, texts, tensors and containers."""
+    for key, item in list(vars(kind).items()):
+        if not key.startswith("__") and isinstance(item, (bool, int, float, str, torch.Tensor, *_CONTAINERS)):
+            yield Slot(kind, "class", key, f"{path}.{key}"), item
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Slot, Any]]:
@@ -277,6 +298,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
         for hooks in _HOOKS:
             yield from ((path, hook) for hook in list(value.__dict__.get(hooks, {}).values()))
         yield path, type(value).forward
+        yield from ((path, base) for base in type(value).__mro__ if not _is_library(base))
     elif isinstance(value, tuple) and len(value) <= MOST:
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.MethodType):
@@ -286,8 +308,10 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
         yield from ((path, part) for part in (value.func, value.args, value.keywords))
     elif isinstance(value, types.FunctionType) and not _is_library(value):
         yield from ((path, part) for part in (value.__defaults__, value.__kwdefaults__) if part is not None)
-    elif _is_plain(value) and callable(value):
-        yield path, type(value).__call__
+    elif _is_plain(value) and not isinstance(value, type):
+        yield path, type(value)
+        if callable(value):
+            yield path, type(value).__call__
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -365,6 +389,8 @@ def _same(one: Any, two: Any) -> bool:
         return bool(one == two or (one != one and two != two))
     if isinstance(one, tuple):
         return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, _ITERATORS):
+        return bool(one.__reduce__() == two.__reduce__())
     if isinstance(one, types.MethodType):
         return bool(one == two)
     if isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and one.ndim == 1:  # a generator's state

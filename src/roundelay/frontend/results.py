@@ -21,20 +21,21 @@ aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.clone.default)
 
 
-def hand_out(exported: Exported, parameters: Sequence[str] = ()) -> list[Node]:
-    """Make every bare output an operation, and parameters that a loss reads past the model further outputs.
+def hand_out(exported: Exported, weights: Sequence[str] = ()) -> list[Node]:
+    """Make every bare output an operation, and weights that a loss reads past the model further outputs.
 
     Args:
         exported: the model; its graph is changed.
-        parameters: names, each of which becomes an output behind the others.
+        weights: names of parameters and buffers, each of which becomes an output behind the others.
 
     Returns:
         The nodes that the graph hands out now.
     """
     graph = exported.module.graph
-    places = {role.name: name for name, role in reversed(exported.roles.items()) if role.kind == "parameter"}
+    kinds = ("parameter", "buffer")
+    places = {role.name: name for name, role in reversed(exported.roles.items()) if role.kind in kinds}
     nodes = {node.name: node for node in graph.nodes}
-    outputs = [*graph.output_node().args[0], *(nodes[places[name]] for name in parameters)]  # type: ignore[misc]
+    outputs = [*graph.output_node().args[0], *(nodes[places[name]] for name in weights)]  # type: ignore[misc]
     made: dict[Node, Node] = {}
     for node in outputs:
         if node not in made and _is_bare(exported, node):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from roundelay.errors import CaptureError
 from roundelay.frontend.draws import Draw, keyed_attention, keyed_call, keyed_dropout
 from roundelay.frontend.export import Exported
+from roundelay.frontend.standins import branch
 
 aten = torch.ops.aten
 
@@ -338,7 +339,7 @@ def _is_random(exported: Exported, node: Node) -> bool:
     target: Any = node.target
     if target is aten.scaled_dot_product_attention.default:
         return float(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0.0  # type: ignore[arg-type]
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if target is branch or isinstance(target, torch._ops.HigherOrderOperator):
         graphs = [getattr(exported.module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
         return any(
             inner.op == "call_function" and _is_random(exported, inner)

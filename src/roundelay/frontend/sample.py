@@ -11,6 +11,7 @@ import torch.fx
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from roundelay.frontend.batch_norms import least_rows, on_one_row
 from roundelay.frontend.export import Exported
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.metrics import value_names
@@ -70,7 +71,18 @@ def describe(
         fingerprint=_fingerprint(exported, parameters, reads),
         sample_rows=rows,
         metrics=value_names(reads.metrics),
+        min_rows=least_rows(exported.module),
+        labels_per_row=_labels_per_row(exported, made, reads, rows),
+        one_row=on_one_row(exported.module, made, rows),
     )
+
+
+def _labels_per_row(exported: Exported, made: dict[str, Any], reads: LossReads, rows: int) -> float:
+    if reads.labels is None:
+        return 0.0
+    counted: Any = exported.module.graph.output_node().args[0]
+    terms = reads.labels.terms if reads.labels.output < 0 else float(made[counted[-1].name])
+    return terms / rows or 1.0
 
 
 def value_name(exported: Exported, node: Node) -> str:

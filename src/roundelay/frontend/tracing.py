@@ -25,7 +25,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from roundelay.errors import CaptureError
-from roundelay.frontend.cumulative import standing_in
+from roundelay.frontend.standins import standing_in
 
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -109,6 +109,8 @@ class Tracing(TorchFunctionMode):
     ) -> Any:
         """Call torch with stand-ins."""
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: dynamo would trace this function itself
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") and getattr(func, "__self__", None) is torch.Tensor.data:
             return self._data(name, args)

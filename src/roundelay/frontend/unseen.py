@@ -62,6 +62,22 @@ def refuse_sparse(graph: torch.fx.Graph) -> None:
                 )
 
 
+def refuse_vmap(graph: torch.fx.Graph) -> None:
+    """Refuse operations between which torch counts levels of vmap or grad: a stage could not begin among them.
+
+    Raises:
+        CaptureError: the forward uses torch.vmap, or what is made of it.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+            raise CaptureError(
+                "torch.vmap in the model's forward (associative_scan and torch.func are made of it)",
+                got=f"operation {node.name!r}",
+                expected="operations on whole tensors, between which the model can be cut",
+                remedy="Write it with operations over all rows at once: broadcasting, torch.einsum, torch.cumsum.",
+            )
+
+
 @contextmanager
 def refusing_tensor_hooks() -> Iterator[None]:
     """Refuse a forward in this block that hangs hooks on gradients of its tensors.

@@ -28,6 +28,8 @@ BATCH = "batch."
 WEIGHT = "weight."
 LOSS = "loss"
 COUNT = "loss.count"
+LABELS = "loss.labels"
+"""The number of labels over which a loss is the mean, beside it where it is one."""
 METRIC, TERMS = "metric.", "metric-count."
 """Before the name of a metric that the loss returns beside the loss, and of the number of its terms, if it says one."""
 
@@ -105,6 +107,9 @@ class Graph:
         fingerprint: identity of operations and parameters, independent of the sample's sizes.
         sample_rows: rows of the sample micro-batch.
         metrics: values that the loss makes beside the loss, as ``metric.NAME`` and ``metric-count.NAME``.
+        min_rows: rows that a micro-batch of a batch has at least, where the batch has as many.
+        labels_per_row: of the sample, where the loss is a mean over labels, some of which may be left out; else 0.
+        one_row: why a batch of a single row cannot be trained on; empty if it can.
     """
 
     ops: tuple[Op, ...]
@@ -119,6 +124,9 @@ class Graph:
     fingerprint: str
     sample_rows: int
     metrics: tuple[str, ...] = ()
+    min_rows: int = 1
+    labels_per_row: float = 0.0
+    one_row: str = ""
 
     def index(self, name: str) -> int:
         """Position of the operation called ``name``.

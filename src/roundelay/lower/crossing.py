@@ -85,7 +85,7 @@ def flows_back(graph: Graph, name: str) -> bool:
 
 def share(graph: Graph, micro_batches: int) -> int:
     """How many micro-batches the sample, a whole batch, is cut into."""
-    return max(1, min(micro_batches, graph.sample_rows))
+    return max(1, min(micro_batches, graph.sample_rows // graph.min_rows))
 
 
 def batch_bytes(graph: Graph, name: str, micro_batches: int) -> int:

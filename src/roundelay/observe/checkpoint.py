@@ -73,7 +73,8 @@ class Checkpoint:
     Args:
         parameters: by their first name in the model.
         buffers: by their first name in the model.
-        optimizer: parameter to its state; a value is a tensor, an int, float, bool, text or None.
+        optimizer: parameter to its state, and the empty name to what belongs to the whole optimizer; a value is a
+            tensor, an int, float, bool, text or None.
         position: how far the run has come.
         seed: the run's seed.
         fingerprint: identity of the model's graph (:attr:`roundelay.ir.graph.Graph.fingerprint`).
@@ -84,6 +85,8 @@ class Checkpoint:
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
         numbers: what evaluations have said, one for each epoch, where a learning rate waits for it.
         optimizer_kind: name of the optimizer's class; empty in checkpoints that were written before it was kept.
+        began: digest of what the run began with and of what it computed by, if that was one and the same from its
+            first update on; empty if it was not, or is not known.
     """
 
     parameters: dict[str, Tensor]
@@ -99,6 +102,7 @@ class Checkpoint:
     loss_scale: tuple[float, int] | None = None
     numbers: tuple[float, ...] = ()
     optimizer_kind: str = ""
+    began: str = ""
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
@@ -239,6 +243,7 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
         "loss_scale": checkpoint.loss_scale,
         "numbers": list(checkpoint.numbers),
         "optimizer_kind": checkpoint.optimizer_kind,
+        "began": checkpoint.began,
         "parameters": list(checkpoint.parameters),
         "buffers": list(checkpoint.buffers),
         "aliases": dict(aliases),
@@ -290,6 +295,7 @@ def _decode(stored: Stored) -> Checkpoint:
         loss_scale=_decode_scale(manifest.get("loss_scale")),
         numbers=tuple(map(float, manifest.get("numbers", ()))),
         optimizer_kind=str(manifest.get("optimizer_kind", "")),
+        began=str(manifest.get("began", "")),
         **{name: manifest[name] for name in _FACTS},
     )
 

@@ -25,7 +25,7 @@ import torch
 from roundelay.errors import InternalError
 from roundelay.ir.averages import EMA
 from roundelay.ir.clip import EPSILON
-from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
+from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.norms import norm_of, whole_norm
 from roundelay.reference.predict import Ahead, distance, predict
@@ -58,7 +58,7 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
     draw: Callable[[int], Any],
     *,
     audit: Audit | None = None,
-    start: dict[str, Any] | None = None,
+    start: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> ReferenceResult:
     """Train in one process, literally as the rule says.
 
@@ -75,7 +75,7 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
         draw: g to the key of the micro-batch's random numbers.
         audit: called with (``forward``, k, g, outputs), (``backward``, k, g, gradients: those of inputs under
             ``d NAME``) and (``update``, k, t, weights after it), in causal order.
-        start: state dict of the optimizer at the start, loaded after the scheduler has come to the start's version.
+        start: puts the state at the start into an optimizer, after its scheduler has come to the start's version.
 
     Returns:
         Losses, and the state of everything at the end.
@@ -128,6 +128,7 @@ class _Run:
         self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
         self._gradients: Tensors = {}
         self._total_count: float | None = None
+        self._lacking = 0.0  # of the batch's shares, for want of labels
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
         self._rows = 0  # of the batch's micro-batches that are summed
@@ -153,7 +154,8 @@ class _Run:
         self._down(header, passes, self._seed(header, values) * scale, scale)
         self._passed += 1
         self._rows += header.rows
-        self._begun[self._passed] = dict(self._gradients), self._total_count or self._rows / header.batch_rows
+        share = self._rows / header.batch_rows - self._lacking
+        self._begun[self._passed] = dict(self._gradients), self._total_count or share or 1.0
         if header.ends_batch:
             self._update(header.batch, newest)
             self._begun[self._passed] = {}, 1.0
@@ -266,6 +268,10 @@ class _Run:
     def _seed(self, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
         """The loss's own gradient: its weight in the batch's mean, or 1 where the update divides by the count."""
         loss = values[LOSS]
+        if LABELS in values and header.count > 1:  # weighed by labels; the update divides by what is there of all
+            full = float(values[LABELS]) / (header.rows * self._setting.labels_per_row)
+            self._lacking += (lacking := header.weight * (1.0 - full))
+            return torch.full_like(loss, header.weight - lacking)
         if COUNT not in values:
             return torch.full_like(loss, header.weight)
         count = float(values[COUNT])
@@ -303,7 +309,7 @@ class _Run:
             self._gradients[name] = gradient if held is None else held + gradient
 
     def _update(self, batch: int, newest: int) -> None:
-        total = self._total_count
+        total = 1.0 - self._lacking if self._lacking else self._total_count
         lengths = self._lengths(total)
         whole = self._norms[batch] = whole_norm(lengths)
         if self._setting.loss_scale.on:
@@ -321,6 +327,7 @@ class _Run:
         }
         self._batch_ends.append(self._passed)
         self._gradients, self._total_count, self._rows = {}, None, 0
+        self._lacking = 0.0
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
 

@@ -91,6 +91,7 @@ class Setting:
         numbers: what evaluations have said, for a scheduler that waits for it.
         ema: decay of the weights' exponential moving average; 0 for none.
         ema_at: the averages by parameter name where the run starts; None: they begin with the weights.
+        labels_per_row: of the sample, where the loss is a mean over labels; else 0.
         loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
             at the first.
     """
@@ -104,6 +105,7 @@ class Setting:
     ema: float = NO_EMA
     ema_at: Mapping[str, torch.Tensor] | None = field(default=None, hash=False)
     loss_scale_at: tuple[float, int] | None = None
+    labels_per_row: float = 0.0
 
 
 @dataclass(slots=True)

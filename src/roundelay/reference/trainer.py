@@ -6,7 +6,7 @@ Unlike the runtime, which has an optimizer per stage: that the two agree is part
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -26,14 +26,14 @@ class Recipe:
     Args:
         optimizer: named parameters to an optimizer over all of them.
         scheduler: optimizer to a scheduler, stepped after every update; None for constant rates.
-        start: the optimizer's state dict at the run's first version; None at a fresh start.
+        start: puts the state at the run's first version into an optimizer; None at a fresh start.
         version: number of updates done before the run.
         numbers: what evaluations have said, for a scheduler that waits for it; its rate then stays.
     """
 
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
-    start: dict[str, Any] | None
+    start: Callable[[Optimizer], None] | None
     version: int
     numbers: tuple[float, ...] = ()
 
@@ -51,15 +51,17 @@ class Recipe:
         for _ in range(self.version if scheduler is not None else 0):
             _pass(optimizer, scheduler)
         if self.start is not None:
-            optimizer.load_state_dict(copy.deepcopy(self.start))
+            self.start(optimizer)
         return optimizer, scheduler
 
 
-def _pass(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Let one update pass without gradients, which changes nothing but the scheduler's place."""
+def _pass(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
+    """Let one update pass; without gradients it changes nothing but the scheduler's place. The rates it was made at."""
     optimizer.step()
+    rates = [float(group["lr"]) for group in optimizer.param_groups]  # which a step of the person's own may write
     if scheduler is not None:
         scheduler.step()
+    return rates
 
 
 @final
@@ -126,10 +128,12 @@ class Trainer:
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """W[t+1], S[t+1] = Opt(W[t], S[t], gradients, lr(t)); a parameter without gradient has none at all."""
         before = self.versions[self.live]
-        rates = {name: float(group["lr"]) for name, group in groups_of(self._optimizer, self._named).items()}
         for name, parameter in self._named:
             parameter.grad = gradients[name].clone() if name in gradients else None
-        _pass(self._optimizer, self._scheduler)
+        made_at = _pass(self._optimizer, self._scheduler)
+        groups = zip(self._optimizer.param_groups, made_at, strict=True)
+        of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
+        rates = {name: of[id(parameter)] for name, parameter in self._named if id(parameter) in of}
         for _, parameter in self._named:
             parameter.grad = None
         after = self._weights()

@@ -22,10 +22,11 @@ class Gradients:
         names: of the stage's parameters, in the order in which norms are taken.
         clip: what the plan says.
         scaled: whether losses are scaled, so that sums may be no finite numbers.
+        shares: whether what is counted are shares that labels left out have taken from the whole, 1; else terms.
     """
 
-    def __init__(self, names: Sequence[str], clip: Clip, *, scaled: bool = False) -> None:
-        self._names, self._clip, self._scaled = names, clip, scaled
+    def __init__(self, names: Sequence[str], clip: Clip, *, scaled: bool = False, shares: bool = False) -> None:
+        self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
         self._sums: Tensors = {}
         self._own: set[str] = set()  # of these the sum is our own tensor, which may be added to in place
         self._count = 0.0
@@ -50,14 +51,19 @@ class Gradients:
         self._share = self.rows / header.batch_rows
 
     def count(self, count: float) -> None:
-        """Add the number of terms that a micro-batch's loss has summed."""
+        """Add the number of terms that a micro-batch's loss has summed, or the share that it lacks."""
         self._count += count
+
+    def _over(self) -> float:
+        """What divides the whole sums; 0: nothing does."""
+        return 1.0 - self._count if self._shares and self._count else self._count
 
     def square(self) -> float:
         """The squared 2-norm of the batch's gradients, all of which must be in, as the update will get them."""
         grads = [self._sums[n] for n in self._names if n in self._sums]
         norm = float(_norm_of(grads)) if grads else 0.0
-        norm = norm / self._count if self._count else norm
+        over = self._over()
+        norm = norm / over if over else norm
         return norm * norm
 
     def whole(self, norm: float | None) -> Tensors:
@@ -67,8 +73,8 @@ class Gradients:
             norm: of the whole model's gradient, to clip by; None where the plan asks for none, or none is known.
         """
         means = {n: self._sums[n] for n in self._names if n in self._sums}
-        if self._count:
-            means = {n: torch.div(total, self._count) for n, total in means.items()}
+        if over := self._over():
+            means = {n: torch.div(total, over) for n, total in means.items()}
         return self._clipped(means, norm)
 
     def begun(self) -> Tensors:
@@ -76,7 +82,7 @@ class Gradients:
 
         None where they are scaled and not finite, since the update will find none.
         """
-        over = self._count or self._share
+        over = (self._share - self._count) or 1.0 if self._shares else self._count or self._share
         means = {n: torch.div(self._sums[n], over) for n in self._names if n in self._sums}
         if self._scaled and means and not math.isfinite(float(_norm_of(list(means.values())))):
             return {}

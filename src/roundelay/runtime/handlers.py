@@ -12,8 +12,9 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
+from roundelay.frontend.metrics import check_count
 from roundelay.ir.clip import NORM, SQUARE
-from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
+from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import SCALE
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -44,7 +45,8 @@ class Context:
         outbox: what the last instruction made, by channel.
         report: where to tell.
         audit: told of everything that is computed, if somebody asked.
-        counts: terms summed by the loss, by micro-batch, until its backward.
+        counts: terms summed by the loss, or the share that it lacks for want of labels, by micro-batch, until its
+            backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
         unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
         norms: of the whole model's gradient, where the plan clips by them.
@@ -105,7 +107,7 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
     if LOSS in outputs:
-        _tell_loss(context, header, outputs)
+        _tell_loss(context, run, outputs)
     return None
 
 
@@ -119,7 +121,8 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     scale = context.scales.of(run.g) if context.stage.halved else context.scales.done(run.g)
     if run.g in context.losses:
-        grads |= context.stage.seed(header, context.losses.pop(run.g), scale)
+        lacking = 0.0 if COUNT in context.stage.function.outputs else context.counts[run.g]
+        grads |= context.stage.seed(header, context.losses.pop(run.g), scale, lacking)
     square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads, scale)
     count = context.counts.pop(run.g, 0.0)
@@ -237,24 +240,45 @@ def _value(value: Any) -> Value:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _tell_loss(context: Context, header: MicroBatch, outputs: Mapping[str, Any]) -> None:
-    loss = float(outputs[LOSS])
+def _tell_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
+    header, loss = _header(run), float(outputs[LOSS])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
     if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
             got=str(loss),
             expected="a finite number",
-            remedy="Lower the learning rate, or look at this batch.",
+            remedy=_not_finite(header, loss, run.version),
         )
+    if COUNT in outputs:
+        check_count(loss, count)
     context.losses[header.g] = outputs[LOSS]
-    context.counts[header.g] = count
+    lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
+    context.counts[header.g] = count or lacking
     told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    if lacking:
+        told["lacking"] = lacking
     if context.riding.scale:
         told["scale"] = context.scales.of(header.g)
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
         told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
     context.report(Report("loss", context.worker, told))
+
+
+def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:
+    """What to do about a loss that is no number, after so many updates."""
+    found = "Lower the learning rate, or look at this batch."
+    if not updates:
+        found = (
+            "No update was made before it, so that it comes of the data or of the model as it begins: look for "
+            "numbers in this batch that are not finite, and for a log, a root or a division by 0 in model and loss."
+        )
+    if header.count > 1 and math.isnan(loss):
+        found += (
+            f" This is one of {header.count} micro-batches of a batch: a mean over what it has none of is 0/0; let the "
+            "loss return (sum, count), or give --micro-batches 1."
+        )
+    return found
 
 
 def _hand_over(context: Context, header: MicroBatch) -> None:

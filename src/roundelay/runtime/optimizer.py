@@ -15,17 +15,20 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.errors import JobError
-from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
-from roundelay.runtime.nested import flattened, nested
+from roundelay.runtime.handed_over import Before
+from roundelay.runtime.kept_state import Kept
+from roundelay.runtime.wrapped import all_groups, all_states
 
 
 def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimizer:
     """The job's optimizer over all of ``named``.
 
     Raises:
-        JobError: it is no optimizer, one whose step needs a closure, or one of other parameters than ``named``.
+        JobError: it is no optimizer, one whose step needs a closure, one of other parameters than ``named``, or the
+            function has put hooks or gradients on the parameters, or changed them.
     """
+    before = Before(named)
     try:
         optimizer = make(named)
     except Exception as error:  # the person's own code
@@ -51,16 +54,27 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
             remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
         )
     given = {id(parameter) for _, parameter in named}
-    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+    if any(id(parameter) not in given for _, _, group in all_groups(optimizer) for parameter in group["params"]):
         raise JobError(
             f"Job(optimizer=...), {type(optimizer).__name__}",
             got="a parameter that the function was not given, such as one of model.parameters()",
             expected="an optimizer over parameters of its argument: every stage trains parameters of its own",
             remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
         )
+    before.check()
+    _unshare(optimizer)
     if switches(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def _unshare(optimizer: torch.optim.Optimizer) -> None:
+    """Give the groups tensors of their own: schedulers write into a learning rate that is one, of every optimizer."""
+    own: dict[int, torch.Tensor] = {}
+    for _, _, group in all_groups(optimizer):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor):
+                group[key] = own.setdefault(id(value), value.detach().clone())
 
 
 def switches(optimizer: torch.optim.Optimizer) -> bool:
@@ -119,7 +133,7 @@ def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Paramete
     """
     kept = {id(parameter) for parameter in own.values()}
     names = {id(parameter): name for name, parameter in named}
-    for group in optimizer.param_groups:
+    for _, _, group in all_groups(optimizer):
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
         if "param_names" in group:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
@@ -131,7 +145,7 @@ def no_group_empty(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     In plain PyTorch no group is empty, and optimizers look at a group's first parameter.
     """
-    empty = [group for group in optimizer.param_groups if not group["params"]]
+    empty = [group for _, _, group in all_groups(optimizer) if not group["params"]]
     for group in empty:
         group["params"] = [_NOTHING]
     try:
@@ -139,7 +153,8 @@ def no_group_empty(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group in empty:
             group["params"] = []
-        optimizer.state.pop(_NOTHING, None)
+        for _, state in all_states(optimizer):
+            state.pop(_NOTHING, None)
 
 
 _NOTHING = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -169,24 +184,53 @@ class RateTable:
         #: what kind of optimizer it is, and what kinds that is
         self.kinds = tuple(kind.__name__ for kind in type(self._optimizer).__mro__[:-2])
         narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
-        self._optimizer.state.clear()
+        for _, state in all_states(self._optimizer):
+            state.clear()
+        self._kept = Kept(self._optimizer, named)
+        #: options of its groups, as the functions have made them
+        self.made_with = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)
         #: whether the next epoch's rates wait for what an evaluation says
         self.waits = made is not self._scheduler
+        self._kept.settle()
         self._rates: list[tuple[float, ...]] = [self._now()]
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The scheduler that every update steps."""
+        return self._scheduler
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a scheduler says them, update by update; else they are what the optimizer's groups say."""
+        return self._scheduler is not None
+
+    def check(self) -> None:
+        """Refuse rates and options that the person's program has changed by hand, in this optimizer.
+
+        Raises:
+            JobError: naming the option.
+        """
+        self._kept.check()
 
     def rates(self, group: int, update: int, count: int) -> tuple[float, ...]:
         """lr(update), lr(update+1), ... of a group: ``count`` of them."""
         return tuple(self.at(u)[group] for u in range(update, update + count))
 
     def at(self, update: int) -> tuple[float, ...]:
-        """lr(update) of every group."""
+        """lr(update) of every group.
+
+        Raises:
+            JobError: as :meth:`check`; or the optimizer cannot step without gradients.
+        """
+        self.check()
         if self._scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
             self._stand_still()
             with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
                 self._scheduler.step()
+            self._kept.settle()
             self._rates.append(self._now())
         return self._rates[update]
 
@@ -227,42 +271,6 @@ def _rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
 def without_gradients(model: torch.nn.Module) -> Named:
     """The model's parameters as objects of their own, which share the weights but no gradient."""
     return [(n, torch.nn.Parameter(p.detach(), p.requires_grad)) for n, p in model.named_parameters()]
-
-
-def state_of(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """A copy of the optimizer's state by parameter name, on the CPU, with nothing nested in it.
-
-    Raises:
-        JobError: the state is of a kind that cannot be kept.
-    """
-    copies: dict[str, dict[str, Any]] = {}
-    for name, parameter in own.items():
-        state = optimizer.state.get(parameter)
-        if state:
-            flat = flattened(state)
-            copies[name] = {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in flat.items()}
-    return copies
-
-
-def restore_state(
-    optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], state: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Put a copy of a saved state into the optimizer, each tensor where the optimizer itself would have made it."""
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in own.items():
-        if name not in state:
-            continue
-        group = groups.get(id(parameter), {})
-        counted_there = bool(group.get("fused") or group.get("capturable"))
-        flat = {
-            k: v.to(parameter.device if k != "step" or counted_there else v.device, copy=True)
-            if isinstance(v, torch.Tensor)
-            else v
-            for k, v in flattened(state[name]).items()
-            if k not in (EMA, EVALUATED)
-        }
-        if flat:  # else it has made no step: an optimizer makes its state with the first
-            optimizer.state[parameter] = nested(flat)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Sequence[tuple[int, dict[str, Any], torch.nn.Parameter]]:

@@ -100,7 +100,11 @@ class Predictions:
                     group,
                     p,
                     setting=self._setting,
-                    outlook=Outlook(self._rates.rates(index, version, distance)),
+                    outlook=Outlook(
+                        self._rates.rates(index, version, distance)
+                        if self._rates.scheduled
+                        else (float(group["lr"]),) * distance  # which the optimizer's own step may have written
+                    ),
                     last=self.last.get(name),
                     begun=begun.get(name),
                 )

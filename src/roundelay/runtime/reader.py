@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import num_rows, split, split_rows
+from roundelay.frontend.batch import num_rows, part_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
 from roundelay.runtime.ahead import Registers, ahead
@@ -53,13 +53,14 @@ class Extent:
         return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
 
 
-def read(
+def read(  # noqa: PLR0913  data, from where to where, and in which parts
     batches: Batches,
     seed: int,
     micro_batches: int,
     extent: Extent,
     values: Callable[[Any], dict[str, torch.Tensor]],
     *,
+    min_rows: int = 1,
     registers: Registers | None = None,
     control: Control | None = None,
 ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
@@ -71,6 +72,7 @@ def read(
         micro_batches: M.
         extent: from where to where.
         values: micro-batch -> tensors by value name.
+        min_rows: of a micro-batch, as the graph says.
         registers: if given, a thread of its own reads ahead into them.
         control: may ask for a checkpoint, or for the end, before any batch.
 
@@ -84,12 +86,12 @@ def read(
     with closing(in_line if registers is None else ahead(in_line, registers)) as source:
         for batch, epoch, ends_epoch, final in source:
             rows = num_rows(batch)
-            sizes = split_rows(rows, micro_batches)
+            sizes = part_rows(batch, micro_batches, min_rows)
             if control is not None and control.ending:
                 final = True
             asked = control is not None and control.takes_save()
             saved = int(not final and (asked or extent.saves(t, ends_epoch)))
-            for i, part in enumerate(split(batch, micro_batches)):
+            for i, part in enumerate(split(batch, micro_batches, min_rows)):
                 last = int(final and i + 1 == len(sizes))
                 header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
                 yield header, values(part)

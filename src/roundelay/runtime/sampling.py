@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from roundelay.errors import DeadlineError, RoundelayError
-from roundelay.frontend.batch import num_rows, split, split_rows
+from roundelay.frontend.batch import part_rows, split
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.ahead import Registers, Tell, ahead, silent
 from roundelay.runtime.epoch import Generators, Opened, forget, looked_at, peeked
@@ -135,6 +135,8 @@ def reading_s(
     deadline_s: float = DEADLINE_S,
     tell: Tell = silent,
     look: Callable[[Any], None] = lambda micro_batch: None,
+    *,
+    min_rows: int = 1,
 ) -> float:
     """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
 
@@ -148,6 +150,7 @@ def reading_s(
         deadline_s: seconds that a batch is waited for.
         tell: told of long waits.
         look: shown every micro-batch that is measured by; whatever it raises is raised.
+        min_rows: of a micro-batch, as the graph says.
 
     Raises:
         DeadlineError: a batch did not come in time.
@@ -159,7 +162,7 @@ def reading_s(
         with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, tell))) as source:
             next(source)
             for batch, seconds in source:
-                parts += len(split_rows(num_rows(batch), micro_batches))
+                parts += len(part_rows(batch, micro_batches, min_rows))
                 seen.append(batch)
                 spent += seconds
                 if spent > BUDGET_S:
@@ -169,6 +172,6 @@ def reading_s(
     except RoundelayError:
         pass
     for batch in seen:
-        for part in split(batch, micro_batches):
+        for part in split(batch, micro_batches, min_rows):
             look(part)
     return spent / parts if parts else 0.0

@@ -25,15 +25,13 @@ from roundelay.observe.flight import StageFlight, Weights
 from roundelay.runtime.averages import Averages
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.in_flight import InFlight, kept_at, last_steps
-from roundelay.runtime.nested import flattened
+from roundelay.runtime.kept_state import Kept
 from roundelay.runtime.optimizer import (
     RateTable,
     build_optimizer,
     build_scheduler,
     narrow,
     no_group_empty,
-    restore_state,
-    state_of,
     stepped,
     without_gradients,
 )
@@ -49,7 +47,7 @@ class Initial:
     Args:
         parameters: by name.
         buffers: by name.
-        optimizer: state by parameter name; empty at a cold start.
+        optimizer: state by parameter name, and what belongs to the whole optimizer; empty at a cold start.
         updates: updates made before.
         flight: what every stage had in flight, if the run goes on in mid-flight.
         loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
@@ -104,14 +102,15 @@ class Stage:
         self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
+        self._kept_state = Kept(self.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
-        rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
+        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
                 self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
-        restore_state(self.optimizer, self.parameters, initial.optimizer)
+        self._kept_state.restore(self.parameters, initial.optimizer)
         self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
         #: what backwards have left for :meth:`weight_half`, by micro-batch
@@ -119,12 +118,20 @@ class Stage:
         #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
         #: of the batch that is under way
-        self.gradients = Gradients(spec.parameters, self.clip, scaled=LossScale.parse(plan.loss_scale).on)
+        self.gradients = Gradients(
+            spec.parameters,
+            self.clip,
+            scaled=LossScale.parse(plan.loss_scale).on,
+            shares=not captured.graph.loss_counts,
+        )
+        self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
             last = last_steps(flight, place)
-        self._predictions = Predictions(plan.predictor, self.optimizer, self.parameters, rates, self.gradients, last)
+        self._predictions = Predictions(
+            plan.predictor, self.optimizer, self.parameters, self._rates, self.gradients, last
+        )
         self.in_flight = InFlight(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
@@ -194,9 +201,30 @@ class Stage:
         self.gradients.add(of_parameters)
         return of_parameters
 
-    def seed(self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor | None]:
-        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled."""
-        return {LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight))}
+    def seed(
+        self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0, lacking: float = 0.0
+    ) -> dict[str, torch.Tensor | None]:
+        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled.
+
+        Args:
+            header: of the micro-batch.
+            loss: its loss.
+            scale: what it is multiplied by.
+            lacking: the part of its share that its missing labels would have, as :meth:`lacking` says.
+        """
+        return {
+            LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight - lacking))
+        }
+
+    def lacking(self, header: MicroBatch, labels: float) -> float:
+        """What labels that a micro-batch leaves out, of as many as the sample's rows have, take from its share.
+
+        The batch's shares are then divided by what is left of 1. A batch in one piece lacks nothing: its own mean is
+        the loss.
+        """
+        if header.count == 1:
+            return 0.0
+        return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
 
     def update(self, version: int, norm: float | None = None) -> None:
         """One optimizer step with the batch's gradients, the one after ``version`` others.
@@ -204,6 +232,9 @@ class Stage:
         Args:
             version: updates made before.
             norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
+
+        Raises:
+            JobError: the person's program has changed a learning rate or another option by hand.
 
         Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
         copy, and the old tensors live exactly as long as somebody needs them.
@@ -216,17 +247,18 @@ class Stage:
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
-        with self._predictions.watching(), no_group_empty(self.optimizer):
+        self._rates.check()
+        with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # not only when the first checkpoint is due
-            for parameter in self.parameters.values():
-                flattened(self.optimizer.state.get(parameter, {}))
+            self._kept_state.entries(self.parameters, copied=False)
             self._known_state = True
         self._averages.update()
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+            self._kept_state.settle()
         self.gradients.clear()
         self._predictions.clear()
 
@@ -278,7 +310,7 @@ class Stage:
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
         behind = self.in_flight.buffers(updates)
         buffers = self.buffers if behind is None else behind
-        state = state_of(self.optimizer, self.parameters)
+        state = self._kept_state.entries(self.parameters)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}

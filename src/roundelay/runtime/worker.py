@@ -158,6 +158,7 @@ class _Worker:
             task.plan.micro_batches,
             task.extent,
             task.captured.values,
+            min_rows=task.captured.graph.min_rows,
             registers=self.registers,
             control=task.control,
         )

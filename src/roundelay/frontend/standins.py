@@ -1,13 +1,16 @@
-"""BatchNorm with ``momentum=None``, whose statistics are means over all batches so far.
+"""Functions that a stage runs in the place of what a trace would hold for ever, or cannot differentiate.
 
-Its factor is one over the number of batches, which the layer reads from a buffer into Python: a trace would hold the
-first one for ever. So while a model is exported an operator of our own stands for the layer, and what a stage runs is
-:func:`cumulative_batch_norm`, which reads the buffer at every call.
+*BatchNorm with* ``momentum=None``, whose statistics are means over all batches so far: its factor is one over the
+number of batches, which the layer reads from a buffer into Python. While a model is exported an operator of our own
+stands for the layer; a stage runs :func:`cumulative_batch_norm`, which reads the buffer at every call.
+
+``torch.cond``: its own operator traces both branches again when it is differentiated. A stage runs :func:`branch`,
+which is what it means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,11 +61,20 @@ def standing_in() -> Iterator[None]:
         layer.forward = original
 
 
+def branch(pred: Any, true: Any, false: Any, operands: Sequence[Any] = ()) -> Any:
+    """``torch.cond``: one of two graphs, called as autograd would see it without any condition."""
+    return (true if bool(pred) else false)(*operands)
+
+
 def put_back(module: torch.fx.GraphModule) -> None:
-    """Replace the operator in a graph, and in the graphs that its operations run, by the function."""
+    """Replace the operators in a graph, and in the graphs that its operations run, by the functions."""
+    functions = {
+        torch.ops.roundelay.cumulative_batch_norm.default: cumulative_batch_norm,
+        torch.ops.higher_order.cond: branch,
+    }
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             for node in inner.graph.nodes:
-                if node.target is torch.ops.roundelay.cumulative_batch_norm.default:
-                    node.target = cumulative_batch_norm
+                if node.op == "call_function":
+                    node.target = functions.get(node.target, node.target)
             inner.recompile()

@@ -1,0 +1,128 @@
+"""Looks at what a person's code keeps from call to call, where capture has seen it change something."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from roundelay.errors import JobError, RunError
+from roundelay.frontend import Captured
+from roundelay.frontend.batch import Batch, fresh, in_step, num_rows, replace, split
+from roundelay.frontend.face import default_inputs
+from roundelay.frontend.reach import Change, World
+from roundelay.frontend.stateful import refuse_state
+from roundelay.job import Job
+from roundelay.runtime.isolated import isolated
+from roundelay.runtime.optimizer import build_optimizer, without_gradients
+
+LIMIT_S = 120.0
+"""Seconds that the calls may take in all."""
+
+
+@contextmanager
+def untouched(job: Job) -> Iterator[None]:
+    """The person's objects are as they were behind the block, but for buffers that a first forward has made.
+
+    What capture and measuring call of a job keeps no trace of it: not in the attributes of its model, not in what its
+    loss counts, not in lists that its functions fill.
+    """
+    functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
+    world = World([("model", job.model), *((name, call) for name, call in functions if call is not None)])
+    try:
+        yield
+    finally:
+        world.restore(apart=("buffer", "parameter"))
+
+
+def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
+    """Refuse a model or a loss whose next call reads what the last one has left.
+
+    Only those are called whose capture has changed a slot: in a child, so that nobody sees it.
+
+    Raises:
+        CaptureError: the forward does.
+        JobError: the loss does.
+    """
+    changed = captured.changed
+    if not any(changed) or any(parameter.is_meta for parameter in job.model.parameters()):
+        return
+
+    def look() -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # what the person's code prints
+            os.dup2(nowhere, stream)
+        _look(job, sample, changed)
+
+    if hasattr(os, "fork"):
+        try:
+            isolated(look, "looking for what the model keeps from call to call", limit_s=LIMIT_S)
+        except RunError:  # it was killed, or took too long; what it looked for is not known
+            return
+    else:
+        _look(job, sample, changed)
+
+
+def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
+    def call(rows: Batch) -> Any:
+        batch = fresh(rows)
+        args, kwargs = (job.inputs or default_inputs)(batch)
+        result = job.model(*args, **kwargs)
+        return result, job.loss(result, batch)
+
+    with torch.random.fork_rng(devices=[]):
+        of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
+        roots = [("model", job.model), ("loss", job.loss)]
+        refuse_state(job.model, lambda: call(sample), lambda: call(_another(sample)), roots, of_loss)
+
+
+def _another(sample: Batch) -> Batch:
+    """A batch unlike the sample: half of its rows, or its numbers made larger where it has no four rows."""
+    if in_step(sample) and num_rows(first := split(sample, 2)[0]) > 1:
+        return first
+    return replace(sample, lambda _, leaf: leaf * 1.25 if leaf.is_floating_point() else leaf)
+
+
+def check_sharing(job: Job, captured: Captured) -> None:
+    """Refuse parameters in one memory that the optimizer steps otherwise than one parameter with both gradients.
+
+    Raises:
+        JobError: naming both, and the optimizer.
+    """
+    for name, others in captured.sharing.items():
+        names = {id(p): n for n, p in job.model.named_parameters()}
+        for other in [names[id(p)] for p in others]:
+            one, two = (_stepped_twice(job, (name, other), summed=summed) for summed in (False, True))
+            moved = (one[1] - one[0]).abs().max()
+            if (one[1] - two[1]).abs().max() > 1e-4 * moved:
+                raise JobError(
+                    f"parameters {name!r} and {other!r}",
+                    got=f"two parameters in one memory, which {one[2]} steps one after the other",
+                    expected="one parameter under two names, whose gradients are added",
+                    remedy=f"Tie them as torch does: model.{other} = model.{name}, instead of an assignment to .data.",
+                )
+
+
+def _stepped_twice(job: Job, pair: tuple[str, str], *, summed: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """A weight before and after three steps with made-up gradients, and the optimizer's name.
+
+    Args:
+        job: the job.
+        pair: names of two parameters in one memory.
+        summed: give the first one both gradients, not each its own.
+    """
+    named = dict(without_gradients(job.model))
+    first = named[pair[0]] = torch.nn.Parameter(named[pair[0]].detach().clone())
+    second = named[pair[1]] = torch.nn.Parameter(first.detach())
+    second.data = first.data
+    before = first.detach().clone()
+    optimizer = build_optimizer(job.optimizer, list(named.items()))
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        grads = [torch.randn(before.shape, generator=draws, dtype=torch.float32).to(before.dtype) for _ in pair]
+        first.grad, second.grad = (grads[0] + grads[1], None) if summed else (grads[0], grads[1])
+        optimizer.step()
+    return before, first.detach(), type(optimizer).__name__

@@ -1,0 +1,92 @@
+"""Losses that are the mean of a cross entropy over labels: how many labels a micro-batch has.
+
+``cross_entropy`` and ``nll_loss`` leave out labels that are ``ignore_index`` (-100: padding, prompts), so a batch's
+mean is that of its parts weighed by their labels, not by their rows; a part without any is 0/0. Where the loss *is*
+the result of such a call, in the loss function or in the model that returns its own loss, its labels are counted
+beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from roundelay.frontend.export import Exported
+
+aten = torch.ops.aten
+
+_MEAN = 1
+"""What ATen calls the reduction ``mean``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Where the number of labels comes from.
+
+    Args:
+        output: the output leaf that the loss returns as it is; -1: the loss function calls the cross entropy.
+        terms: labels of the sample.
+    """
+
+    output: int = -1
+    terms: float = 0.0
+
+
+def count_labels(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """Labels that are not ``ignore_index``, or their summed class weights: what a mean is divided by; float64."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum(dtype=torch.float64)
+    return torch.where(kept, weight.detach()[torch.where(kept, target, 0)], 0.0).sum(dtype=torch.float64)
+
+
+class LabelWatch(TorchFunctionMode):
+    """Notes every mean of a cross entropy, by the tensor that it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _SIGNATURES:
+            given = _SIGNATURES[func].bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            call = given.arguments
+            mean = call["reduction"] == "mean" and call["size_average"] in (None, True) and call["reduce"] is not False
+            if mean and isinstance(call["target"], torch.Tensor) and not call["target"].is_floating_point():
+                self._found.append((result, call["target"], call["weight"], call["ignore_index"]))
+        return result
+
+    def terms_of(self, value: Any) -> torch.Tensor | None:
+        """The number of labels of a loss, if it is such a mean."""
+        for result, target, weight, ignore_index in self._found:
+            if result is value:
+                with torch.no_grad():
+                    return count_labels(target, weight, ignore_index)
+        return None
+
+
+_SIGNATURES = {function: signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
+
+
+def add_count(exported: Exported, node: torch.fx.Node) -> torch.fx.Node | None:
+    """An operation that counts the labels of the cross entropy that ``node`` is; None if it is no mean of one."""
+    if node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("reduction", _MEAN) != _MEAN or given["target"].meta["val"].dtype.is_floating_point:
+        return None
+    with exported.module.graph.inserting_after(node):
+        made = exported.module.graph.call_function(
+            count_labels, (given["target"], given.get("weight"), given.get("ignore_index", -100))
+        )
+    made.meta = dict(node.meta)
+    return made

@@ -1,0 +1,55 @@
+"""Every program of the table trains as in plain PyTorch, or is refused in the words that stand there."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import roundelay
+from roundelay.errors import RoundelayError
+from tests.programs import buffers, losses, results, states, weights  # noqa: F401  they fill the table
+from tests.programs.plain import STEPS, difference, fresh, trained, trained_plainly
+from tests.programs.table import PROGRAMS
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is old
+USAGE = 2
+EQUAL = sorted(name for name, one in PROGRAMS.items() if one.refused is None and not one.draws)
+REFUSED = sorted(name for name, one in PROGRAMS.items() if one.refused is not None)
+WAYS: list[dict[str, Any]] = [
+    {"rule": "1f1b", "micro_batches": 1, "transport": "shm"},
+    {"rule": "1f1b", "micro_batches": 4, "transport": "memory"},
+    {"rule": "pipeoptim", "micro_batches": 1, "backward": "mixed", "transport": "shm"},
+    {"rule": "pipeoptim", "micro_batches": 2, "backward": "recompute", "transport": "memory"},
+    {"rule": "zb-h1", "micro_batches": 4, "transport": "shm"},
+]
+WHOLE = bool(os.environ.get("ROUNDELAY_ALL_PROGRAMS"))
+PAIRS = [(name, way) for i, name in enumerate(EQUAL) for j, way in enumerate(WAYS) if WHOLE or i % len(WAYS) == j]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_trains_as_in_plain_pytorch(name: str) -> None:
+    one = PROGRAMS[name]
+    ours = trained(one.make, rule="1f1b", micro_batches=1)
+    assert difference(trained_plainly(one.make), ours, rounding=one.rounding) == ""
+
+
+@pytest.mark.parametrize(("name", "way"), PAIRS)
+def test_every_run_of_it_equals_its_reference(name: str, way: dict[str, Any]) -> None:
+    found = roundelay.verify(fresh(PROGRAMS[name].make), workers=2, epochs=2, **way)
+    assert found.equal, found.difference
+
+
+@pytest.mark.parametrize("name", sorted(name for name, one in PROGRAMS.items() if one.draws))
+def test_what_draws_trains(name: str) -> None:
+    told, _ = trained(PROGRAMS[name].make, rule="1f1b", micro_batches=1)
+    assert len(told) == STEPS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name(name: str) -> None:
+    one = PROGRAMS[name]
+    with pytest.raises(RoundelayError, match=one.refused) as raised:
+        trained(one.make, rule="1f1b", micro_batches=1)
+    assert raised.value.exit_code == USAGE
