@@ -7,7 +7,7 @@ of its own to measure by. Weights are compared behind an update with equal gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
