@@ -298,15 +298,17 @@ def test_verify_from_a_checkpoint_compares_with_a_run_that_was_never_interrupted
     assert "update 4 differs" in found.difference
 
 
-@pytest.mark.parametrize("what", ["another plan", "another rate", "other weights", "a rule that drains"])
+@pytest.mark.parametrize(
+    "what", ["another plan", "another rate", "another option", "other weights", "a rule that drains"]
+)
 def test_else_the_reference_begins_with_the_checkpoint(what: str, tmp_path: Path) -> None:
-    def made(lr: float = 0.1) -> roundelay.Job:
-        return job("forwarding", optimizer=lambda named: torch.optim.Adam(named, lr=lr))
+    def made(lr: float = 0.1, eps: float = 1e-8) -> roundelay.Job:
+        return job("forwarding", optimizer=lambda named: torch.optim.Adam(named, lr=lr, eps=eps))
 
     rule = "pipeoptim" if what == "a rule that drains" else "1f1b"
     plan = planned("forwarding", rule)
     roundelay.train(made(), plan=plan, steps=4, save_to=tmp_path / "run")
-    then = made(0.2 if what == "another rate" else 0.1)
+    then = made(0.2 if what == "another rate" else 0.1, 1e-3 if what == "another option" else 1e-8)
     if what == "another plan":
         plan = planned("forwarding", clip="stage:0.1")
     if what == "other weights":

@@ -511,5 +511,5 @@ def test_a_model_without_memory_cannot_be_loaded_into(tmp_path: Path) -> None:
 def test_the_position_lists_what_the_manifest_holds() -> None:
     """A field added to one must be added to the other."""
     facts = {"parameters", "buffers", "optimizer", "position", "flight", "until", "loss_scale", "numbers"}
-    facts |= {"optimizer_kind"}
+    facts |= {"optimizer_kind", "began"}
     assert set(Checkpoint.__slots__) == facts | set(module._FACTS)
