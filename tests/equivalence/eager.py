@@ -53,12 +53,13 @@ def num_rows(batch: Batch) -> int:
     return next(iter(batch.values() if isinstance(batch, dict) else batch)).size(0)
 
 
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """As many micro-batches as there are rows, at most ``count``; sizes differ by at most one, larger ones first.
+def micro_batches(batch: Batch, count: int, least: int = 1) -> list[Batch]:
+    """At most ``count`` micro-batches of ``least`` rows or more; sizes differ by at most one, larger ones first.
 
     Each in memory of its own: kernels may tell a view that begins elsewhere, and a stage gets none.
     """
-    sizes = [part.numel() for part in torch.arange(num_rows(batch)).tensor_split(min(count, num_rows(batch)))]
+    most = max(1, num_rows(batch) // least)
+    sizes = [part.numel() for part in torch.arange(num_rows(batch)).tensor_split(min(count, most))]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [replace(rows(batch, end - size, end), _own) for size, end in zip(sizes, ends, strict=True)]
 
@@ -84,7 +85,8 @@ def train(
 def _accumulate(entry: Entry, done: Eager, batch: Batch, count: int) -> float:
     """Backward of every micro-batch; the batch's loss."""
     total, terms = 0.0, 0.0
-    for part in micro_batches(batch, count):
+    normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in done.model.modules())
+    for part in micro_batches(batch, count, 2 if normalised else 1):
         args, kwargs = arguments(entry, part)
         loss = entry.loss(done.model(*args, **kwargs), part)
         if isinstance(loss, tuple):

@@ -133,6 +133,7 @@ LOSSES: dict[str, Loss] = {
     "labels left out": lambda o, b: F.cross_entropy(o, b[1].where(b[1] > 1, -100)),
     "weighed classes": lambda o, b: F.cross_entropy(o, b[1], torch.tensor([1.0, 2.0, 3.0, 4.0])),
     "it draws": lambda o, b: F.cross_entropy(F.dropout(o, 0.2), b[1]),
+    "it draws much": lambda o, b: F.cross_entropy(F.dropout(30 * o, 0.9), b[1]),
 }
 
 
@@ -184,6 +185,12 @@ def test_a_head_of_zeros_hides_nothing() -> None:
     batch = torch.randn(8, 6), torch.tensor([0, 1, 0, 1, 2, 3, 1, 2])
     assert classed(zeroed(Layered()), batch, OTHERS["a mean of its own"]).kind == "other"
     assert classed(zeroed(Layered()), batch) == Parts("mean")
+    tokens = torch.randint(20, (8, 12))
+    own = Tokens(nn.Identity())
+    nn.init.zeros_(own.head.weight)
+    nn.init.zeros_(own.head.bias)
+    labels = {"x": tokens, "labels": tokens.where(tokens > 6, -100)}
+    assert classed(own, labels, lambda o, _: o["loss"] * 1.0).kind == "other"  # its gradient is 1 in any case
 
 
 def test_unevenness_is_seen_where_losses_are_nearly_alike() -> None:
@@ -200,6 +207,8 @@ def test_unevenness_is_seen_where_losses_are_nearly_alike() -> None:
 def test_time_first_and_what_cannot_be_cut() -> None:
     tokens = torch.randint(20, (12, 4))
     assert classed(Tokens(nn.LSTM(16, 16)), (tokens, tokens.roll(1, 0))).kind == "other"
+    dropping = nn.LSTM(16, 16, 2, dropout=0.3)  # what it drew for the whole batch would hide the cut
+    assert classed(Tokens(dropping), (tokens, tokens.roll(1, 0))).kind == "other"
     assert "fails alone" in classed(Layered(), rows(), lambda o, b: F.cross_entropy(o.view(8, 4), b[1])).why
     assert "1 row," in classed(Layered(), (torch.randn(1, 6), torch.tensor([1]))).why
     uneven = {"x": torch.randn(8, 6), "edges": torch.zeros(2, 3)}

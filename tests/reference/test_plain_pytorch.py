@@ -72,7 +72,8 @@ def by_reference(cap: Captured, depth: int, micro_batches: int, rule: str, **opt
             stream.append((MicroBatch(*numbers), cap.values(part)))
     model = Small()
     named, buffers = list(model.named_parameters()), dict(model.named_buffers())
-    setting = Setting(rule_named(rule), "none", options.get("mode", "stash"))
+    mode, labels = options.get("mode", "stash"), cap.graph.labels_per_row
+    setting = Setting(rule_named(rule), "none", mode, labels_per_row=labels)
     return run_reference(
         setting, stages, named, buffers, stream, options["optimizer"], options["scheduler"], lambda g: Draw(0, g)
     )

@@ -321,7 +321,10 @@ def _is_constant(parameter: torch.Tensor) -> bool:
 
 
 def _moved(parameter: torch.Tensor) -> torch.Tensor:
+    """A little from where it is; from 0 as far as a layer's weights begin, so that rows come to differ."""
     draws = torch.Generator().manual_seed(0)
     noise = torch.empty(parameter.shape).uniform_(-1.0, 1.0, generator=draws).to(parameter)
     first = float(parameter.detach().reshape(-1)[0])
-    return parameter.detach() + noise * (0.05 * abs(first) or 0.02)
+    fan_in = parameter.numel() / parameter.size(0)
+    begins = 1.0 / math.sqrt(fan_in) if fan_in > 1 else 0.1
+    return parameter.detach() + noise * (0.05 * abs(first) or begins)
