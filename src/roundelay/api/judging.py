@@ -24,7 +24,7 @@ from roundelay.api.keeping import averages, evaluate, holding_averages, put
 from roundelay.api.plain import Part, Plain, Update, seed_of
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, num_rows, split, split_rows
+from roundelay.frontend.batch import Batch, num_rows, part_rows, split
 from roundelay.frontend.reach import place_of
 from roundelay.ir.averages import EMA
 from roundelay.ir.clip import Clip
@@ -64,10 +64,11 @@ def _parts(judged: Judged, *, plainly: bool) -> Iterator[list[Part]]:
     g = 0
     for t, (batch, epoch) in enumerate(judged.batches):
         rows = num_rows(batch)
-        sizes = split_rows(rows, judged.plan.micro_batches)
+        least = judged.captured.graph.min_rows
+        sizes = part_rows(batch, judged.plan.micro_batches, least)
         own = copied(batch)
         # parts in memory of their own: a kernel may tell a view that begins elsewhere, and round otherwise
-        cut = [own] if plainly and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes))]
+        cut = [own] if plainly and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes), least)]
         made = []
         for i, (size, part) in enumerate(zip(sizes, cut, strict=True)):
             made.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))
@@ -103,7 +104,8 @@ _SEED = 20_260_101
 def plainly(judged: Judged, room: Room) -> dict[str, Any]:
     """What plain PyTorch does."""
     with _quiet(judged):
-        plain = Plain(judged.job, judged.plan, judged.seed, room)
+        of_labels = judged.captured.graph.labels_per_row > 0
+        plain = Plain(judged.job, judged.plan, judged.seed, room, of_labels=of_labels)
         made = [asdict(plain.update(parts)) for parts in _parts(judged, plainly=True)]
         found: dict[str, Any] = {"updates": made, "averages": room.leave(plain.averages), "end": room.end}
         if not judged.evaluates:

@@ -3,7 +3,7 @@
 ===============  ==================================================================================================
 ``mean``         whole = mean of the parts, weighed by rows or counts, up to rounding: any number of parts trains alike
 ``statistics``   the same, but for BatchNorm, which takes its statistics over each part
-``other``        another loss: a sum over the batch, one that compares rows with one another
+``other``        another loss: a sum over the batch, one that compares rows with one another; or a forward that counts
 ``whole``        a batch that cannot be cut, or of which a part cannot be computed alone
 ===============  ==================================================================================================
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from roundelay.errors import RoundelayError
@@ -85,6 +86,8 @@ def classify(captured: Captured, batch: Batch, micro_batches: int) -> Parts:
     """
     if not in_step(batch):
         return Parts("whole", "the tensors of the first batch have different numbers of rows, so it cannot be cut")
+    if counted := _counting(captured):
+        return Parts("other", f"the forward changes buffer {counted!r} at every call, and would at every micro-batch")
     rows, least = num_rows(batch), captured.graph.min_rows
     planned = part_rows(batch, micro_batches, least)
     if len(planned) == 1:
@@ -104,6 +107,14 @@ def classify(captured: Captured, batch: Batch, micro_batches: int) -> Parts:
         if parts and (why := _differing(whole, parts, coarse=_coarse(captured), draws=runs.draws)):
             return Parts("other", why)
     return Parts("statistics" if runs.statistics else "mean")
+
+
+def _counting(captured: Captured) -> str:
+    """A buffer that a forward changes and that holds no statistics of a BatchNorm; empty if there is none."""
+    norms = [module for module in captured.model.modules() if isinstance(module, _BatchNorm)]
+    known = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    changed = [(n, b) for n, b in captured.buffers().items() if n in captured.mutated_buffers() and id(b) not in known]
+    return changed[0][0] if changed else ""
 
 
 def counts_add_up(captured: Captured, batch: Batch) -> tuple[float, float] | None:
