@@ -22,7 +22,7 @@ from roundelay.api.plain import Part, Update, generator_now, seed_of
 from roundelay.frontend import Captured, Draw
 from roundelay.ir.averages import EMA
 from roundelay.ir.clip import Clip
-from roundelay.ir.graph import COUNT, LOSS, METRIC, TERMS
+from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -129,14 +129,16 @@ class Beside:
             outputs = stage.forward(self._run(stage, "forward", header), header, inputs, draw)
             values.update(outputs)
         drawn = generator_now()
-        grads: dict[str, torch.Tensor | None] = dict(self.stages[-1].seed(header, outputs[LOSS], scale))
+        last = self.stages[-1]
+        lacking = last.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
+        grads: dict[str, torch.Tensor | None] = dict(last.seed(header, outputs[LOSS], scale, lacking))
         for stage in reversed(self.stages):
             entering = {name: grads.pop(name, None) for name in stage.function.outputs}
             of_inputs, _ = stage.backward(self._run(stage, "backward", header), entering, scale)
             grads.update(of_inputs)
             if stage.halved:
                 stage.weight_half(header.g, scale)
-            stage.gradients.count(float(outputs.get(COUNT, 0.0)))
+            stage.gradients.count(float(outputs.get(COUNT, 0.0)) or lacking)
         return outputs, drawn
 
     def _run(self, stage: Stage, opcode: Any, header: MicroBatch) -> Run:
