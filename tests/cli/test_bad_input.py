@@ -79,8 +79,8 @@ JOBS = {
     "a loader that raises": ("batches=lambda e: 1 / 0", "batches(0)", "ZeroDivisionError"),
     "rows that disagree": (
         "batches=lambda e: [{'x': torch.ones(3, 6), 'y': torch.ones(4)}]",
-        "{'x': 3, 'y': 4}",
-        "batch dimension first",
+        "the loss on the first batch",
+        "Call the loss by hand",
     ),
     "a batch without tensors": ("batches=lambda e: [3, 4]", "the batch", "without any tensor"),
     "inputs that return nonsense": ("inputs=lambda b: 3", "Job(inputs=...)", "a tuple and a dict"),
