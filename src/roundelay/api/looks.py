@@ -70,8 +70,7 @@ def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Chan
     def call(rows: Batch) -> Any:
         batch = fresh(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
-        result = job.model(*args, **kwargs)
-        return result, job.loss(result, batch)
+        return job.loss(job.model(*args, **kwargs), batch)  # what it is trained by; the rest of a result is nothing
 
     with torch.random.fork_rng(devices=[]):
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}

@@ -295,8 +295,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
     if isinstance(value, torch.nn.Module):
         parts = value.__dict__.get("_modules", {})
         yield from ((f"{path}.{name}", part) for name, part in list(parts.items()) if part is not None)
-        for hooks in _HOOKS:
-            yield from ((path, hook) for hook in list(value.__dict__.get(hooks, {}).values()))
+        yield from ((f"{path}.{hooks}", value.__dict__[hooks]) for hooks in _HOOKS if hooks in value.__dict__)
         yield path, type(value).forward
         yield from ((path, base) for base in type(value).__mro__ if not _is_library(base))
     elif isinstance(value, tuple) and len(value) <= MOST:
