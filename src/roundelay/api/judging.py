@@ -104,8 +104,8 @@ _SEED = 20_260_101
 def plainly(judged: Judged, room: Room) -> dict[str, Any]:
     """What plain PyTorch does."""
     with _quiet(judged):
-        of_labels = judged.captured.graph.labels_per_row > 0
-        plain = Plain(judged.job, judged.plan, judged.seed, room, of_labels=of_labels)
+        each = judged.captured.graph.labels_per_row
+        plain = Plain(judged.job, judged.plan, judged.seed, room, labels_per_row=each)
         made = [asdict(plain.update(parts)) for parts in _parts(judged, plainly=True)]
         found: dict[str, Any] = {"updates": made, "averages": room.leave(plain.averages), "end": room.end}
         if not judged.evaluates:

@@ -78,11 +78,11 @@ class Plain:
         plan: precision, clipping, loss scale and average of the weights.
         seed: of the run.
         room: where tensors are left.
-        of_labels: the loss is a mean over labels, by whose number parts of a batch are weighed.
+        labels_per_row: where the loss is a mean over labels, by whose number parts of a batch are weighed; else 0.
     """
 
-    def __init__(self, job: Job, plan: Plan, seed: int, room: Room, *, of_labels: bool = False) -> None:
-        self._of_labels = of_labels
+    def __init__(self, job: Job, plan: Plan, seed: int, room: Room, *, labels_per_row: float = 0.0) -> None:
+        self._labels_per_row = labels_per_row
         self._job, self._plan, self._seed, self._room = job, plan, seed, room
         self.model = job.model
         if not self.model.training:  # else parts may be in eval mode on purpose, as capture has it
@@ -130,23 +130,24 @@ class Plain:
         own = fresh(batch)
         torch.manual_seed(seed_of(self._seed, header.g))
         args, kwargs = (self._job.inputs or default_inputs)(own)
-        with autocast(self._plan.precision, CPU), LabelWatch() if self._of_labels else nullcontext() as watch:
+        with autocast(self._plan.precision, CPU), LabelWatch() if self._labels_per_row else nullcontext() as watch:
             value = self._job.loss(self.model(*args, **kwargs), own)
         told.generators.append(generator_now())
         loss, count = checked(value)
         weight = header.weight if count is None else 1.0
         if watch is not None and header.count > 1:
-            weight = self._labels(watch, value, told)
+            weight = self._share(header, watch, value, told)
         if weight:  # a part without any label has no mean, and nothing to add
             (loss * (self._scale * weight)).backward()
         told.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
         told.metrics.append(numbers(without_metrics(value)[1]))
 
-    def _labels(self, watch: LabelWatch, value: Any, told: _Told) -> float:
-        """How many labels a part's loss is the mean of: their sum divides the batch's gradients."""
+    def _share(self, header: MicroBatch, watch: LabelWatch, value: Any, told: _Told) -> float:
+        """A part's share of the batch's labels, about 1 in all: the batch's gradients are divided by what it is."""
         terms = watch.terms_of(without_metrics(value)[0])
-        told.labels += (number := 0.0 if terms is None else float(terms))
-        return number
+        share = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
+        told.labels += share
+        return share
 
     def _mean_gradients(self, count: float) -> dict[str, torch.Tensor]:
         """The parameters' gradients, of which a loss that sums has the mean over its terms."""
