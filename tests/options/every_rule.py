@@ -183,7 +183,8 @@ def _ends(option: Option, line: str, bits: str) -> str:
         still = {n for n, p in place.model.named_parameters() if torch.equal(p, place.state[n])}
         return "" if still == set(FROZEN) else f"unchanged: {still}"
     counted = {int(b) for n, b in place.model.named_buffers() if n.endswith("num_batches_tracked")}
-    parts = sum(min(MICRO_BATCHES, batch[0].size(0)) for batch in place.batches[:STEPS])  # type: ignore[index]
+    rows = [batch[0].size(0) for batch in place.batches[:STEPS]]  # type: ignore[index]
+    parts = sum(min(MICRO_BATCHES, max(1, count // 2)) for count in rows)  # BatchNorm asks for two rows in each
     return "" if counted == {parts} else f"counted {counted} micro-batches of {parts}"
 
 

@@ -176,7 +176,8 @@ class Keeper:
         return not header.final and time.monotonic() - self._saved_at >= INTERIM_S
 
     def _evaluate(self, header: MicroBatch) -> tuple[Evaluated, str | None]:
-        return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
+        with self._session.captured.settings.apart():
+            return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
 
     def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
         """Write a checkpoint. One that cannot be written is told; the last of a run must be written."""

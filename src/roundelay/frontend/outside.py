@@ -8,12 +8,12 @@ one of them changes plain PyTorch's training, and would change nothing here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
@@ -30,22 +30,37 @@ class Settings:
 
     def __init__(self, model: torch.nn.Module, apart: Collection[tuple[int, str, Any]] = ()) -> None:
         self._attributes = list(_attributes(model, set(apart)))
+        self._turns = 0  # odd while an evaluation has the model in eval mode
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """An evaluation has the model: what differs meanwhile is of that, and :meth:`check` passes it over."""
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns += 1
+
     def check(self) -> None:
-        """Refuse a model that has been changed since.
+        """Refuse a model that has been changed since; without waiting for an evaluation in another thread.
 
         Raises:
             JobError: naming what, from what and to what.
         """
-        with DEFAULT_GENERATOR_LOCK:  # else an evaluation has it in eval mode
-            for path, entries, key, value in self._attributes:
-                now = entries.get(key, _ABSENT)
-                if now is not value and now != value and not (now != now and value != value):
-                    raise _changed(f"{path}.{key}", value, "nothing" if now is _ABSENT else now)
-            for name, parameter, trained in self._trained:
-                if parameter.requires_grad != trained:
-                    raise _changed(f"model.{name}.requires_grad", trained, parameter.requires_grad)
+        turns = self._turns
+        if turns % 2 == 0 and (found := self._found()) is not None and turns == self._turns:
+            raise _changed(*found)
+
+    def _found(self) -> tuple[str, Any, Any] | None:
+        for path, entries, key, value in self._attributes:
+            now = entries.get(key, _ABSENT)
+            if now is not value and now != value and not (now != now and value != value):
+                return f"{path}.{key}", value, "nothing" if now is _ABSENT else now
+        for name, parameter, trained in self._trained:
+            if parameter.requires_grad != trained:
+                return f"model.{name}.requires_grad", trained, parameter.requires_grad
+        return None
 
 
 def _attributes(
