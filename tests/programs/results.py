@@ -336,6 +336,24 @@ def hooks_that_change_what_they_see() -> Job:
 
 
 @trains
+def hooks_that_the_first_call_installs() -> Job:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.installed, self.kept = False, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.installed:
+                self.b.register_forward_hook(lambda module, args, output: self.kept.append(output))
+                self.installed = True
+            self.kept.clear()
+            return super().forward(x)
+
+    model = Model()
+    return job(model, lambda outputs, batch: entropy(outputs, batch) + sum(h.pow(2).mean() for h in model.kept))
+
+
+@trains
 def autocast_inside() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:

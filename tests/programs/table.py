@@ -36,30 +36,34 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
+def _note(program: Program) -> Make:
+    make = program.make
+    name = f"{make.__module__.rsplit('.', 1)[-1]}.{make.__name__}"
+    assert name not in PROGRAMS, name
+    PROGRAMS[name] = program
+    return make
+
+
 def trains(make: Make) -> Make:
     """It must train as in plain PyTorch."""
-    PROGRAMS[make.__name__] = Program(make)
-    return make
+    return _note(Program(make))
 
 
 def trains_with_draws(make: Make) -> Make:
     """It must train as in plain PyTorch, but for the numbers that are drawn."""
-    PROGRAMS[make.__name__] = Program(make, draws=True)
-    return make
+    return _note(Program(make, draws=True))
 
 
 def trains_but_for_rounding(make: Make) -> Make:
     """It must train as in plain PyTorch up to rounding."""
-    PROGRAMS[make.__name__] = Program(make, rounding=True)
-    return make
+    return _note(Program(make, rounding=True))
 
 
 def refused(text: str) -> Callable[[Make], Make]:
     """It must be refused with a text like this."""
 
     def note(make: Make) -> Make:
-        PROGRAMS[make.__name__] = Program(make, text)
-        return make
+        return _note(Program(make, text))
 
     return note
 

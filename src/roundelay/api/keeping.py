@@ -18,6 +18,7 @@ from roundelay.api.continuing import laid_out
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
 from roundelay.errors import RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
+from roundelay.frontend.places import MODEL_LOCK
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -281,7 +282,7 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
     """
     reason = None
     try:
-        with DEFAULT_GENERATOR_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with DEFAULT_GENERATOR_LOCK, MODEL_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
             try:
                 said = job.evaluate(model)

@@ -216,13 +216,14 @@ def plan_with_reasons(
     num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
-    parts = choose_parts(
-        captured,
-        rule_named(rule),
-        draft.micro_batches,
-        lambda: first_batch(job.batches, seed, deadline_s, tell),
-        asked="micro_batches" in given,
-    )
+    with untouched(job):
+        parts = choose_parts(
+            captured,
+            rule_named(rule),
+            draft.micro_batches,
+            lambda: first_batch(job.batches, seed, deadline_s, tell),
+            asked="micro_batches" in given,
+        )
     draft = replace(draft, micro_batches=parts.micro_batches)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
     on = named(given.get("devices"), len(set(home)), draft.transport)

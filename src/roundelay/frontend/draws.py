@@ -33,9 +33,14 @@ LONGEST_HELD_S = 3600.0
 
 @final
 class GeneratorLock:
-    """A lock that one thread may take more than once, and that nobody waits for without end."""
+    """A lock that one thread may take more than once, and that nobody waits for without end.
 
-    def __init__(self) -> None:
+    Args:
+        what: it guards, for people.
+    """
+
+    def __init__(self, what: str = "torch's default generator") -> None:
+        self._what = what
         self._lock = threading.RLock()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -49,7 +54,7 @@ class GeneratorLock:
     def __enter__(self) -> None:
         if not self._lock.acquire(timeout=LONGEST_HELD_S):
             raise DeadlineError(
-                "torch's default generator",
+                self._what,
                 got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",
                 expected="that each of them comes to an end",
                 remedy="See why it hangs.",

@@ -11,7 +11,7 @@ model. These are outputs of the model as well, and :mod:`roundelay.frontend.plac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.places import Places, unread, weights_at
 from roundelay.frontend.reach import Change, World
-from roundelay.frontend.tracing import users_line, users_line_of
+from roundelay.frontend.tracing import refusing_grad, users_line_of
 from roundelay.frontend.unseen import refusing_draws
 
 LossFunction = Callable[[Any, Any], Any]
@@ -213,7 +213,7 @@ def _called(
     with (
         torch.enable_grad(),
         refusing_draws("the loss"),
-        _refusing_grad(),
+        refusing_grad(_penalty),
         LabelWatch() as labels,
         _Watch(watched) as watch,
     ):
@@ -227,29 +227,14 @@ def _called(
     return value, watch.seen | numbers, labels.terms_of(without_metrics(value)[0])
 
 
-@contextmanager
-def _refusing_grad() -> Iterator[None]:
-    """Refuse a loss that differentiates.
-
-    Raises:
-        JobError: it does.
-    """
-    grad = torch.autograd.grad
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise JobError(
-            f"torch.autograd.grad in the loss{users_line()}",
-            got="a gradient of outputs by inputs or weights inside of what is trained, as of a gradient penalty",
-            expected="a loss of the model's outputs: a stage runs its backward once, and keeps no graph of it",
-            remedy="Train this model in plain PyTorch, or take a penalty that needs no second derivative: spectral "
-            "normalisation (torch.nn.utils.parametrizations.spectral_norm), or weight clipping.",
-        )
-
-    torch.autograd.grad = refuse
-    try:
-        yield
-    finally:
-        torch.autograd.grad = grad
+def _penalty(where: str) -> JobError:
+    return JobError(
+        f"torch.autograd.grad in the loss{where}",
+        got="a gradient of outputs by inputs or weights inside of what is trained, as of a gradient penalty",
+        expected="a loss of the model's outputs: a stage runs its backward once, and keeps no graph of it",
+        remedy="Train this model in plain PyTorch, or take a penalty that needs no second derivative: spectral "
+        "normalisation (torch.nn.utils.parametrizations.spectral_norm), or weight clipping.",
+    )
 
 
 def _through_gradients(

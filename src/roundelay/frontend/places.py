@@ -4,7 +4,8 @@ A forward may leave tensors in attributes, dicts and lists that the loss reads (
 and a loss may read the model's own weights: a penalty over them, a layer that the forward does not call. They travel to
 the last stage as outputs of the model. There the person's loss finds them where it looks for them.
 
-The model is one in all threads of a process, so a call that fills places keeps the lock that an evaluation takes, too.
+The model is one in all threads of a process, so a call that fills places keeps a lock that an evaluation takes, too.
+Who takes both takes that of torch's generator first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK
+from roundelay.frontend.draws import GeneratorLock
 from roundelay.frontend.face import Left, Opaque
 from roundelay.frontend.reach import Slot, World
+
+MODEL_LOCK = GeneratorLock("what the model's attributes hold")
+"""Held while the loss finds tensors in the model's attributes, and while an evaluation calls the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Places:
         if not self.left and not self.weights:
             yield
             return
-        with DEFAULT_GENERATOR_LOCK:
+        with MODEL_LOCK:
             before = [(slot, slot.read()) for slot in self._slots()]
             try:
                 self._fill(leaf)

@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from roundelay.errors import CaptureError
+from roundelay.errors import CaptureError, RoundelayError
 from roundelay.frontend.standins import standing_in
 
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -177,26 +177,30 @@ def traced_as_trained(owners: Owners) -> Iterator[None]:
     Raises:
         CaptureError: the forward does what no stage could do.
     """
-    with refusing_seeds(), refusing_grad(), checks_left_out(), standing_in(), Tracing(owners):
+    with refusing_seeds(), refusing_grad(_forces), checks_left_out(), standing_in(), Tracing(owners):
         yield
 
 
+def _forces(where: str) -> CaptureError:
+    return CaptureError(
+        f"torch.autograd.grad in the model's forward{where}",
+        got="a gradient that the forward computes (forces from an energy, for example)",
+        expected="a forward that is differentiated once: a stage runs its backward once, and keeps no graph of it",
+        remedy="Train this model in plain PyTorch, or predict the gradient by an output of its own.",
+    )
+
+
 @contextmanager
-def refusing_grad() -> Iterator[None]:
-    """Refuse a forward in this block that differentiates.
+def refusing_grad(refusal: Callable[[str], RoundelayError]) -> Iterator[None]:
+    """Refuse a call in this block of ``torch.autograd.grad``, with what a refusal says of the line that calls it.
 
     Raises:
-        CaptureError: it does.
+        RoundelayError: it is called.
     """
     grad = torch.autograd.grad
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise CaptureError(
-            f"torch.autograd.grad in the model's forward{users_line()}",
-            got="a gradient that the forward computes (forces from an energy, for example)",
-            expected="a forward that is differentiated once: a stage runs its backward once, and keeps no graph of it",
-            remedy="Train this model in plain PyTorch, or predict the gradient by an output of its own.",
-        )
+        raise refusal(users_line())
 
     torch.autograd.grad = refuse
     try:
