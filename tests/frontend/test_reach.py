@@ -116,3 +116,35 @@ def test_a_list_that_two_modules_share_is_one_list_behind_capture() -> None:
     model = Model()
     roundelay.capture(job(model))
     assert model.part.kept is model.kept
+
+
+def test_a_replaced_buffer_is_written_where_its_value_is_known() -> None:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+            return self.rest(h)
+
+    graph = roundelay.capture(job(Model())).graph
+    last = max(i for i, op in enumerate(graph.ops) if op.buffers)
+    assert any(cut > last for cut in graph.cuts), "layers behind it can be cut apart"
+
+
+def test_what_an_evaluation_does_to_frozen_weights_is_taken_back() -> None:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b.requires_grad_(False)
+
+        def train(self, mode: bool = True) -> Body:
+            self.b.weight.data += 0.1 if mode else -0.1  # which leaves rounding
+            return super().train(mode)
+
+    model = Model()
+    before = model.b.weight.detach().clone()
+    roundelay.train(job(model, evaluate=lambda own: {"loss": 0.0}), workers=2, rule="1f1b", micro_batches=1, epochs=2)
+    assert torch.equal(model.b.weight, before)

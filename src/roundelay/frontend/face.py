@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.reach import MISSING, Change, Slot, World, set_at
-from roundelay.frontend.tracing import Owners, traced_as_trained
+from roundelay.frontend.tracing import owners_of, traced_as_trained
 from roundelay.frontend.unseen import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -230,7 +230,7 @@ class Face(torch.nn.Module):
         self.model = model
         self._call = call
         self._roots = tuple(roots) or (("model", model),)
-        self._owners = Owners.of(model)
+        self._owners = owners_of(model)
         self.seen = Seen()
 
     def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -277,13 +277,12 @@ def _write_buffers(changes: Sequence[Change]) -> tuple[str, ...]:
     changed = [change for change in changes if change.slot.kind == "buffer"]
     if any(change.before in (None, MISSING) for change in changed if not isinstance(change.before, torch.Tensor)):
         raise Unready
-    before = {id(change.before) for change in changed}
     values = []
     for change in changed:
         old, new = change.before, change.after
         if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
             raise _other_buffer(change)
-        values.append(new.detach().clone() if id(new) in before else new.detach())
+        values.append(new.detach())  # all of them first: two buffers may change places
     for change, value in zip(changed, values, strict=True):
         change.before.copy_(value)
     return tuple(change.slot.path for change in changed)

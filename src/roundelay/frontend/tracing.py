@@ -60,27 +60,19 @@ class Owner:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """A model's parameters and buffers: by the object's id, and the first of every storage by its address."""
+Owners = Mapping[int, Owner]
+"""Of the storages of a model's parameters and buffers, by address, the first that lies there."""
 
-    objects: Mapping[int, Owner]
-    storages: Mapping[int, Owner]
 
-    @staticmethod
-    def of(model: torch.nn.Module) -> Owners:
-        """Those of a model that is not traced."""
-        objects: dict[int, Owner] = {}
-        storages: dict[int, Owner] = {}
-        for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        owner = Owner(held, name, tensor)
-                        objects.setdefault(id(tensor), owner)
-                        if address := _address(tensor):
-                            storages.setdefault(address, owner)
-        return Owners(objects, storages)
+def owners_of(model: torch.nn.Module) -> Owners:
+    """Those of a model that is not traced."""
+    found: dict[int, Owner] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and (address := _address(tensor)):
+                    found.setdefault(address, Owner(held, name, tensor))
+    return found
 
 
 def _address(tensor: Any) -> int:
@@ -136,10 +128,7 @@ class Tracing(TorchFunctionMode):
             return type(value)([self._traced(part) for part in value])
         if type(value) not in _PLAIN:
             return value
-        owner = self._owners.objects.get(id(value))
-        if owner is not None:
-            return owner.held[owner.name]
-        owner = self._owners.storages.get(_address(value))
+        owner = self._owners.get(_address(value))
         return value if owner is None else _seen_as(value, owner)
 
 
