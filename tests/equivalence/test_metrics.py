@@ -116,15 +116,13 @@ def test_what_is_no_metric_is_refused(loss: Callable[[Any, Any], Any], why: str)
 
 
 def test_other_metrics_than_the_first_batch_s_are_refused_in_their_place() -> None:
-    seen: list[int] = []
+    def metric(outputs: Tensor, batch: Any, *, other: bool) -> dict[str, Any]:
+        same = len(batch[1]) == len(ROWS[0][1])
+        return {"loss": outputs.mean(), "a": 1.0} if same or not other else {"loss": outputs.mean(), "b": (1.0, 2.0)}
 
-    def changing(outputs: Tensor, batch: Any) -> dict[str, Any]:
-        seen.append(1)
-        return {"loss": outputs.mean(), "a": 1.0} if len(seen) == 1 else {"loss": outputs.mean(), "b": (1.0, 2.0)}
-
-    made = job(changing)
+    made = job(partial(metric, other=True))
     captured = roundelay.capture(made)
-    plan = planned(job(lambda o, b: {"loss": o.mean(), "a": 1.0}))
+    plan = planned(job(partial(metric, other=False)))
     with pytest.raises(JobError, match=r"micro-batch 0.*got b as \(sum, count\); expected a, as on the first batch"):
         Session(made, captured, plan, 0, Length(steps=1)).run(notify=lambda event: None)
 

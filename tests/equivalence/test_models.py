@@ -61,7 +61,11 @@ def sgd(named: Named) -> Optimizer:
 
 
 def odd(entry: Entry, *, varying: bool = False) -> list[str]:
-    """What differs between a run by `1f1b` and gradient accumulation on the plain module, dropout off."""
+    """What differs between a run by `1f1b` and gradient accumulation on the plain module, dropout off.
+
+    Not the last bit where lengths vary and the loss is a mean over labels: shares by labels are then rounded otherwise
+    than shares by rows.
+    """
     batches = entry.batches(0, 3, short=True, varying=varying)
     place = Bench(entry, without_dropout(entry.build(0)), batches)
     plan = place.plan(VARIANTS["1f1b"], 3, 3)
@@ -69,7 +73,8 @@ def odd(entry: Entry, *, varying: bool = False) -> list[str]:
     plain = eager.train(entry, without_dropout(entry.build(0)), batches, 3, sgd).model
     ours, theirs = place.model.state_dict(), plain.state_dict()
     assert any(not torch.equal(tensor, place.state[name]) for name, tensor in place.model.named_parameters())
-    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    rounded = 1e-6 if varying and place.captured.graph.labels_per_row else 0.0
+    return [n for n, tensor in ours.items() if not torch.allclose(tensor, theirs[n], rtol=rounded, atol=rounded / 100)]
 
 
 @pytest.mark.parametrize("model", NETWORKS)

@@ -129,7 +129,7 @@ def test_a_count_is_not_rounded() -> None:
     data = [(torch.randn(257, 6), torch.zeros(257))]
     job = roundelay.Job(
         model=nn.Linear(6, 1),
-        loss=lambda outputs, batch: (outputs.sum(), torch.tensor(257)),
+        loss=lambda outputs, batch: (outputs.sum(), torch.tensor(len(outputs))),
         batches=lambda epoch: data,
         optimizer=partial(SGD, lr=0.1),
     )

@@ -62,7 +62,7 @@ def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.M
     monkeypatch.setattr(training, "check_transport", lambda transport: None)  # which hears a child, too
     monkeypatch.setattr(Incoming, "filled", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
-        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4, check="off")
 
 
 def test_an_error_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_an_error_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(training, "check_transport", lambda transport: None)  # which waits for a child, too
     monkeypatch.setattr(processes.Child, "wait", fails)
     with pytest.raises(OSError, match="what no system says"):
-        roundelay.train(job, plan=plan, steps=4)
+        roundelay.train(job, plan=plan, steps=4, check="off")
     assert len({child.pid for child in ending}) == 2
     assert not any(alive(child.pid) for child in ending)
     assert len(os.listdir("/proc/self/fd")) == open_files
@@ -102,7 +102,7 @@ def test_an_interrupt_while_a_worker_is_forked_leaves_no_worker(
     job = make()
     monkeypatch.setattr(os, "fork", interrupted)
     with bystander() as aside, handled(number), pytest.raises(KeyboardInterrupt):
-        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4)
+        roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4, check="off")
     assert forked
     assert not any(map(alive, forked))
 
@@ -120,7 +120,9 @@ def test_an_interrupt_in_the_clean_up_leaves_no_worker(monkeypatch: pytest.Monke
     plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(processes, "_end", interrupted)
     with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
-        roundelay.train(job, plan=plan, steps=4, on_update=lambda update: signal.raise_signal(signal.SIGINT))
+        roundelay.train(
+            job, plan=plan, steps=4, check="off", on_update=lambda update: signal.raise_signal(signal.SIGINT)
+        )
     assert len(ending[0]) == 2
     assert not any(alive(child.pid) for child in ending[0])
     assert len(os.listdir("/proc/self/fd")) == open_files
@@ -140,7 +142,7 @@ def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPa
     plan, open_files = roundelay.plan(job, workers=2, transport="shm"), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", full)
     with pytest.raises(RunError, match="'Resource temporarily unavailable' when another process was to be started"):
-        roundelay.train(job, plan=plan, steps=4)
+        roundelay.train(job, plan=plan, steps=4, check="off")
     assert not alive(forked[0])
     assert len(os.listdir("/proc/self/fd")) == open_files
 
