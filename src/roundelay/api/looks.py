@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from roundelay.errors import JobError, RunError
@@ -19,8 +21,24 @@ from roundelay.job import Job
 from roundelay.runtime.isolated import isolated
 from roundelay.runtime.optimizer import build_optimizer, without_gradients
 
+_GENERATORS: tuple[tuple[str, Any], ...] = (
+    ("random", random._inst),
+    ("numpy.random", np.random.mtrand._rand),
+    ("torch", torch.default_generator),
+)
+
 LIMIT_S = 120.0
 """Seconds that the calls may take in all."""
+
+
+def world_of(job: Job) -> World:
+    """All that the person's model and functions reach, and the generators of random numbers that there are anyway.
+
+    Batches are not among them: they are read once, and go on.
+    """
+    functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
+    roots = [("model", job.model), *((name, call) for name, call in functions if call is not None)]
+    return World([*roots, *_GENERATORS], job.model)
 
 
 @contextmanager
@@ -28,10 +46,9 @@ def untouched(job: Job) -> Iterator[None]:
     """The person's objects are as they were behind the block, but for buffers that a first forward has made.
 
     What capture and measuring call of a job keeps no trace of it: not in the attributes of its model, not in what its
-    loss counts, not in lists that its functions fill.
+    loss counts, not in tensors and lists that its functions fill, not in what they draw by. No batch is read inside.
     """
-    functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
-    world = World([("model", job.model), *((name, call) for name, call in functions if call is not None)])
+    world = world_of(job)
     try:
         yield
     finally:
@@ -75,7 +92,20 @@ def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Chan
     with torch.random.fork_rng(devices=[]):
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         roots = [("model", job.model), ("loss", job.loss)]
-        refuse_state(job.model, lambda: call(sample), lambda: call(_another(sample)), roots, of_loss)
+        refuse_state(job.model, lambda: call(sample), lambda: _elsewhere(job.model, call, sample), roots, of_loss)
+
+
+def _elsewhere(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Batch) -> Any:
+    """A call on another batch, from other weights: an average of weights stays what it is while they do."""
+    weights = [(weight, weight.detach().clone()) for weight in model.parameters()]
+    try:
+        for weight, _ in weights:
+            if weight.is_floating_point():
+                weight.data.mul_(1.125)
+        return call(_another(sample))
+    finally:
+        for weight, value in weights:
+            weight.data.copy_(value)
 
 
 def _another(sample: Batch) -> Batch:

@@ -384,8 +384,12 @@ def _measured(
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
     with users_code("measuring the loader"), one_thread():
-        least, look = captured.graph.min_rows, captured.check_numbers
+        read: list[Batch] = []
+        least, look = captured.graph.min_rows, read.append
         read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=least)
+        with untouched(job):
+            for micro_batch in read:
+                captured.check_numbers(micro_batch)
     captured.settings.check()  # the loader has been read
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
     prove(made)

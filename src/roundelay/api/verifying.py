@@ -15,6 +15,7 @@ from roundelay.api.checking import batches_to_verify
 from roundelay.api.cutting import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.length import Length, extent
+from roundelay.api.looks import world_of
 from roundelay.api.origin import First, Note, begins_anew, behind, from_the_first, origin_of
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.threads import one_thread
@@ -182,8 +183,10 @@ def verify_session(
     check_way(tamper)
     origin, anew = origin_of(session, first), begins_anew(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
+    kept = world_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
+        kept.restore(apart=("buffer", "parameter"))
         if session.plan.transport in FORKING:
             found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
         else:

@@ -124,11 +124,11 @@ def record(
     world = World([("model", model), ("loss", loss)])
     own = dict((*model.named_parameters(), *model.named_buffers()))
     places = Places(seen.left, (), seen.shape.num_tensors)
-    found = _look(_Call(loss, seen.shape, places, own, batch), outputs, world)
+    found = _look(_Call(loss, model, seen.shape, places, own, batch), outputs, world)
     if found.weights:
         places = replace(places, weights=weights_at(world, {name: own[name] for name in found.weights}))
         outputs = [*outputs, *(own[name] for name in found.weights)]
-        again = _look(_Call(loss, seen.shape, places, own, batch), outputs, world)
+        again = _look(_Call(loss, model, seen.shape, places, own, batch), outputs, world)
         if again.weights:
             raise _out_of_reach(again.weights[0])
         found = replace(again, reads=replace(again.reads, weights=found.weights))
@@ -140,6 +140,7 @@ class _Call:
     """A loss, and all that one call of it needs but the outputs."""
 
     loss: LossFunction
+    model: torch.nn.Module
     shape: OutputShape
     places: Places
     own: Mapping[str, torch.Tensor]
@@ -170,7 +171,7 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
     batch = batches.replace(call.batch, lambda path, _: fields[path], _no_tensor, whole=without_tensors)
     with ExitStack() as stack:
         stack.enter_context(call.places.filled(outputs.__getitem__))
-        before_call = World(world.roots)
+        before_call = World(world.roots, call.model)
         value, seen, terms = _called(call, outputs, batch, watched)
         changed = tuple(before_call.changes())
         before_call.restore()

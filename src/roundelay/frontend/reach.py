@@ -3,7 +3,8 @@
 A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. Python
 does not say so. Here everything that models and functions can reach is walked through, as slots: attributes of modules
 and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
-Two walks tell what a call in between has changed, and it can be put back as if nobody had called.
+Two walks tell what a call in between has changed, and it can be put back as if nobody had called. What lies in a tensor
+or an array is compared where it is asked for: copies are kept, up to :data:`MOST_BYTES`.
 
 Iterators of Python's own, such as ``itertools.count``, are compared by copies, and put back as copies. Not seen: the
 frames of generators, what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C
@@ -35,7 +36,10 @@ _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collectio
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state"]
+MOST_BYTES = 1 << 31
+"""Bytes of tensors and arrays that are copied to be compared; further ones are not."""
+
+Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state", "values"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +49,8 @@ class Slot:
     Args:
         holder: the object that holds it.
         kind: what place of it: an attribute, one of a class, a buffer or a parameter of a module, an entry of a dict,
-            all that is in a list, a set or a deque, the cell of a closure, or the state of a generator of random
-            numbers.
+            all that is in a list, a set or a deque, the cell of a closure, the state of a generator of random
+            numbers, or the values of a tensor or an array.
         key: its name there.
         path: what it is called, for people.
     """
@@ -67,6 +71,8 @@ class Slot:
             return _contents(self.holder)
         if self.kind == "state":
             return _state(self.holder)
+        if self.kind == "values":
+            return _copied(self.holder)
         if self.kind == "cell":
             return _in_cell(self.holder)
         if self.kind == "class":
@@ -80,6 +86,8 @@ class Slot:
             _fill(self.holder, value)
         elif self.kind == "state":
             _set_state(self.holder, value)
+        elif self.kind == "values":
+            _copy_into(self.holder, value)
         elif self.kind == "cell":
             if value is not MISSING:
                 self.holder.cell_contents = value
@@ -121,31 +129,43 @@ class World:
 
     Args:
         roots: name for people and object: modules, functions.
+        own: the model whose parameters and buffers are looked after elsewhere; the values of all other tensors and
+            arrays are slots too. None: no values are.
     """
 
-    def __init__(self, roots: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, roots: Sequence[tuple[str, Any]], own: torch.nn.Module | None = None) -> None:
         #: from where it was walked
         self.roots = tuple(roots)
         self.slots: dict[tuple[int, str, Any], Slot] = {}
         self._values: dict[tuple[int, str, Any], Any] = {}
         self._holders: dict[int, Any] = {}
-        for slot, value in _walk(self.roots, self._holders):
+        self._apart = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
+        left = MOST_BYTES
+        for slot, value in _walk(self.roots, self._holders, self._apart):
+            if slot.kind == "values":
+                left -= value.nbytes
+                if left < 0:
+                    continue
+                value = _copied(value)
             self.slots.setdefault(slot.place, slot)
             self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
 
     def changes(self) -> list[Change]:
         """What has changed since: topmost slots, of holders that could be reached before."""
         found, seen = [], set()
-        for slot, after in _walk(self.roots, {}):
+        for slot, after in _walk(self.roots, {}, self._apart):
             if slot.place in seen or slot.place[0] not in self._holders:
                 continue
             seen.add(slot.place)
             before = self._values.get(slot.place, MISSING)
-            if not _same(before, after):
+            if slot.kind == "values":
+                if before is not MISSING and not _same_values(before, after):
+                    found.append(Change(slot, before, _copied(after)))
+            elif not _same(before, after):
                 found.append(Change(slot, before, after))
         for place, slot in self.slots.items():  # what is out of reach now may have been changed before
-            if place not in seen and not _same(self._values[place], after := slot.read()):
-                found.append(Change(slot, self._values[place], after))
+            if place not in seen and not same_value(slot, self._values[place]):
+                found.append(Change(slot, self._values[place], slot.read()))
         return found
 
     def restore(self, apart: Collection[Kind] = ()) -> None:
@@ -160,6 +180,11 @@ class World:
             if any(part is wanted for part in parts):
                 made.append(self.slots[place])
         return made
+
+
+def same_value(slot: Slot, before: Any) -> bool:
+    """Whether in a slot lies what did before."""
+    return _same_values(before, slot.holder) if slot.kind == "values" else _same(before, slot.read())
 
 
 def put_back(changes: Sequence[Change]) -> None:
@@ -214,12 +239,23 @@ def _sets(line: str, name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- the walk
 
 
-def _walk(roots: Sequence[tuple[str, Any]], holders: dict[int, Any]) -> Iterator[tuple[Slot, Any]]:
-    """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id."""
+def _walk(
+    roots: Sequence[tuple[str, Any]], holders: dict[int, Any], apart: Collection[int] | None = None
+) -> Iterator[tuple[Slot, Any]]:
+    """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id.
+
+    The values of tensors and arrays are slots where ``apart`` tells the memory of those that are not; the value is the
+    tensor itself.
+    """
     left = deque((path, value) for path, value in roots)
     while left:
         path, value = left.popleft()
-        if id(value) in holders or isinstance(value, (torch.Tensor, str, bytes, int, float, type(None))):
+        if id(value) in holders or isinstance(value, (str, bytes, int, float, type(None))):
+            continue
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            if apart is not None and (memory := _memory(value)) and memory not in apart:
+                holders[id(value)] = value
+                yield Slot(value, "values", None, path), value
             continue
         made = list(_slots(path, value))
         if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
@@ -290,7 +326,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[
     for slot, inner in made:
         if slot.kind == "contents":
             yield from ((f"{slot.path}[{i}]", item) for i, item in enumerate(inner))
-        elif slot.kind not in ("state", "buffer", "parameter"):
+        elif slot.kind != "state":
             yield slot.path, inner
     if isinstance(value, torch.nn.Module):
         parts = value.__dict__.get("_modules", {})
@@ -376,6 +412,47 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def _memory(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
+    """Where a tensor or an array lies, if its values can be copied and put back; else 0."""
+    if isinstance(value, np.ndarray):
+        return 0 if value.dtype.hasobject or not value.flags.writeable else value.__array_interface__["data"][0]
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return 0
+    if value.is_meta or value.is_inference() or value.is_quantized or not value.numel():
+        return 0
+    storage = value.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() >= value.nbytes else 0  # else an expanded one, written nowhere
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
+
+
+def _copy_into(holder: Any, value: Any) -> None:
+    if isinstance(holder, torch.Tensor):
+        inner = holder.data  # whose writes no version counts: a backward may be to come
+        if inner.shape == value.shape:
+            inner.copy_(value)
+        else:
+            holder.data = value
+    else:
+        holder[...] = value
+
+
+def _same_values(one: Any, two: Any) -> bool:
+    """Whether two tensors or arrays have the same bits."""
+    if isinstance(one, torch.Tensor):
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return False
+        one, two = (tensor.detach() for tensor in (one, two))
+        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # which NaN has, too
+    return bool(one.shape == two.shape and one.tobytes() == two.tobytes())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -27,8 +27,13 @@ from torch.overrides import TorchFunctionMode
 from roundelay.errors import CaptureError, RoundelayError
 from roundelay.frontend.standins import standing_in
 
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def of_person(file: str) -> bool:
+    """Whether code of that file is the person's, or of a library that they call."""
+    return not file.startswith(_INSIDE) and "contextlib" not in file
 
 
 def users_line() -> str:
@@ -36,7 +41,7 @@ def users_line() -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_INSIDE) and "contextlib" not in file:
+        if of_person(file):
             line = linecache.getline(file, frame.f_lineno).strip()[:120]
             return f", {file}:{frame.f_lineno} `{line}`"
         frame = frame.f_back
