@@ -97,7 +97,7 @@ def test_one_part_and_why_where_the_loss_is_another() -> None:
     found = planned(job(summed))
     (told,) = found.told
     assert found.plan.micro_batches == 1
-    assert told.startswith("1 micro-batch for each batch, not 4, as the first batch's loss is ")
+    assert told.startswith("1 micro-batch for each batch, not 4, as the loss of the first batch is ")
     assert "(sum, count); --micro-batches 4" in told
     assert told in found.reasons
 
@@ -109,7 +109,7 @@ def test_a_sum_over_the_batch_trains_as_in_plain_pytorch() -> None:
 def test_what_is_asked_for_is_obeyed_and_warned_of() -> None:
     found = planned(job(summed), micro_batches=2)
     assert found.plan.micro_batches == 2
-    assert found.told[0].startswith("warning: the first batch's loss is ")
+    assert found.told[0].startswith("warning: the loss of the first batch is ")
     assert planned(job(summed), micro_batches=1).told == ()
     assert planned(job(), micro_batches=2).told == ()
 
@@ -122,7 +122,7 @@ def test_batch_norm_keeps_the_parts_and_is_told() -> None:
 
 @pytest.mark.parametrize("rule", ["pipedream-2bw", "cdp-v2"])
 def test_a_rule_that_needs_parts_is_refused_where_there_should_be_none(rule: str) -> None:
-    with pytest.raises(PlanError, match="first batch's loss") as caught:
+    with pytest.raises(PlanError, match="the loss of the first batch") as caught:
         planned(job(summed), rule=rule)
     assert rule in caught.value.subject
     assert planned(job(summed), rule=rule, micro_batches=2).plan.micro_batches == 2
@@ -221,15 +221,68 @@ def test_run_and_reference_weigh_labels_alike(name: str) -> None:
     assert roundelay.verify(made, steps=3, **{"workers": 2, "rule": "1f1b", **CHOICES[name]}).equal
 
 
-def test_a_loss_of_another_kind_than_before_is_refused() -> None:
+def other_at_three_rows(outputs: Tensor, batch: Any) -> Tensor:
+    """Something else than the mean of a cross entropy."""
+    return (
+        entropy(outputs, batch) * (2.0 if len(outputs) == 3 else 1.0) if len(outputs) <= 4 else entropy(outputs, batch)
+    )
+
+
+def test_a_loss_of_another_kind_than_before_is_refused_where_labels_weigh_parts() -> None:
     with pytest.raises(RoundelayError, match="another value than the mean of a cross entropy"):
-        trained(
-            job(
-                lambda o, b: entropy(o, b) * (1.0 if len(o) > 4 else 2.0) if len(o) <= 4 else entropy(o, b),
-                data((8, 3)),
-            ),
-            micro_batches=1,
-        )
+        trained(job(other_at_three_rows, data((12, 6))), micro_batches=2)
+
+
+def test_whole_batches_may_have_a_loss_of_another_kind() -> None:
+    assert_as_plain(other_at_three_rows, data((8, 3, 8)), exact=True, micro_batches=1)
+
+
+def late(outputs: Tensor, batch: Any) -> Tensor:
+    """A mean that labels of the second batch leave out, by a mask of its own."""
+    kept = (batch[1] != IGNORED).float()
+    return (of_rows(outputs, batch) * kept).sum() / kept.sum()
+
+
+def of_rows(outputs: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(outputs, batch[1], reduction="none", ignore_index=IGNORED)
+
+
+def clipped(outputs: Tensor, batch: Any) -> Tensor:
+    """Begins below the bound that it has later."""
+    return entropy(outputs, batch) + F.relu(outputs.pow(2).mean() - 0.5).square()
+
+
+@pytest.mark.parametrize(
+    ("loss", "batches", "why"),
+    [
+        (late, unlabelled(), "the loss of the first 4 rows of batch 1 "),
+        (clipped, data(), "of batch 0, with other weights, "),
+    ],
+)
+def test_what_only_later_is_no_mean_of_its_parts_is_seen(loss: Loss, batches: Any, why: str) -> None:
+    found = planned(job(loss, batches))
+    assert (found.plan.micro_batches, why in found.told[0]) == (1, True), found.told
+    assert_as_plain(loss, batches)
+
+
+class Balanced(nn.Module):
+    """Returns its own loss, with a small term that compares the shares of two experts over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.gate = net(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """One number."""
+        shares = self.gate(x).softmax(-1)
+        return F.cross_entropy(self.net(x) * shares[:, :1], y) + 1e-3 * shares.mean(0).square().sum()
+
+
+def test_a_model_s_own_loss_is_looked_at_by_its_parameters() -> None:
+    made = job(lambda o, _: o, data(), Balanced(), inputs=lambda batch: (batch, {}))
+    found = planned(made)
+    assert found.plan.micro_batches == 1
+    assert "another gradient" in found.told[0]
 
 
 def graphs() -> list[dict[str, Tensor]]:

@@ -79,7 +79,7 @@ def zeroed(model: Layered) -> Layered:
 
 
 def classed(model: nn.Module, batch: Any, loss: Loss = entropy, micro_batches: int = 4) -> Parts:
-    return classify(capture(model, loss, batch), batch, micro_batches)
+    return classify(capture(model, loss, batch), [batch], micro_batches)
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ OTHERS: dict[str, Loss] = {
 def test_losses_that_are_no_mean_over_parts_are_seen(name: str) -> None:
     seen = classed(Layered(), (torch.randn(8, 6), torch.tensor([0, 0, 0, 1, 2, 3, 1, 2])), OTHERS[name])
     assert seen.kind == "other"
-    assert "by its " in seen.why
+    assert " parts" in seen.why
 
 
 def test_a_head_of_zeros_hides_nothing() -> None:
@@ -213,7 +213,7 @@ def test_time_first_and_what_cannot_be_cut() -> None:
     assert "1 row," in classed(Layered(), (torch.randn(1, 6), torch.tensor([1]))).why
     uneven = {"x": torch.randn(8, 6), "edges": torch.zeros(2, 3)}
     captured = capture(Layered(), lambda o, b: o.mean() + b["edges"].sum(), uneven, lambda b: ((b["x"],), {}))
-    seen = classify(captured, uneven, 4)
+    seen = classify(captured, [uneven], 4)
     assert seen.kind == "whole"
     assert "different numbers of rows" in seen.why
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from roundelay.api.cutting import users_code
@@ -15,7 +15,11 @@ from roundelay.frontend.metrics import no_count
 from roundelay.ir.rule import UpdateRule
 from roundelay.runtime.isolated import apart
 
-_LOOKING = "looking at the loss of the first batch and of its parts"
+_LOOKING = "looking at the loss of the first batches and of their parts"
+
+
+LOOKED_AT = 4
+"""First batches that are looked at, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ def wants_parts(rule: UpdateRule) -> bool:
 
 
 def choose_parts(
-    captured: Captured, rule: UpdateRule, micro_batches: int, first: Callable[[], Batch], *, asked: bool
+    captured: Captured, rule: UpdateRule, micro_batches: int, first: Callable[[], Sequence[Batch]], *, asked: bool
 ) -> Chosen:
     """M as asked for; else as usual where the first batch's loss was seen to be the mean of its parts', or 1.
 
@@ -40,7 +44,7 @@ def choose_parts(
         captured: the model.
         rule: the update rule.
         micro_batches: asked for, or usual.
-        first: gives the first batch.
+        first: gives the first batches.
         asked: whether it was asked for.
 
     Raises:
@@ -49,9 +53,9 @@ def choose_parts(
     """
     if micro_batches <= 1:
         return Chosen(micro_batches)
-    batch = first()
+    batches = first()
     with users_code(_LOOKING), one_thread():
-        seen = Parts(**apart(lambda: asdict(classify(captured, batch, micro_batches)), _LOOKING))
+        seen = Parts(**apart(lambda: asdict(classify(captured, batches, micro_batches)), _LOOKING))
     if seen.kind == "mean":
         return Chosen(micro_batches)
     if seen.kind == "statistics":

@@ -16,7 +16,7 @@ from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
 from roundelay.api.looks import check_sharing, check_stateless, untouched
-from roundelay.api.parts import check_counts, choose_parts, wants_parts
+from roundelay.api.parts import LOOKED_AT, check_counts, choose_parts, wants_parts
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
 from roundelay.api.threads import one_thread
@@ -44,7 +44,7 @@ from roundelay.planner.stages import slots
 from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
 from roundelay.runtime.isolated import apart
-from roundelay.runtime.sampling import DEADLINE_S, first_batch, reading_s
+from roundelay.runtime.sampling import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.schedule_check import check_made_alike
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
@@ -221,7 +221,7 @@ def plan_with_reasons(
             captured,
             rule_named(rule),
             draft.micro_batches,
-            lambda: first_batch(job.batches, seed, deadline_s, tell),
+            lambda: first_batches(job.batches, seed, LOOKED_AT, deadline_s, budget_s=1.0),
             asked="micro_batches" in given,
         )
     draft = replace(draft, micro_batches=parts.micro_batches)

@@ -10,6 +10,7 @@ model. These are outputs of the model as well, and :mod:`roundelay.frontend.plac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -429,12 +430,10 @@ class LossCall:
 
 
 def _of_labels(loss: torch.Tensor, terms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mean over labels, and their number; 0 where there are none, which is 0/0, and zeros as its gradients."""
+    """A mean over labels, and their number; 0 where there are none, which is 0/0, and zeros as its gradients.
+
+    NaN where the loss is something else than such a mean this time: of a batch in one piece nobody asks.
+    """
     if terms is None:
-        raise JobError(
-            "the loss",
-            got="another value than the mean of a cross entropy, which it returned on the first batch",
-            expected="one kind of loss for every batch",
-            remedy="Compute the loss alike for every batch; a branch on its numbers can be torch.where.",
-        )
+        return loss, loss.new_full((), math.nan, dtype=torch.float64).detach()
     return torch.where(terms.detach() > 0, loss, 0.0), terms.detach()

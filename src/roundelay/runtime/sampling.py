@@ -5,6 +5,7 @@ It is asked by a reader's thread, as in a run, so that no wait is endless.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -47,7 +48,9 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
         return next(source)[0]
 
 
-def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = DEADLINE_S) -> list[Any]:
+def first_batches(
+    batches: Batches, seed: int, count: int, deadline_s: float = DEADLINE_S, *, budget_s: float = math.inf
+) -> list[Any]:
     """The first batches of the first epoch, as a run with this seed will see them, without using them up.
 
     There may be fewer: the epoch ends, the loader raises (which is told when a run comes so far), or they are large.
@@ -57,6 +60,7 @@ def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = D
         seed: the run's seed.
         count: how many at most.
         deadline_s: seconds that each is waited for.
+        budget_s: seconds of reading behind the first after which no further one is asked for.
 
     Raises:
         DeadlineError: one did not come in time.
@@ -65,7 +69,12 @@ def first_batches(batches: Batches, seed: int, count: int, deadline_s: float = D
     try:
         looking = _looking(batches, seed, count)
         with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, silent))) as source:
-            found.extend(batch for batch, _ in source)
+            spent = 0.0
+            for batch, seconds in source:
+                spent += seconds if found else 0.0
+                found.append(batch)
+                if spent > budget_s:
+                    break
     except DeadlineError:
         raise
     except RoundelayError:

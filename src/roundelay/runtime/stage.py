@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
+from roundelay.errors import JobError
 from roundelay.frontend import Captured, Draw, Mode, StageTape
 from roundelay.frontend.placed import CPU
 from roundelay.frontend.segment import Leaves
@@ -221,9 +223,19 @@ class Stage:
 
         The batch's shares are then divided by what is left of 1. A batch in one piece lacks nothing: its own mean is
         the loss.
+
+        Raises:
+            JobError: the loss is no mean over labels this time.
         """
         if header.count == 1:
             return 0.0
+        if math.isnan(labels):
+            raise JobError(
+                "the loss",
+                got="another value than the mean of a cross entropy, which it returned on the first batch",
+                expected="one kind of loss for every batch, by which its micro-batches can be weighed",
+                remedy="Compute the loss alike for every batch, or give --micro-batches 1.",
+            )
         return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
 
     def update(self, version: int, norm: float | None = None) -> None:
