@@ -33,7 +33,7 @@ def trained_plainly(make: Make) -> tuple[list[float], Tensors]:
     """Losses, and the state behind the last update."""
     job = fresh(make)
     model, losses = job.model, []
-    if not model.training:
+    if not model.training or type(model).train is not torch.nn.Module.train:
         model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None

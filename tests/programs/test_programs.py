@@ -9,7 +9,7 @@ import pytest
 
 import roundelay
 from roundelay.errors import RoundelayError
-from tests.programs import buffers, losses, results, states, weights  # noqa: F401  they fill the table
+from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
 from tests.programs.plain import STEPS, difference, fresh, trained, trained_plainly
 from tests.programs.table import PROGRAMS
 

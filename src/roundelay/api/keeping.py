@@ -16,7 +16,7 @@ import torch
 from roundelay.api.background import Background
 from roundelay.api.continuing import laid_out
 from roundelay.api.gathering import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
-from roundelay.errors import RunError, UserCodeError
+from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.places import MODEL_LOCK
 from roundelay.ir.averages import EMA, EVALUATED
@@ -236,11 +236,39 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
 
 
 def put_again(captured: Captured, snapshot: Snapshot) -> None:
-    """Take back what an evaluation has done to the weights: adapters that merge leave rounding in them."""
-    own = captured.parameters()
+    """Take back what an evaluation has done to the weights: adapters that merge leave rounding in them.
+
+    Raises:
+        JobError: it has changed them, or buffers, by more than that, which training in plain PyTorch would go on with.
+    """
+    own, buffers = captured.parameters(), captured.buffers()
+    for kind, held, kept in (("parameter", own, snapshot.parameters), ("buffer", buffers, snapshot.buffers)):
+        for name, tensor in kept.items():
+            if name in held and not _about(held[name].detach(), tensor):
+                raise _moved_by_evaluate(f"{kind} {name!r}")
     for name, tensor in snapshot.parameters.items():
         if not torch.equal(own[name].data, tensor):
             captured.laid(name, laid_out(own[name].data, tensor).clone())
+
+
+def _about(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor is what it was up to rounding; a cache that was made larger is another matter."""
+    if now.shape != before.shape or now.dtype != before.dtype or torch.equal(now, before):
+        return True
+    if not (now.is_floating_point() or now.is_complex()):
+        return False
+    return torch.allclose(now, before, rtol=1e-2, atol=1e-2 * float(before.abs().nan_to_num().max()), equal_nan=True)
+
+
+def _moved_by_evaluate(subject: str) -> JobError:
+    return JobError(
+        f"{subject}, changed by Job(evaluate=...)",
+        got="other values behind the evaluation than before it",
+        expected="an evaluation that leaves the model as it is: stages go on with their own, where plain PyTorch would "
+        "go on with what it has left",
+        remedy="Evaluate a copy (copy.deepcopy(model)), or put back what evaluate changes; a model in train() mode "
+        "moves the statistics of its BatchNorm.",
+    )
 
 
 def averages(optimizer: Mapping[str, Mapping[str, Any]], *, moving: bool = True) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
@@ -17,6 +18,7 @@ from roundelay.frontend.batch import Batch, fresh, in_step, num_rows, replace, s
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
+from roundelay.frontend.tracing import users_line
 from roundelay.job import Job
 from roundelay.runtime.isolated import isolated
 from roundelay.runtime.optimizer import build_optimizer, without_gradients
@@ -53,6 +55,32 @@ def untouched(job: Job) -> Iterator[None]:
         yield
     finally:
         world.restore(apart=("buffer", "parameter"))
+
+
+@contextmanager
+def refusing_calls(model: torch.nn.Module) -> Iterator[None]:
+    """Refuse data that ask the model that is trained, in whatever thread: they would get weights of another time.
+
+    Raises:
+        JobError: it is called in this block.
+    """
+    own = set(model.modules())
+
+    def refuse(module: torch.nn.Module, _: Any) -> None:
+        if module in own:
+            raise JobError(
+                f"batches(epoch), which calls the model{users_line()}",
+                got="data that depend on the weights",
+                expected="the same data whatever the weights are: they are read ahead, while stages train their own",
+                remedy="Weigh or mask rows in the loss, where outputs are those of the newest weights; or choose rows "
+                "between runs: train an epoch, and go on with --from RUN.",
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:

@@ -77,16 +77,18 @@ def choose_parts(
             "of every batch",
             remedy=f"Give --rule 1f1b, which trains whole batches, or {_remedy(seen, micro_batches)}.",
         )
-    remedy = f": {_remedy(seen, micro_batches)}" if seen.kind == "other" else ""
+    remedy = "" if seen.kind == "whole" else f": {_remedy(seen, micro_batches)}"
     return Chosen(1, f"1 micro-batch for each batch, not {micro_batches}, as {seen.why}{remedy}")
 
 
 def _remedy(seen: Parts, micro_batches: int) -> str:
     if seen.kind == "whole":
         return "batches that can be cut by rows"
+    if seen.kind == "counts":
+        return f"--micro-batches {micro_batches} cuts it, and counts every part"
     return (
         "a loss that averages over other things than rows may return (sum, count); "
-        f"--micro-batches {micro_batches} cuts all the same"
+        f"--micro-batches {micro_batches} trains the mean of the parts' losses instead"
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from roundelay.api.compiling import compile_stages, for_plan
 from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.job_check import check_evaluated, check_inputs, check_job
-from roundelay.api.looks import check_sharing, check_stateless, untouched
+from roundelay.api.looks import check_sharing, check_stateless, refusing_calls, untouched
 from roundelay.api.parts import LOOKED_AT, check_counts, choose_parts, wants_parts
 from roundelay.api.quiet import without_dumps
 from roundelay.api.recomputing import again, meaning, names_for, spared
@@ -25,6 +25,7 @@ from roundelay.errors import CaptureError, PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.calling import train as train_mode
 from roundelay.frontend.profile import StageProfile, profile
 from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP
@@ -93,7 +94,9 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         fill(job.model, Path(job.weights))
     check_filled(job.model)
     with one_thread():
-        sample = first_batch(job.batches, seed, deadline_s, tell)
+        with refusing_calls(job.model):
+            sample = first_batch(job.batches, seed, deadline_s, tell)
+        train_mode(job.model)
         with untouched(job):
             return _captured(job, sample)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import partial
@@ -14,6 +14,7 @@ import torch.fx
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
+from roundelay.frontend.calling import alone_if_drawing, called, train
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
@@ -109,7 +110,7 @@ class Captured:
                 remedy="Leave a last batch of one row out: DataLoader(..., drop_last=True), or another batch_size.",
             )
         own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
-        tensors, call = CallShape.flatten(*_called(self._inputs, own))
+        tensors, call = CallShape.flatten(*called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
             raise _varies(*differing)
         if not call.matches(self._call) or len(tensors) != len(self.graph.inputs):
@@ -147,7 +148,7 @@ class Captured:
             JobError: it does.
         """
         try:
-            _, call = CallShape.flatten(*_called(self._inputs, fresh(micro_batch)))
+            _, call = CallShape.flatten(*called(self._inputs, fresh(micro_batch)))
         except Exception:  # the person's own code
             return
         if (differing := call.differing(self._call)) is not None:
@@ -323,12 +324,11 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         CaptureError: the model cannot be exported.
         JobError: batch, call or loss cannot be used.
     """
-    if not model.training:  # in training mode already, it may hold parts that the person has put in eval mode
-        model.train()
+    train(model)
     doubled = num_rows(batch) == 1
     sample = replace(twice(batch) if doubled else batch, lambda _, leaf: _own(leaf))
-    how = inputs or default_inputs
-    tensors, call = CallShape.flatten(*_called(how, sample))
+    how, given = alone_if_drawing(inputs or default_inputs, sample)
+    tensors, call = CallShape.flatten(*given)
     _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
@@ -351,13 +351,13 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
-    called = LossCall(loss, reads, exported.output_shape, looked.places, sample)
+    loss_call = LossCall(loss, reads, exported.output_shape, looked.places, sample)
     return Captured(
         model,
         graph,
         exported,
         cleaned,
-        called,
+        loss_call,
         how,
         call,
         describes,
@@ -467,20 +467,6 @@ def _shown(found: Any) -> str:
     if isinstance(found, list):
         return f"a sequence of {len(found)}: " + ", ".join(map(_shown, found))
     return "no tensor" if found is ... else "None" if found else "a tensor"
-
-
-def _called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    called = inputs(batch)
-    pair: Any = called  # the person's own function: it may return anything
-    good = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (tuple, list))
-    if not good or not isinstance(pair[1], Mapping):
-        raise JobError(
-            "Job(inputs=...)",
-            got=f"{type(called).__name__}",
-            expected="a function batch -> (args, kwargs): a tuple and a dict",
-            remedy='For example: inputs=lambda batch: ((batch["x"],), {}).',
-        )
-    return tuple(called[0]), dict(called[1])
 
 
 def _piece(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.GraphModule:

@@ -3,7 +3,8 @@
 ===============  ==================================================================================================
 ``mean``         whole = mean of the parts, weighed by rows or counts, up to rounding: any number of parts trains alike
 ``statistics``   the same, but for BatchNorm, which takes its statistics over each part
-``other``        another loss: a sum over the batch, one that compares rows with one another; or a forward that counts
+``other``        another loss: a sum over the batch, one that compares rows with one another
+``counts``       a forward that changes a buffer at every call, and would at every part
 ``whole``        a batch that cannot be cut, or of which a part cannot be computed alone
 ===============  ==================================================================================================
 
@@ -30,7 +31,7 @@ from roundelay.frontend.batch import Batch, in_step, num_rows, part_rows, rows_b
 from roundelay.frontend.captured import Captured
 from roundelay.frontend.part_runs import Runs, Seen
 
-Kind = Literal["mean", "statistics", "other", "whole"]
+Kind = Literal["mean", "statistics", "other", "counts", "whole"]
 
 LOOK_S = 1.0
 """Seconds that looks behind the first may take, if the first has not taken longer."""
@@ -48,7 +49,7 @@ class Parts:
 
     Args:
         kind: see the module's docstring.
-        why: in words, where it is ``other`` or ``whole``.
+        why: in words, where it is ``other``, ``counts`` or ``whole``.
     """
 
     kind: Kind
@@ -68,7 +69,7 @@ def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -
     if not in_step(batch):
         return Parts("whole", "the tensors of the first batch have different numbers of rows, so it cannot be cut")
     if counted := _counting(captured):
-        return Parts("other", f"the forward changes buffer {counted!r} at every call, and would at every micro-batch")
+        return Parts("counts", f"the forward changes buffer {counted!r} at every call, and would at every micro-batch")
     rows, least = num_rows(batch), captured.graph.min_rows
     planned = part_rows(batch, micro_batches, least)
     if len(planned) == 1:

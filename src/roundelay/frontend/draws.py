@@ -18,11 +18,13 @@ from __future__ import annotations
 import functools
 import math
 import os
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from roundelay.errors import DeadlineError
@@ -65,6 +67,17 @@ class GeneratorLock:
 
 
 DEFAULT_GENERATOR_LOCK = GeneratorLock()
+
+
+def generator_states() -> tuple[bytes, ...]:
+    """What torch's, numpy's and Python's own generators would draw next; others if something has drawn since."""
+    _, key, position, *_ = np.random.get_state()
+    return (
+        torch.random.get_rng_state().numpy().tobytes(),
+        np.asarray(key).tobytes() + str(position).encode(),
+        repr(random.getstate()).encode(),
+    )
+
 
 _MASK = (1 << 64) - 1
 _GENERATORS = ("cuda",)

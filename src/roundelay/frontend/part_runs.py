@@ -216,7 +216,7 @@ def _moved(parameter: torch.Tensor) -> torch.Tensor:
     draws = torch.Generator().manual_seed(0)
     noise = torch.empty(parameter.shape).uniform_(-1.0, 1.0, generator=draws).to(parameter)
     first = float(parameter.detach().reshape(-1)[0])
-    fan_in = parameter.numel() / parameter.size(0)
+    fan_in = parameter.numel() / parameter.size(0) if parameter.ndim else 1.0
     begins = 1.0 / math.sqrt(fan_in) if fan_in > 1 else 0.1
     if _is_constant(parameter):
         return parameter.detach() + noise * (0.05 * abs(first) or begins)

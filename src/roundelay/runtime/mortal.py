@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 def fork(live: Callable[[], None]) -> int:
     """Fork a child that is deaf to Ctrl-C, which its parent hears, and ends by SIGTERM and with the thread that forks.
 
+    It draws the same random numbers as its parent would: Python seeds its own anew in a child, and numpy does not.
     What it forks ends with it. Let interrupts wait until its number is noted (:mod:`roundelay.interrupts`).
 
     Args:
@@ -34,11 +36,12 @@ def fork(live: Callable[[], None]) -> int:
     Raises:
         RunError: if the system starts no further process.
     """
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    libc, parent, drawing = ctypes.CDLL(None), os.getpid(), random.getstate()
     flush_output()  # else the child would write what waits once more
     try:
         pid = os.fork()
         if not pid:
+            random.setstate(drawing)
             _live(live, parent, libc)
     except BaseException as error:
         if os.getpid() != parent:  # a handler raised in the child, which must not go on as a second one of us

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
+from roundelay.frontend.reach import Change, World
 from roundelay.job import Job
 from roundelay.runtime.handed_over import place_of
 from roundelay.runtime.optimizer import RateTable, without_gradients
@@ -29,8 +30,12 @@ def check_made_alike(job: Job) -> RateTable:
         JobError: naming the option, or the scheduler with its functions and the first update whose rate differs; or
             they cannot be used.
     """
+    functions = (("loss", job.loss), ("inputs", job.inputs))
+    world = World([("model", job.model), *((name, call) for name, call in functions if call is not None)], job.model)
     one = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
     rates = [one.at(update) for update in range(AHEAD if one.scheduled else 1)]
+    if one.scheduled and (changes := world.changes()):
+        raise _told_by_schedule(one.scheduler, changes[0])
     two = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))  # behind all calls of the first
     _check_options(job, one.made_with, two.made_with)
     for update, rate in enumerate(rates):
@@ -45,6 +50,16 @@ def check_made_alike(job: Job) -> RateTable:
                 "in an object that scheduler=... makes anew at each call.",
             )
     return one
+
+
+def _told_by_schedule(scheduler: Any, change: Change) -> JobError:
+    return JobError(
+        f"Job(scheduler=...), {_who(scheduler)}",
+        got=f"a schedule that changes {change.slot.path}, which the model, the loss or inputs can read",
+        expected="one that changes learning rates alone: every stage steps one, and others are run ahead of it",
+        remedy="Give what varies from update to update as a tensor in the batch, or keep a count in a buffer of the "
+        'model, self.register_buffer("n", torch.tensor(0)), and self.n = self.n + 1 in forward.',
+    )
 
 
 def _check_options(job: Job, one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> None:
