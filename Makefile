@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-cuda-build lint verify-table verify-rules models options bench growth faults resumes clean
+.PHONY: help venv train test test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -39,6 +39,9 @@ lint: $(DONE) ## Check style, formatting, types and import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+programs: $(DONE) ## Train every program of tests/programs under torchrun, and compare with one process (25 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.programs.launched
 
 verify-table: verify-rules ## Print the tables of equivalences, each line computed now: of rules, of models (hours)
 	@$(BIN)/python -m tests.equivalence.table

@@ -261,12 +261,12 @@ def into_a_plain_attribute(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("does", "got"),
     [
-        (into_a_weight, "a write into parameter 'a.weight'"),
-        (into_a_view_of_a_weight, "a write into parameter 'a.weight'"),
-        (into_two_weights, "a write into parameter 'a.weight'"),
-        (into_halves_of_a_weight, "a write into parameter 'a.weight'"),
-        (into_a_list_of_weights, "a write into parameter 'a.weight'"),
-        (into_a_plain_attribute, "a write into tensor 'plain', which is no buffer"),
+        (into_a_weight, "parameter 'a.weight', which the model's forward writes into"),
+        (into_a_view_of_a_weight, "parameter 'a.weight', which the model's forward writes into"),
+        (into_two_weights, "parameter 'a.weight', which the model's forward writes into"),
+        (into_halves_of_a_weight, "parameter 'a.weight', which the model's forward writes into"),
+        (into_a_list_of_weights, "parameter 'a.weight', which the model's forward writes into"),
+        (into_a_plain_attribute, "tensor 'plain', which is no buffer, which the model's forward writes into"),
     ],
 )
 def test_a_write_into_a_weight_or_a_plain_attribute_is_refused_and_no_weight_has_changed(

@@ -10,6 +10,7 @@ import pytest
 import roundelay
 from roundelay.errors import RoundelayError
 from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
+from tests.programs.launched import launched
 from tests.programs.plain import STEPS, difference, fresh, trained, trained_plainly
 from tests.programs.table import PROGRAMS
 
@@ -53,3 +54,7 @@ def test_it_is_refused_by_name(name: str) -> None:
     with pytest.raises(RoundelayError, match=one.refused) as raised:
         trained(one.make, rule="1f1b", micro_batches=1)
     assert raised.value.exit_code == USAGE
+
+
+def test_what_a_forward_leaves_reaches_the_loss_under_torchrun() -> None:
+    assert launched("results.an_auxiliary_loss_in_an_attribute", 2) == ""

@@ -16,9 +16,9 @@ from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, fresh, in_step, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
+from roundelay.frontend.lines import users_line
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
-from roundelay.frontend.tracing import users_line
 from roundelay.job import Job
 from roundelay.runtime.isolated import isolated
 from roundelay.runtime.optimizer import build_optimizer, without_gradients

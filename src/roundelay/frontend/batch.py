@@ -31,7 +31,9 @@ def leaves(batch: Batch) -> dict[str, torch.Tensor]:
             "the batch",
             got=f"a {type(batch).__name__} without any tensor",
             expected="a mapping, tuple or list of tensors, batch dimension first",
-            remedy="Let batches(epoch) yield dicts or tuples of tensors, for example from a DataLoader.",
+            remedy="Let batches(epoch) yield dicts or tuples of tensors: vars(batch), for an object with attributes."
+            if hasattr(batch, "__dict__")
+            else "Let batches(epoch) yield dicts or tuples of tensors, for example from a DataLoader.",
         )
     return found
 

@@ -18,18 +18,19 @@ from roundelay.frontend.calling import alone_if_drawing, called, train
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
-from roundelay.frontend.export import Exported, export, first_of_storages, refuse_failing
+from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
 from roundelay.frontend.first import changes_on, first_forward
 from roundelay.frontend.labels import add_count
+from roundelay.frontend.lines import line_of_change
 from roundelay.frontend.loss import LossCall, LossFunction, record
 from roundelay.frontend.outside import Settings
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
-from roundelay.frontend.reach import Change
+from roundelay.frontend.reach import Change, World
 from roundelay.frontend.recomputed import Recomputed
 from roundelay.frontend.results import hand_out, settle_buffers
-from roundelay.frontend.rewrite import DRAW, Cleaned, clean, key_draws, prune, run_nodes
+from roundelay.frontend.rewrite import DRAW, Cleaned, StateWritten, clean, key_draws, prune, run_nodes, told_of_write
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
 from roundelay.frontend.split import Split, split
@@ -142,17 +143,21 @@ class Captured:
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
 
     def check_numbers(self, micro_batch: Batch) -> None:
-        """Refuse a micro-batch whose call differs in a number or another constant; all else is found in the run.
+        """Refuse a micro-batch whose call differs in a number or another constant, or in sizes that do not fit.
+
+        All else is found in the run.
 
         Raises:
             JobError: it does.
         """
         try:
-            _, call = CallShape.flatten(*called(self._inputs, fresh(micro_batch)))
+            tensors, call = CallShape.flatten(*called(self._inputs, fresh(micro_batch)))
         except Exception:  # the person's own code
             return
         if (differing := call.differing(self._call)) is not None:
             raise _varies(*differing)
+        if call.matches(self._call) and len(tensors) == len(self.graph.inputs):
+            self._check_sizes(tensors)
 
     def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
         shapes = tuple(tensor.shape for tensor in tensors)
@@ -401,9 +406,23 @@ def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensor
         return clean(exported, tensors)
     except RoundelayError:
         raise
+    except StateWritten as error:
+        raise told_of_write(error.role, _line_of_write(model, error.role, call, tensors)) from None
     except Exception:  # whatever an operation says of values, or of this processor
         refuse_failing(model, call, tensors)
         raise
+
+
+def _line_of_write(model: torch.nn.Module, role: Role, call: CallShape, tensors: list[torch.Tensor]) -> str:
+    """Where the forward writes into one of the model's tensors; all have their values back."""
+    world = World([("model", model)], torch.nn.Module())
+    args, kwargs = call.unflatten([tensor.clone() for tensor in tensors])
+    slots = [slot for slot in world.slots.values() if slot.kind == "values" and slot.holder is role.tensor]
+    try:
+        changes = [Change(slot, slot.read(), None) for slot in slots]
+        return next((line_of_change(change, lambda: model(*args, **kwargs)) for change in changes), "")
+    finally:
+        world.restore()
 
 
 def _fixed(sizes: Sequence[int | None], got: Sequence[int]) -> str:
@@ -456,7 +475,9 @@ def _varies(where: str, now: Any, first: Any) -> JobError:
         f"the call of the model, {where}",
         got=f"{now!r:.80}",
         expected=f"{first!r:.80} as for the first batch: what is no tensor must be the same at every call",
-        remedy="Give a number that varies as a tensor, in batches(epoch) or in Job(inputs=...): torch.tensor(number).",
+        remedy="Give a number that varies as a tensor, in batches(epoch) or in Job(inputs=...): torch.tensor(number)."
+        if isinstance(first, (int, float))
+        else "Give what chooses as a tensor of numbers, for example one-hot, and weigh the model's ways by it.",
     )
 
 

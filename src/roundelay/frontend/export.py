@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from roundelay.errors import CaptureError
 from roundelay.frontend import standins
 from roundelay.frontend.face import CallShape, Face, OutputShape, Roots, Seen, Unready
+from roundelay.frontend.lines import users_line_of
 from roundelay.frontend.recurrent import StandingIn, put_back
-from roundelay.frontend.tracing import users_line_of
 from roundelay.frontend.unseen import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
 

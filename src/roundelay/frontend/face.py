@@ -297,11 +297,15 @@ def _refuse_parameters(changes: Sequence[Change]) -> None:
     for change in changes:
         if change.slot.kind == "parameter":
             where = set_at(change)
+            made = change.before in (None, MISSING) if not isinstance(change.before, torch.Tensor) else False
             raise CaptureError(
-                f"parameter {change.slot.path!r}, which the forward replaces{', ' + where if where else ''}",
-                got="another tensor in its place",
-                expected="parameters that only the optimizer changes",
-                remedy="Compute a new tensor under another name, or use torch.nn.utils.parametrize.",
+                f"parameter {change.slot.path!r}, which the forward {'makes' if made else 'replaces'}"
+                f"{', ' + where if where else ''}",
+                got="a parameter that no optimizer has been given" if made else "another tensor in its place",
+                expected="parameters that __init__ makes, and that only the optimizer changes",
+                remedy="Make it in __init__, or call the model once in job(), before Job(...) is made."
+                if made
+                else "Compute a new tensor under another name, or use torch.nn.utils.parametrize.",
             )
 
 

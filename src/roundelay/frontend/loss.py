@@ -26,11 +26,12 @@ from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.face import Opaque, OutputShape, Seen
 from roundelay.frontend.labels import Labels, LabelWatch
+from roundelay.frontend.lines import users_line_of
 from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.places import Places, unread, weights_at
 from roundelay.frontend.reach import Change, World
-from roundelay.frontend.tracing import refusing_grad, users_line_of
+from roundelay.frontend.tracing import refusing_grad
 from roundelay.frontend.unseen import refusing_draws
 
 LossFunction = Callable[[Any, Any], Any]
@@ -234,8 +235,9 @@ def _penalty(where: str) -> JobError:
         f"torch.autograd.grad in the loss{where}",
         got="a gradient of outputs by inputs or weights inside of what is trained, as of a gradient penalty",
         expected="a loss of the model's outputs: a stage runs its backward once, and keeps no graph of it",
-        remedy="Train this model in plain PyTorch, or take a penalty that needs no second derivative: spectral "
-        "normalisation (torch.nn.utils.parametrizations.spectral_norm), or weight clipping.",
+        remedy="Train this model in plain PyTorch; or, for a penalty, take one that needs no second derivative "
+        "(torch.nn.utils.parametrizations.spectral_norm), and to balance losses, weights that need no gradients: of "
+        "their values (loss / loss.detach()), or learned ones.",
     )
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.draws import Draw, keyed_attention, keyed_call, keyed_dropout
-from roundelay.frontend.export import Exported
+from roundelay.frontend.export import Exported, Role
 from roundelay.frontend.standins import branch
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ def _refusing(exported: Exported) -> Call:
     def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for value in tree_leaves(_declared_writes(node.target, args, kwargs)):
             if _storage(value) in parameters:
-                raise _writes_state(exported, node, [parameters[_storage(value)]])
+                raise _writes_state(exported, [parameters[_storage(value)]])
         leaves = tree_leaves((args, kwargs))
         if not any(map(_writes_within, leaves)):
             return _call(node, args, kwargs)
@@ -170,7 +170,7 @@ def _refusing(exported: Exported) -> Call:
             for value, copy in moved:
                 value.copy_(copy)
             if moved:
-                raise _writes_state(exported, node, [parameters[_storage(moved[0][0])]])
+                raise _writes_state(exported, [parameters[_storage(moved[0][0])]])
 
     return call
 
@@ -211,7 +211,7 @@ def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Wri
         family = [member for member in families[storage] if member is not node]
         kinds = {exported.roles[m.name].kind for m in family if m.name in exported.roles}
         if kinds & {"parameter", "constant"}:
-            raise _writes_state(exported, node, family)
+            raise _writes_state(exported, family)
         if "buffer" in kinds:
             continue
         others = [m for m in family if m is not written and order[m] < order[node]]
@@ -270,14 +270,42 @@ def _twin(node: Node) -> Any:
     return overload
 
 
-def _writes_state(exported: Exported, node: Node, family: Sequence[Node]) -> CaptureError:
-    role = next(r for r in (exported.roles.get(member.name) for member in family) if r is not None)
+class StateWritten(Exception):
+    """The forward writes into a tensor of the model that is no buffer.
+
+    Args:
+        role: of that tensor.
+    """
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role.name)
+        self.role = role
+
+
+def _writes_state(exported: Exported, family: Sequence[Node]) -> StateWritten:
+    return StateWritten(next(r for r in (exported.roles.get(member.name) for member in family) if r is not None))
+
+
+def told_of_write(role: Role, line: str) -> CaptureError:
+    """What is told of a forward that writes into a tensor of the model.
+
+    Args:
+        role: of the tensor.
+        line: where it does, if that is known.
+    """
+    remedy = "Compute a new tensor instead, or make the tensor a buffer with register_buffer."
+    if role.kind == "parameter" and role.tensor is not None and not role.tensor.requires_grad:
+        remedy = (
+            "Weights that are frozen, and that the forward moves itself (a momentum encoder), are buffers: for each "
+            "module of it, for name, weight in list(module.named_parameters(recurse=False)): del "
+            "module._parameters[name]; module.register_buffer(name, weight.detach()); and forward moves its buffers()."
+        )
     what = f"parameter {role.name!r}" if role.kind == "parameter" else f"tensor {role.name!r}, which is no buffer"
     return CaptureError(
-        f"operation {node.name!r} ({node.target}) of the model's forward",
-        got=f"a write into {what}",
+        f"{what}, which the model's forward writes into{', ' + line if line else ''}",
+        got="other values after a forward than before it",
         expected="parameters that only the optimizer changes, and buffers for all else that a forward changes",
-        remedy="Compute a new tensor instead, or make the tensor a buffer with register_buffer.",
+        remedy=remedy,
     )
 
 

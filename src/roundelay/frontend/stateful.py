@@ -8,9 +8,6 @@ compute something else, or if they do with other numbers in the slots, then the 
 
 from __future__ import annotations
 
-import linecache
-import sys
-import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.reach import Change, World, same_value, set_at
-from roundelay.frontend.tracing import of_person
+from roundelay.frontend.lines import line_of_change
+from roundelay.frontend.reach import Change, World, set_at
 
 STEPS = (1, 10, 100, 1_000, 10_000, 1_000_000)
 """What is added to numbers: schedules that count their calls change somewhere."""
@@ -55,41 +52,11 @@ def refuse_state(
         found = _state(model, call, other, world, changes)
         if found is not None:
             world.restore()
-            where = _line_of(changes[found], other)
+            where = line_of_change(changes[found], other) or set_at(changes[found])
     finally:
         world.restore()
     if found is not None:
         raise _refusal(changes[found], where, changes[found].slot.place in of_loss)
-
-
-def _line_of(change: Change, call: Call) -> str:
-    """Where a call changes a slot, for people; empty if no line of the person's does.
-
-    Every line of theirs is watched, so this takes its time.
-    """
-    last, found = ("", 0), list[tuple[str, int]]()
-
-    def watch(frame: types.FrameType, event: str, arg: Any) -> Any:
-        nonlocal last
-        if not of_person(frame.f_code.co_filename):
-            return None
-        if not found and last[1] and not same_value(change.slot, change.before):
-            found.append(last)
-        last = frame.f_code.co_filename, frame.f_lineno if event != "call" else 0
-        return watch
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        call()
-    except Exception:  # the person's own code: what is told is the state
-        pass
-    finally:
-        sys.settrace(before)
-    if not found:
-        return set_at(change)
-    file, number = found[0]
-    return f"{file}:{number} `{linecache.getline(file, number).strip()[:120]}`"
 
 
 def _state(model: torch.nn.Module, call: Call, other: Call, world: World, changes: list[Change]) -> int | None:

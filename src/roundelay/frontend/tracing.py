@@ -9,14 +9,9 @@ be decided once for all.
 
 from __future__ import annotations
 
-import linecache
-import sys
-import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -25,35 +20,10 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from roundelay.errors import CaptureError, RoundelayError
+from roundelay.frontend.lines import users_line
 from roundelay.frontend.standins import standing_in
 
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def of_person(file: str) -> bool:
-    """Whether code of that file is the person's, or of a library that they call."""
-    return not file.startswith(_INSIDE) and "contextlib" not in file
-
-
-def users_line() -> str:
-    """The innermost line that runs now outside of torch and Roundelay, for people; empty if there is none."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if of_person(file):
-            line = linecache.getline(file, frame.f_lineno).strip()[:120]
-            return f", {file}:{frame.f_lineno} `{line}`"
-        frame = frame.f_back
-    return ""
-
-
-def users_line_of(error: Exception) -> str:
-    """The innermost line outside of torch and Roundelay in an error's traceback, for people."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_INSIDE)]
-    if not frames:
-        return ""
-    return f", {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`"
 
 
 @dataclass(frozen=True, slots=True)

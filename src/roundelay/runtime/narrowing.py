@@ -298,7 +298,8 @@ def _otherwise(trial: _Trial, got: str) -> JobError:
         remedy=f"To clip by the norm of all gradients, leave the hook out and give {clip}; or train with --workers 1."
         if pre
         else "If it computes one number of all parameters or gradients (a norm, an estimated rate), take an optimizer "
-        f"that does not; to clip by the norm of all gradients give {clip}; or train with --workers 1.",
+        f"that does not; to clip by the norm of all gradients give {clip}. Noise that a step draws may be added to the "
+        "gradients of each parameter by a seed of its own (its name, its step). Or train with --workers 1.",
     )
 
 
