@@ -36,6 +36,18 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
     assert difference(trained_plainly(one.make), ours, rounding=one.rounding) == ""
 
 
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_does_so_wherever_it_is_cut(name: str) -> None:
+    """At one place of each, or at all of them; behind a transposition other kernels round otherwise."""
+    one = PROGRAMS[name]
+    graph = roundelay.capture(fresh(one.make)).graph
+    places = [graph.ops[cut].name for cut in graph.cuts if cut + 1 < len(graph.ops)]
+    plain = trained_plainly(one.make)
+    for place in places if WHOLE or not places else [places[EQUAL.index(name) % len(places)]]:
+        ours = trained(one.make, rule="1f1b", micro_batches=1, cuts=place, check="off")
+        assert difference(plain, ours, rounding=True) == "", place
+
+
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_every_run_of_it_equals_its_reference(name: str, way: dict[str, Any]) -> None:
     found = roundelay.verify(fresh(PROGRAMS[name].make), workers=2, epochs=2, **way)

@@ -29,7 +29,7 @@ from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.recomputed import Recomputed
-from roundelay.frontend.results import hand_out, settle_buffers
+from roundelay.frontend.results import hand_out, read_with_writes, settle_buffers
 from roundelay.frontend.rewrite import DRAW, Cleaned, StateWritten, clean, key_draws, prune, run_nodes, told_of_write
 from roundelay.frontend.sample import describe
 from roundelay.frontend.segment import Call, Segment
@@ -346,6 +346,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
         reads = looked.reads
         nodes = hand_out(exported, reads.weights)
+        together = read_with_writes(exported, cleaned.mutated)
+        cleaned = changed(cleaned, uncuttable=(*cleaned.uncuttable, *together))
         terms = (
             None if reads.labels is None or reads.labels.output < 0 else add_count(exported, nodes[reads.labels.output])
         )

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -58,6 +59,18 @@ def _handed_on(graph: torch.fx.Graph, node: Node, *, last: bool) -> Node:
         made = graph.call_function(aten.alias.default, (node,))
     made.meta = {"val": node.meta.get("val")}
     return made
+
+
+def read_with_writes(exported: Exported, mutated: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """For each buffer that is handed out and that the forward changes, all that uses it: no cut may part them."""
+    outputs: Any = exported.module.graph.output_node().args[0]
+    buffers = [node.args[0] for node in outputs if node.target is aten.alias.default]
+    roles = [(node, exported.roles.get(node.name)) for node in buffers if isinstance(node, Node)]
+    return tuple(
+        tuple(other.name for other in exported.module.graph.nodes if other in node.users)
+        for node, role in roles
+        if role is not None and role.kind == "buffer" and role.name in mutated
+    )
 
 
 def settle_buffers(exported: Exported) -> None:
