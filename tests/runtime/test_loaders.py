@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -393,3 +395,28 @@ def test_too_many_open_files_are_told_with_the_limit() -> None:
 )
 def test_what_helps_is_told_for_errors_that_are_known(error: Exception, words: str) -> None:
     assert words in loading_failed("batch 0 of batches(0)", error).remedy
+
+
+PERSISTENT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import roundelay
+
+data = TensorDataset(torch.randn(48, 6), torch.randint(4, (48,)))
+loader = DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True)
+job = roundelay.Job(
+    model=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)),
+    loss=lambda o, b: torch.nn.functional.cross_entropy(o, b[1]),
+    batches=lambda epoch: loader,
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+)
+roundelay.plan(job, workers=2, rule="1f1b")
+print("planned")
+"""
+
+
+def test_a_script_whose_loader_has_persistent_processes_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PERSISTENT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "planned\n", "")

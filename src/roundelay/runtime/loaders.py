@@ -7,6 +7,7 @@ finds by itself that a process is gone: there the error has its place, and besid
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.util
 import os
@@ -59,6 +60,29 @@ def end_loaders() -> None:
 
 _END_S = 1.0
 """Seconds that they get to end."""
+
+
+def _end_deaf_ones() -> None:
+    """End a loader's processes when the interpreter ends, which else waits for them.
+
+    A reader's thread leaves SIGTERM to its process, and so do the processes that its loader starts there, by which
+    multiprocessing would end them.
+    """
+    own = [process for process in multiprocessing.active_children() if process.daemon]
+    if own and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for process in own:
+        process.terminate()
+    deadline = time.monotonic() + _DEAF_S
+    for process in own:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+
+
+_DEAF_S = 0.2
+
+atexit.register(_end_deaf_ones)  # behind multiprocessing's own, that is before it
 
 
 @contextmanager
