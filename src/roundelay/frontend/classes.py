@@ -8,11 +8,12 @@
 ``whole``        a batch that cannot be cut, or of which a part cannot be computed alone
 ===============  ==================================================================================================
 
-It is seen, not guessed: the captured graph runs forward on the whole first batch and on its parts, cut as planned and
-once more unevenly (:mod:`roundelay.frontend.part_runs`). Beside the losses their gradients for what the loss reads are
+It is seen, not guessed: the captured graph runs forward on a few rows of the first batches and on all of the first,
+and on their parts (:mod:`roundelay.frontend.part_runs`). Beside the losses their gradients for what the loss reads are
 compared: the losses of an untrained model differ too little from row to row. Where the model returns its own loss,
 those of its parameters are, on a few rows. What comes to differ later (labels that are missing in further batches, a
-term that is 0 at first) shows in some rows of the batches behind, and with other weights.
+term that is 0 at first) shows in the batches behind the first, and with other weights. Of a large model the clock ends
+it early.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from roundelay.frontend.part_runs import Runs, Seen
 
 Kind = Literal["mean", "statistics", "other", "counts", "whole"]
 
-LOOK_S = 1.0
-"""Seconds that looks behind the first may take, if the first has not taken longer."""
+LOOK_S = 2.0
+"""Seconds behind which no look is begun."""
 
-LOSS_GAP, GRADIENT_GAP = 1e-4, 2e-3
+LOSS_GAP, GRADIENT_GAP = 2e-5, 2e-3
 """Differences of losses and of gradients, relative to their size, up to which they count as rounding."""
 
-COARSE = 200.0, 25.0
+COARSE = 1000.0, 25.0
 """How many times more that is where 16-bit numbers are computed with."""
 
 
@@ -61,11 +62,10 @@ def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -
 
     Args:
         captured: the model.
-        batches: the first ones, whole; some rows of those behind the first are looked at while that takes no longer
-            than the first, or :data:`LOOK_S`.
+        batches: the first ones, whole; no further look is taken behind :data:`LOOK_S`.
         micro_batches: into how many one is to be cut; at least 2.
     """
-    batch, began = batches[0], time.perf_counter()
+    batch = batches[0]
     if not in_step(batch):
         return Parts("whole", "the tensors of the first batch have different numbers of rows, so it cannot be cut")
     if counted := _counting(captured):
@@ -74,33 +74,77 @@ def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -
     planned = part_rows(batch, micro_batches, least)
     if len(planned) == 1:
         return Parts("whole", f"the first batch, of {rows} row{'s' * (rows > 1)}, has no parts to be looked at")
-    runs = Runs(captured, batch)
-    if found := _looked(runs, (planned, _uneven(rows, len(planned), least)), "the first batch"):
-        return found
-    end = time.perf_counter() + max(LOOK_S, time.perf_counter() - began)
-    for some, sizes, name in _further(captured, batches):
-        if (found := _looked(some, (sizes,), name)) and found.kind == "other":
+    end = time.perf_counter() + LOOK_S
+    normalised = False
+    for look in _looks(captured, batches, micro_batches):
+        found = _looked(look)
+        normalised |= bool(look.runs.statistics)
+        if found is not None:
             return found
         if time.perf_counter() > end:
             break
-    return Parts("statistics" if runs.statistics else "mean")
+    return Parts("statistics" if normalised else "mean")
 
 
-def _further(captured: Captured, batches: Sequence[Batch]) -> Iterator[tuple[Runs, list[int], str]]:
-    """Further looks, each at few rows: sizes of its parts, and what it is called for people."""
-    least = captured.graph.min_rows
-    own = _reads_scalars(captured)
-    for i, batch in enumerate(batches):
-        if not in_step(batch) or num_rows(batch) < 2 * least:
-            continue
-        some = rows_between(batch, 0, min(num_rows(batch), 4 * least))
-        sizes, name = [least, num_rows(some) - least], f"the first {num_rows(some)} rows of batch {i}"
-        if i == 0:
-            yield Runs(captured, some, elsewhere=True), sizes, f"{name}, with other weights,"
-            if own:
-                yield Runs(captured, some, deep=True), sizes, name
-        else:
-            yield Runs(captured, some, deep=own), sizes, name
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is looked at.
+
+    Args:
+        runs: forwards of it.
+        cuts: sizes of its parts, in one way or another.
+        name: what it is called for people.
+        sure: whether it is a batch as it is trained: a few rows may have no label, or be too few for a loss.
+    """
+
+    runs: Runs
+    cuts: Sequence[Sequence[int]]
+    name: str
+    sure: bool
+
+
+def _looks(captured: Captured, batches: Sequence[Batch], micro_batches: int) -> Iterator[_Look]:
+    """What is looked at, in this order: of a large model a few rows first, and of further batches no more."""
+    least, own = captured.graph.min_rows, _reads_scalars(captured)
+    few = _first_rows(batches[0], 3 * least)
+    seconds = 3 * num_rows(batches[0]) * (0.0 if few is None else _seconds_per_row(captured, few))
+    large = seconds > LOOK_S
+
+    def look(i: int, *, whole: bool, deep: bool = False, elsewhere: bool = False) -> Iterator[_Look]:
+        batch = batches[i] if whole else _first_rows(batches[i], 3 * least)
+        if batch is None or not in_step(batch) or len(planned := part_rows(batch, micro_batches, least)) == 1:
+            return
+        rows = num_rows(batch)
+        cuts = (planned, _uneven(rows, len(planned), least)) if whole else ([least, rows - least],)
+        name = f"batch {i}" if i else "the first batch"
+        name = (name if whole else f"the first {rows} rows of {name}") + (", with other weights," * elsewhere)
+        yield _Look(Runs(captured, batch, deep=deep, elsewhere=elsewhere), cuts, name, sure=whole)
+
+    for i in (0, 1) if large and len(batches) > 1 else (0,) if large else ():
+        yield from look(i, whole=False)
+    yield from look(0, whole=True)
+    if own:
+        yield from look(0, whole=False, deep=True)
+    for i in range(1, len(batches)):
+        yield from look(i, whole=not large, deep=own and large)
+    yield from look(0, whole=False, elsewhere=True)
+
+
+def _seconds_per_row(captured: Captured, few: Batch) -> float:
+    """Of a forward; 0 where it fails, which is met again."""
+    began = time.perf_counter()
+    try:
+        Runs(captured, few, gradients=False).on(0, num_rows(few))
+    except Exception:
+        return 0.0
+    return (time.perf_counter() - began) / num_rows(few)
+
+
+def _first_rows(batch: Batch, rows: int) -> Batch | None:
+    """The first rows of a batch that has more of them than a part may have; None of any other."""
+    if not in_step(batch) or num_rows(batch) * 3 < 2 * rows:
+        return None
+    return rows_between(batch, 0, min(num_rows(batch), rows))
 
 
 def _reads_scalars(captured: Captured) -> bool:
@@ -108,25 +152,34 @@ def _reads_scalars(captured: Captured) -> bool:
     return all(captured.graph.values[name].shape == () for name in captured.graph.outputs)
 
 
-def _looked(runs: Runs, cuts: Sequence[Sequence[int]], name: str) -> Parts | None:
-    """Why parts of such sizes do not make what the whole does; None if they do."""
-    whole = runs.on(0, num_rows(runs.batch))
+def _looked(look: _Look) -> Parts | None:
+    """Why parts of such sizes do not make what the whole does; None if they do, or if a few rows do not tell."""
+    runs, name = look.runs, look.name
+    try:
+        whole = runs.on(0, num_rows(runs.batch))
+    except Exception:
+        if look.sure:
+            raise
+        return None
     if whole.count is not None and math.isnan(whole.count):
         return Parts("other", f"the loss of {name} is no mean of a cross entropy, as it was on the first batch")
-    if not math.isfinite(whole.loss):
-        if runs.elsewhere:  # too far
-            return None
-        return Parts("other", f"the loss of {name} is {whole.loss}")
-    for sizes in cuts:
+    if not math.isfinite(whole.loss) or (whole.count == 0.0 and not look.sure):
+        return Parts("other", f"the loss of {name} is {whole.loss}") if look.sure else None
+    for sizes in look.cuts:
         try:
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
             parts = [runs.on(start, size) for start, size in zip(starts, sizes, strict=True)]
         except RoundelayError as error:
-            return Parts("whole", f"a part of {name} cannot be computed alone ({error.subject}: {error.got})")
+            why = f"cannot be computed alone ({error.subject}: {error.got})"
         except Exception as error:  # the person's loss, or an operation of the model
-            return Parts("whole", f"a part of {name} fails alone ({type(error).__name__}: {error!s:.150})")
-        if parts and (why := _differing(whole, parts, runs, coarse=_coarse(runs.captured))):
-            return Parts("other", why.replace(_IT, name))
+            why = f"fails alone ({type(error).__name__}: {error!s:.150})"
+        else:
+            if not look.sure and not all(math.isfinite(part.loss) for part in parts):
+                return None
+            if parts and (why := _differing(whole, parts, runs, coarse=_coarse(runs.captured))):
+                return Parts("other", why.replace(_IT, name))
+            continue
+        return Parts("whole", f"a part of {name} {why}") if look.sure else None
     return None
 
 
