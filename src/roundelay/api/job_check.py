@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import fresh, num_rows
+from roundelay.frontend.batch import num_rows, replace
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -87,13 +87,13 @@ def check_inputs(job: Job, batch: Any) -> None:
 
 
 def _copy(batch: Any) -> Any:
-    """A batch of the same tensors, which may be changed.
+    """A batch of equal tensors, which may be changed.
 
     Raises:
         JobError: it is of a kind that cannot be made again of its parts.
     """
     try:
-        return fresh(batch)
+        return replace(batch, lambda _, leaf: leaf.clone())
     except Exception as error:  # the person's own kind of batch
         raise JobError(
             f"the batch, a {type(batch).__name__}",

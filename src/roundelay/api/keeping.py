@@ -313,10 +313,10 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
         with DEFAULT_GENERATOR_LOCK, MODEL_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             assert job.evaluate is not None
             try:
-                said = job.evaluate(model)
+                said: Mapping[str, float] | None = job.evaluate(model)  # None of one that prints
             except StopTraining as stop:
                 said, reason = stop.metrics, stop.reason
-            metrics = {_name(name): float(value) for name, value in said.items()}
+            metrics = {_name(name): float(value) for name, value in (said or {}).items()}
     except Exception as error:  # the person's own code
         raise UserCodeError(
             f"Job(evaluate=...) after update {updates - 1}",

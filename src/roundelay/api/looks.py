@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, fresh, in_step, num_rows, replace, split
+from roundelay.frontend.batch import Batch, in_step, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.lines import users_line
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
-from roundelay.job import Job
+from roundelay.job import Job, Peekable
 from roundelay.runtime.isolated import isolated
 from roundelay.runtime.optimizer import build_optimizer, without_gradients
 
@@ -93,9 +93,39 @@ def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
         JobError: the loss does.
     """
     changed = captured.changed
-    if not any(changed) or any(parameter.is_meta for parameter in job.model.parameters()):
-        return
+    if any(changed) and not any(parameter.is_meta for parameter in job.model.parameters()):
+        _look_apart(job, sample, changed)
+    _check_apart(job, (*changed[0], *changed[1]))
 
+
+def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: int | None) -> None:
+    """Refuse what writes into tensors that ``batches`` gives again, written into, in the next epoch.
+
+    Args:
+        job: the job.
+        captured: its model.
+        batches: how many the run makes; None: by epochs.
+        epochs: how many it makes of these; None: by batches.
+
+    Raises:
+        JobError: the run comes so far.
+    """
+    opened = job.batches.opened if isinstance(job.batches, Peekable) else None
+    source = getattr(opened, "source", None)
+    if not any(captured.writes) or not isinstance(source, (list, tuple)):
+        return
+    again = (batches is not None and batches > len(source)) or (batches is None and (epochs or 1) > 1)
+    if again and job.batches.batches(0) is source:  # type: ignore[attr-defined]
+        who = "Job(inputs=...)" if captured.writes[0] else "the model's forward"
+        raise JobError(
+            f"batch field {[*captured.writes[0], *captured.writes[1]][0]!r}, which {who} writes into",
+            got="a tensor of a list that is given again in the next epoch: plain PyTorch goes on with what was written",
+            expected="data that are the same in every epoch",
+            remedy="Write into a copy, x = x.clone(), or compute a new tensor: x / 255 in the place of x.div_(255).",
+        )
+
+
+def _look_apart(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
     def look() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):  # what the person's code prints
@@ -111,16 +141,40 @@ def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
         _look(job, sample, changed)
 
 
+def _check_apart(job: Job, changes: Sequence[Change]) -> None:
+    """Refuse data that read what the forward or the loss sets: these are in other processes, and later."""
+    if not changes:
+        return
+    given = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
+    world = World([("batches", given)])
+    names = world.names_read()
+    for change in changes:
+        if change.slot.place in world.slots and change.slot.name in names:
+            raise JobError(
+                f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
+                got="data that depend on the training",
+                expected="the same data whatever was trained before: they are read ahead",
+                remedy="Let what varies with the training be computed in the loss or in forward, from the batch.",
+            )
+
+
 def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
     def call(rows: Batch) -> Any:
-        batch = fresh(rows)
+        batch = replace(rows, lambda _, leaf: leaf.clone())
         args, kwargs = (job.inputs or default_inputs)(batch)
         return job.loss(job.model(*args, **kwargs), batch)  # what it is trained by; the rest of a result is nothing
 
     with torch.random.fork_rng(devices=[]):
+
+        def other() -> Any:
+            try:
+                return _elsewhere(job.model, call, _fewer(sample))
+            except Exception:  # a state of as many rows as a batch has, for example
+                return _elsewhere(job.model, call, _reversed(sample))
+
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         roots = [("model", job.model), ("loss", job.loss)]
-        refuse_state(job.model, lambda: call(sample), lambda: _elsewhere(job.model, call, sample), roots, of_loss)
+        refuse_state(job.model, lambda: call(sample), other, roots, of_loss)
 
 
 def _elsewhere(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Batch) -> Any:
@@ -130,17 +184,27 @@ def _elsewhere(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Bat
         for weight, _ in weights:
             if weight.is_floating_point():
                 weight.data.mul_(1.125)
-        return call(_another(sample))
+        return call(sample)
     finally:
         for weight, value in weights:
             weight.data.copy_(value)
 
 
-def _another(sample: Batch) -> Batch:
-    """A batch unlike the sample: half of its rows, or its numbers made larger where it has no four rows."""
+def _fewer(sample: Batch) -> Batch:
+    """A batch unlike the sample: half of its rows; or another of as many, where it has no four."""
     if in_step(sample) and num_rows(first := split(sample, 2)[0]) > 1:
         return first
-    return replace(sample, lambda _, leaf: leaf * 1.25 if leaf.is_floating_point() else leaf)
+    return _reversed(sample)
+
+
+def _reversed(sample: Batch) -> Batch:
+    """A batch unlike the sample, of the same sizes: its rows in another order, its numbers larger."""
+
+    def other(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        turned = leaf.flip(0) if leaf.ndim else leaf
+        return turned * 1.25 if leaf.is_floating_point() else turned
+
+    return replace(sample, other)
 
 
 def check_sharing(job: Job, captured: Captured) -> None:

@@ -102,7 +102,8 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
 
 
 def _captured(job: Job, sample: Batch) -> Captured:
-    check_inputs(job, sample)
+    with untouched(job):
+        check_inputs(job, sample)
     with without_dumps():
         captured = capture_model(job.model, job.loss, sample, job.inputs)
     check_stateless(job, captured, sample)

@@ -25,6 +25,7 @@ from roundelay.api.gathering import (
 )
 from roundelay.api.keeping import Keeper, Saving, averages, position_of
 from roundelay.api.length import Length, extent
+from roundelay.api.looks import check_reused
 from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.threads import one_thread
 from roundelay.debug import launched_as
@@ -170,11 +171,15 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
     told = session.check(check)
-    return replace(session.run(notify=_telling(on_update), saving=saving), check=told)
+    notify = _telling(on_update, captured.settings.check)
+    return replace(session.run(notify=notify, saving=saving), check=told)
 
 
-def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
-    """Pass on the updates among the events, and say whose error it is if the person's function raises."""
+def _telling(on_update: Callable[[Updated], None] | None, check: Callable[[], None]) -> Notify:
+    """Pass on the updates among the events, and say whose error it is if the person's function raises.
+
+    Behind each ``check`` looks for what the function has changed that the stages would not notice.
+    """
 
     def notify(event: Event) -> None:
         if on_update is None or not isinstance(event, Updated):
@@ -190,6 +195,7 @@ def _telling(on_update: Callable[[Updated], None] | None) -> Notify:
                 expected="a function of one roundelay.Updated that returns",
                 remedy="Correct the function; with save_to, the training goes on from its last checkpoint by resume.",
             ) from error
+        check()
 
     return notify
 
@@ -280,6 +286,7 @@ class Session:
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
+        check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan) | trained(captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)

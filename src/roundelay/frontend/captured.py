@@ -15,6 +15,7 @@ import torch.fx
 from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
 from roundelay.frontend.calling import alone_if_drawing, called, train
+from roundelay.frontend.channels import fields_of, refuse_left, refuse_written
 from roundelay.frontend.checkpointed import noting_checkpoints
 from roundelay.frontend.compiled import Compiled
 from roundelay.frontend.draws import Draw, keyed_call
@@ -23,7 +24,7 @@ from roundelay.frontend.face import CallShape, Inputs, Unready, default_inputs
 from roundelay.frontend.first import changes_on, first_forward
 from roundelay.frontend.labels import add_count
 from roundelay.frontend.lines import line_of_change
-from roundelay.frontend.loss import LossCall, LossFunction, record
+from roundelay.frontend.loss import LossCall, LossFunction, record, with_unseen
 from roundelay.frontend.outside import Settings
 from roundelay.frontend.placed import CPU, placed
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
@@ -53,6 +54,7 @@ class Captured:
         checkpointed: modules that its own code checkpoints, by path.
         sharing: parameters that lie in the memory of another, by that one's name.
         changed: slots that the forward has changed, buffers apart, and those that the loss has.
+        writes: paths of tensors of the batch that ``inputs`` writes into, and of those that the forward does.
     """
 
     model: torch.nn.Module
@@ -72,6 +74,7 @@ class Captured:
     checkpointed: tuple[str, ...] = ()
     sharing: dict[str, tuple[torch.nn.Parameter, ...]] = field(default_factory=dict)
     changed: tuple[tuple[Change, ...], tuple[Change, ...]] = ((), ())
+    writes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -110,7 +113,7 @@ class Captured:
                 expected="at least two rows, of which BatchNorm takes its statistics in training mode",
                 remedy="Leave a last batch of one row out: DataLoader(..., drop_last=True), or another batch_size.",
             )
-        own = fresh(micro_batch)  # `inputs` may change it: the batch itself may be asked for its values again
+        own = self._own(micro_batch)
         tensors, call = CallShape.flatten(*called(self._inputs, own))
         if (differing := call.differing(self._call)) is not None:
             raise _varies(*differing)
@@ -142,6 +145,10 @@ class Captured:
             )
         return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
 
+    def _own(self, micro_batch: Batch) -> Batch:
+        """What ``inputs`` may change: the batch itself may be asked for its values again."""
+        return replace(micro_batch, lambda _, leaf: leaf.clone()) if self.writes[0] else fresh(micro_batch)
+
     def check_numbers(self, micro_batch: Batch) -> None:
         """Refuse a micro-batch whose call differs in a number or another constant, or in sizes that do not fit.
 
@@ -151,7 +158,7 @@ class Captured:
             JobError: it does.
         """
         try:
-            tensors, call = CallShape.flatten(*called(self._inputs, fresh(micro_batch)))
+            tensors, call = CallShape.flatten(*called(self._inputs, self._own(micro_batch)))
         except Exception:  # the person's own code
             return
         if (differing := call.differing(self._call)) is not None:
@@ -332,8 +339,15 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     train(model)
     doubled = num_rows(batch) == 1
     sample = replace(twice(batch) if doubled else batch, lambda _, leaf: _own(leaf))
+    functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
+    of_inputs, versions = World(functions, model), [leaf._version for leaf in leaves(sample).values()]
+    fields = leaves(sample)
     how, given = alone_if_drawing(inputs or default_inputs, sample)
+    written = [path for (path, leaf), v in zip(fields.items(), versions, strict=True) if leaf._version != v]
+    kept = of_inputs.changes()
+    refuse_left(kept, model, loss)
     tensors, call = CallShape.flatten(*given)
+    places = fields_of(tensors, leaves(sample))
     _check_call(tensors, call)
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
@@ -344,7 +358,11 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         with torch.enable_grad():
             made, _ = run_nodes(exported, tensors)
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
-        reads = looked.reads
+        outputs = [made[node.name] for node in nodes]
+        loss_call = with_unseen(LossCall(loss, looked.reads, exported.output_shape, looked.places, sample), outputs)
+        reads = loss_call.reads
+        by_forward = [path for i in cleaned.inputs if (path := places[i]) is not None]
+        refuse_written(by_forward, reads.batch, leaves(batch) if not doubled else leaves(sample))
         nodes = hand_out(exported, reads.weights)
         together = read_with_writes(exported, cleaned.mutated)
         cleaned = changed(cleaned, uncuttable=(*cleaned.uncuttable, *together))
@@ -353,12 +371,12 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         )
         if reads.labels is not None and reads.labels.output >= 0 and terms is None:
             reads = changed(reads, labels=None)
+            loss_call = changed(loss_call, reads=reads)
         results = [*(nodes[i] for i in reads.outputs), *([] if terms is None else [terms])]
         prune(exported, results, cleaned.writers)
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
-    loss_call = LossCall(loss, reads, exported.output_shape, looked.places, sample)
     return Captured(
         model,
         graph,
@@ -368,7 +386,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         how,
         call,
         describes,
-        settings=Settings(model, {change.slot.place for change in exported.seen.changed}),
+        settings=Settings(model, {c.slot.place for c in (*kept, *exported.seen.changed, *looked.changed)}, functions),
+        writes=(tuple(written), tuple(by_forward)),
         checkpointed=tuple(checkpointed),
         sharing=_sharing(model),
         changed=(exported.seen.changed, looked.changed),
@@ -479,7 +498,8 @@ def _varies(where: str, now: Any, first: Any) -> JobError:
         expected=f"{first!r:.80} as for the first batch: what is no tensor must be the same at every call",
         remedy="Give a number that varies as a tensor, in batches(epoch) or in Job(inputs=...): torch.tensor(number)."
         if isinstance(first, (int, float))
-        else "Give what chooses as a tensor of numbers, for example one-hot, and weigh the model's ways by it.",
+        else "Leave what the model does not read out of its call, by Job(inputs=...); give what chooses a way through "
+        "it as a tensor of numbers, for example one-hot, and weigh the ways by it.",
     )
 
 

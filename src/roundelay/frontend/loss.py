@@ -329,7 +329,36 @@ def _without_gradient() -> JobError:
     )
 
 
+def with_unseen(call: LossCall, outputs: Sequence[torch.Tensor]) -> LossCall:
+    """The loss with all tensors of the batch, if it fails on one that it was not seen to read.
+
+    ``torch.autograd.Variable(x)``, for example, reads a tensor without torch's Python functions.
+
+    Args:
+        call: the loss, with what it was seen to read.
+        outputs: the output leaves.
+    """
+    fields = leaves(call.layout)
+    labels = call.reads.labels
+    if len(call.reads.batch) == len(fields) or (labels is not None and labels.output >= 0):
+        return call
+    try:
+        call(*(outputs[i].detach() for i in call.reads.outputs), *(fields[path].clone() for path in call.reads.batch))
+    except TypeError:
+        return replace(call, reads=replace(call.reads, batch=tuple(fields)))
+    except Exception:  # the person's own code: met again where it matters
+        return call
+    return call
+
+
 def _failed(error: Exception, batch: Batch) -> JobError:
+    if Opaque.__name__ in str(error):
+        return JobError(
+            f"the loss on the first batch{users_line_of(error)}",
+            got=f"{type(error).__name__}, as it reads a part of the batch that is no tensor",
+            expected="a loss that reads tensors alone: nothing else of a batch travels to the last stage",
+            remedy="Give it as a tensor in batches(epoch): torch.from_numpy(array), torch.tensor(numbers).",
+        )
     names = isinstance(error, (KeyError, IndexError, AttributeError))
     return JobError(
         f"the loss on the first batch{users_line_of(error)}",

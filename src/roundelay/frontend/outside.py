@@ -7,13 +7,14 @@ one of them changes plain PyTorch's training, and would change nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from roundelay.errors import JobError
+from roundelay.frontend.reach import Slot, World
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
@@ -25,11 +26,18 @@ class Settings:
 
     Args:
         model: the model.
-        apart: (id of the module, "attribute", name) of attributes that its own forward changes.
+        apart: places of slots that its own forward changes, or the functions.
+        functions: the loss and ``inputs``, with their names for people; numbers and texts that they read are settings.
     """
 
-    def __init__(self, model: torch.nn.Module, apart: Collection[tuple[int, str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        apart: Collection[tuple[int, str, Any]] = (),
+        functions: Sequence[tuple[str, Any]] = (),
+    ) -> None:
         self._attributes = list(_attributes(model, set(apart)))
+        self._slots = list(_slots(World([("model", model), *functions]), set(apart), model))
         self._turns = 0  # odd while an evaluation has the model in eval mode
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
@@ -57,6 +65,10 @@ class Settings:
             now = entries.get(key, _ABSENT)
             if now is not value and now != value and not (now != now and value != value):
                 return f"{path}.{key}", value, "nothing" if now is _ABSENT else now
+        for slot, value in self._slots:
+            now = slot.read()
+            if now is not value and now != value and not (now != now and value != value):
+                return slot.path, value, now
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
                 return f"model.{name}.requires_grad", trained, parameter.requires_grad
@@ -73,6 +85,17 @@ def _attributes(
                 yield f"model.{name}" if name else "model", entries, key, value
 
 
+def _slots(world: World, apart: Collection[tuple[int, str, Any]], model: torch.nn.Module) -> Iterator[tuple[Slot, Any]]:
+    """Numbers and texts outside of the model that the forward, the loss or ``inputs`` read, as far as names tell."""
+    own, read = {id(module) for module in model.modules()}, world.names_read()
+    for place, slot in world.slots.items():
+        if place in apart or id(slot.holder) in own or slot.kind not in ("attribute", "item", "cell", "class"):
+            continue
+        value = slot.read()
+        if isinstance(value, _KINDS) and (slot.kind == "cell" or not isinstance(slot.key, str) or slot.key in read):
+            yield slot, value
+
+
 def _changed(path: str, before: Any, now: Any) -> JobError:
     remedies = {
         "requires_grad": "To train more of the model from some epoch on: train up to there, change it in job(), and go "
@@ -85,6 +108,7 @@ def _changed(path: str, before: Any, now: Any) -> JobError:
         expected=f"{before!r}, with which the model was captured: stages would go on with it",
         remedy=remedies.get(
             path.rsplit(".", 1)[-1],
-            "Give what varies as a tensor in the batch, or let forward compute it from a buffer that counts.",
+            "Give what varies from update to update as a tensor in the batch, or let forward compute it from a buffer "
+            "that counts.",
         ),
     )

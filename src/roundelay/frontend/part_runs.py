@@ -144,7 +144,8 @@ class Runs:
             kind = torch.float32 if x.dtype.itemsize < torch.float32.itemsize else x.dtype
             kind = kind if weight is None else weight.dtype
             over = [i for i in range(x.ndim) if i != 1]
-            self.statistics[name] = x.to(kind).mean(over), x.to(kind).var(over, correction=0)
+            of = x.detach().to(kind)  # as constants, for the whole batch as for its parts
+            self.statistics[name] = of.mean(over), of.var(over, correction=0)
         return torch.batch_norm(x, weight, bias, *self.statistics[name], False, 0.0, eps, False)
 
     def _drawn(self, name: str, function: Any, args: Any, kwargs: Any, place: tuple[int, int, int]) -> Any:

@@ -18,6 +18,7 @@ import functools
 import inspect
 import itertools
 import random
+import re
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -32,6 +33,8 @@ MOST = 10_000
 
 _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collections", "typing", "logging", "threading")
 """Packages whose objects and functions are not walked into: containers and partials apart."""
+
+_NUMBERS, _LAST_NAME = re.compile(r"(\[\d+\])+$"), re.compile(r"\['([^']*)'\]$|(\w+)$")
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -64,6 +67,14 @@ class Slot:
     def place(self) -> tuple[int, str, Any]:
         """What tells it from others."""
         return id(self.holder), self.kind, self.key
+
+    @property
+    def name(self) -> str:
+        """The name by which code would come to it: the last one of its path."""
+        if isinstance(self.key, str):
+            return self.key
+        found = _LAST_NAME.search(_NUMBERS.sub("", self.path))
+        return self.path if found is None else found[1] or found[2]
 
     def read(self) -> Any:
         """What lies there now; :data:`MISSING` if nothing does."""
@@ -171,6 +182,29 @@ class World:
     def restore(self, apart: Collection[Kind] = ()) -> None:
         """Put back what has changed since, but for some kinds of slots."""
         put_back([change for change in self.changes() if change.slot.kind not in apart])
+
+    def names_read(self) -> set[str]:
+        """Names and texts in the code of the functions among the roots, and of what these may call by name.
+
+        An attribute or an entry of a dict whose name is not among them is not read, but for code that makes up names.
+        """
+        found: set[str] = set()
+        known = {type(holder) for holder in self._holders.values() if not _is_library(type(holder))}
+        left = [function for _, root in self.roots for function in _functions_of(root)]
+        seen: set[types.CodeType] = set()
+        while left:
+            function = left.pop()
+            if function.__code__ in seen:
+                continue
+            seen.add(function.__code__)
+            names = _names(function.__code__) | _texts(function.__code__)
+            for name in names - found:
+                left += _functions_of(function.__globals__.get(name))
+                left += [inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))]
+            for cell in function.__closure__ or ():
+                left += _functions_of(_in_cell(cell))
+            found |= names
+        return found
 
     def holding(self, wanted: Any) -> list[Slot]:
         """The slots in which one object lies; a list that holds it among others included."""
@@ -356,6 +390,33 @@ def _names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             found |= _names(constant)
     return found
+
+
+def _texts(code: types.CodeType) -> set[str]:
+    """The texts in a function's code."""
+    found = {constant for constant in code.co_consts if isinstance(constant, str)}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _texts(constant)
+    return found
+
+
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    """The person's functions that a call of it begins with."""
+    if isinstance(value, torch.nn.Module):
+        parts = [part for part in value.modules() if not _is_library(type(part))]
+        return [function for part in parts for function in _functions_of(type(part).forward)]
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        return _functions_of(value.func)
+    if isinstance(value, types.FunctionType):
+        return [] if _is_library(value) else [value]
+    if _is_plain(value) and not isinstance(value, type) and callable(value):
+        return _functions_of(type(value).__call__)
+    return []
 
 
 def _is_plain(value: Any) -> bool:

@@ -47,11 +47,13 @@ class Cleaned:
         mutated: names of buffers that a forward changes.
         uncuttable: groups of node names: no cut at or after the first and before the last that pruning leaves.
         writers: names of the operations that write into something, buffers included.
+        inputs: numbers of the tensors of the model's call that a forward writes into.
     """
 
     mutated: frozenset[str]
     uncuttable: tuple[tuple[str, ...], ...]
     writers: frozenset[str]
+    inputs: frozenset[int]
 
 
 Writes = dict[Node, tuple[Node, ...]]
@@ -145,8 +147,13 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
         for name, role in exported.roles.items()
         if role.kind == "buffer" and (not _same(before[name], values[name]) or _storage(values[name]) in touched)
     )
+    inputs = frozenset(
+        int(role.name)
+        for name, role in exported.roles.items()
+        if role.kind == "input" and _storage(values[name]) in touched and values[name].numel()
+    )
     spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
-    return Cleaned(mutated, spans, frozenset(node.name for node in writes))
+    return Cleaned(mutated, spans, frozenset(node.name for node in writes), inputs)
 
 
 def _refusing(exported: Exported) -> Call:
@@ -187,11 +194,17 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    return a is not None and torch.equal(a, b)
+    if a is None or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:  # which torch.equal cannot compare
+        return torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(a, b)
 
 
 def _storage(value: Any) -> int | None:
-    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if value.untyped_storage().nbytes() == 0:
         return None
     return value.untyped_storage().data_ptr()
 

@@ -23,11 +23,19 @@ _KEPT = "operations whose gradients autograd knows by itself: a stage's backward
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Refuse a model with compiled parts, or with hooks on gradients.
+    """Refuse a model with compiled parts, with hooks on gradients, or with sparse buffers.
 
     Raises:
-        CaptureError: naming the parameter or the module.
+        CaptureError: naming the parameter, the buffer or the module.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{name!r} of the model",
+                got=f"a tensor of layout {tensor.layout}",
+                expected="dense tensors, which can be sent and saved",
+                remedy=f"Keep it dense: {name} = {name}.to_dense(), with torch.mm in the place of torch.sparse.mm.",
+            )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise _hook(f"parameter {name!r}")

@@ -259,10 +259,16 @@ def _kept(batch: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """A loader may fill its own tensors and arrays again when it is asked for the next batch."""
-    return replace(
-        batch, lambda _, leaf: leaf.clone(), lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-    )
+    """A loader may fill its own tensors and arrays again when it is asked for the next batch.
+
+    A tensor that is there twice is there twice again.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(leaf), leaf.clone()) if id(leaf) not in made else made[id(leaf)]
+
+    return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
 def _refuse_used(batches: Batches, source: Any, epoch: int) -> None:

@@ -8,7 +8,7 @@ cannot be seen by looking, so it is tried: on small copies, with made-up gradien
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -38,6 +38,9 @@ _SCALES = (0.01, 10.0, 1.0, 0.1, 3.0, 0.3, 1.0, 1.0)
 
 _NO_READING = ("_like", "new_")
 
+Tensors = list[tuple[str, torch.Tensor]]
+"""Tensors by names of parameters."""
+
 
 def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], *, always: bool = False) -> None:
     """Refuse an optimizer that does something else to a stage's parameters where it has no others.
@@ -63,7 +66,7 @@ def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], 
         for stream in (1, 2):  # what the person's code prints
             os.dup2(nowhere, stream)
         with torch.compiler.set_stance("force_eager"):
-            _look(job.optimizer, named, partition)
+            _look(job.optimizer, named, partition, _of_model(job.model))
 
     if hasattr(os, "fork"):
         try:
@@ -72,7 +75,18 @@ def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], 
             return
     else:
         with torch.random.fork_rng(devices=[]):
-            _look(job.optimizer, named, partition)
+            _look(job.optimizer, named, partition, [])
+
+
+def _of_model(model: torch.nn.Module) -> Tensors:
+    """The model's own parameters, with gradients, which a step may come by past its argument, and may not read."""
+    found = []
+    for name, parameter in model.named_parameters():
+        found.append((name, parameter.detach()))
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 0.01)
+            found.append((name, parameter.grad))
+    return found
 
 
 def _apart(named: Named) -> Named:
@@ -118,22 +132,24 @@ class _Trial:
     failed: str = ""
 
 
-def _look(make: OptimizerFactory, named: Named, partition: Sequence[Sequence[str]]) -> None:
+def _look(make: OptimizerFactory, named: Named, partition: Sequence[Sequence[str]], past: Tensors) -> None:
     corners = sum(p.numel() for _, p in named) > MANY
     every = [name for names in partition for name in names]
-    whole = _tried(make, named, every, every, corners)
+    whole = _tried(make, named, every, every, corners, past)
     if whole.failed and corners:  # a table of the whole shape, for example
-        corners, whole = False, _tried(make, named, every, every, corners=False)
+        corners, whole = False, _tried(make, named, every, every, False, past)
+    if whole.read is not None:
+        raise _reads(whole)
     if whole.failed:  # as it will be in the run, which then says so
         return
     if whole.left:
         raise _leaves(whole)
     if len(partition) == 1:
         return
-    again = _tried(make, named, every, every, corners)
+    again = _tried(make, named, every, every, corners, past)
     for k, names in enumerate(partition):
         if names:
-            _compare(k, whole, again, _tried(make, named, names, every, corners))
+            _compare(k, whole, again, _tried(make, named, names, every, corners, past))
 
 
 def _compare(stage: int, whole: _Trial, again: _Trial, part: _Trial) -> None:
@@ -163,8 +179,13 @@ def _same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or (one != one and two != two))
 
 
-def _tried(make: OptimizerFactory, named: Named, own: Sequence[str], every: Sequence[str], corners: bool) -> _Trial:
-    """Some updates of copies, by an optimizer narrowed to ``own``; those of ``every`` stage have gradients."""
+def _tried(
+    make: OptimizerFactory, named: Named, own: Sequence[str], every: Sequence[str], corners: bool, past: Tensors
+) -> _Trial:
+    """Some updates of copies, by an optimizer narrowed to ``own``; those of ``every`` stage have gradients.
+
+    Neither the copies of others may be read nor what is reached ``past`` the copies.
+    """
     copies = [(name, torch.nn.Parameter(_copy(p, corners), p.requires_grad)) for name, p in named]
     mine = {name: p for name, p in copies if name in set(own)}
     torch.manual_seed(0)
@@ -173,7 +194,7 @@ def _tried(make: OptimizerFactory, named: Named, own: Sequence[str], every: Sequ
     if len(own) < len(every):
         narrow(trial.optimizer, mine, copies)
     outside = _Outside(trial.optimizer, copies)
-    others = _Others({name: p for name, p in copies if name in set(every) - set(own)})
+    others = _Others([*((name, p) for name, p in copies if name in set(every) - set(own)), *past])
     try:
         for gradients in _gradients(copies, every):
             for name, parameter in mine.items():
@@ -213,9 +234,10 @@ def _gradients(copies: Named, every: Sequence[str]) -> Iterator[dict[str, torch.
 class _Others(TorchDispatchMode):
     """Hears when an operation reads or writes a parameter of another stage."""
 
-    def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, others: Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in others.items() if p.numel()}
+        readable = [(name, p) for name, p in others if p.numel() and p.layout is torch.strided and not p.is_meta]
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in readable}
         self.read: tuple[str, str] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,10 +330,11 @@ def _reads(trial: _Trial) -> JobError:
     name, operation = trial.read
     return JobError(
         _who(trial.optimizer),
-        got=f"a step that reads {name!r}, a parameter of another stage (by {operation})",
+        got=f"a step that reads {name!r}, or its gradient, past the parameters that it was given (by {operation})",
         expected="one that reads the stage's own: others are elsewhere, and older",
-        remedy="For an average of the weights use Job(ema=0.999) or --ema, which `evaluate` then gets; else go through "
-        "optimizer.param_groups, which hold the stage's own parameters, or train with --workers 1.",
+        remedy="To clip by the norm of all gradients give --clip global:NORM; for an average of the weights use "
+        "Job(ema=0.999) or --ema, which `evaluate` then gets; else go through optimizer.param_groups, which hold the "
+        "stage's own parameters.",
     )
 
 
