@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,3 +192,207 @@ def a_loss_that_counts_and_does_not_read() -> Job:
         return entropy(outputs, batch)
 
     return job(Body(), loss)
+
+
+def anew(made: Job, count: int = 6) -> Job:
+    """The job with data that are made anew in every epoch."""
+    return replace(made, batches=lambda epoch: batches(count=count))
+
+
+@trains
+def inputs_that_write_into_the_batch() -> Job:
+    return anew(job(Body(), inputs=lambda batch: ((batch[0].div_(4.0),), {})))
+
+
+@trains
+def inputs_that_mask_what_the_loss_reads() -> Job:
+    def masked(batch: Batch) -> Call:
+        batch[0][:, ::3] = 0.0
+        return (batch[0],), {}
+
+    return anew(job(Body(), lambda outputs, batch: entropy(outputs, batch) + batch[0].abs().mean(), inputs=masked))
+
+
+@refused(r"batch field '0', which Job\(inputs=...\) writes into: got a tensor of a list that is given again")
+def inputs_that_write_into_a_list_of_batches() -> Job:
+    return job(Body(), data=batches(count=2), inputs=lambda batch: ((batch[0].mul_(0.5),), {}))
+
+
+@refused("batch field '0', which the model's forward writes into: got a tensor of a list that is given again")
+def a_forward_that_writes_into_a_list_of_batches() -> Job:
+    class Model(Body):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.sub_(0.1))
+
+    return job(Model(), data=batches(count=2))
+
+
+@refused("batch field '0', which the model's forward writes into: got a tensor that the loss reads afterwards")
+def a_forward_that_masks_its_target() -> Job:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x[:, ::3] = 0.0
+            return super().forward(x)
+
+    return anew(job(Model(8, 8), lambda outputs, batch: functional.mse_loss(outputs, batch[0])))
+
+
+@refused("which the model's forward writes into: got a tensor that the loss reads afterwards, as field '1'")
+def a_batch_of_one_tensor_twice() -> Job:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
+    data = [(x, x) for x, _ in batches()]
+    return job(model, lambda outputs, batch: functional.mse_loss(outputs, batch[1]), data)
+
+
+@refused(r"kept\['labels'\], which Job\(inputs=...\) sets and the model or the loss can read")
+def inputs_that_leave_labels_for_the_loss() -> Job:
+    kept: dict[str, Tensor] = {}
+
+    def taken(batch: Batch) -> Call:
+        kept["labels"] = batch[1]
+        return (batch[0],), {}
+
+    return job(Body(), lambda outputs, _: functional.cross_entropy(outputs, kept["labels"]), inputs=taken)
+
+
+@trains
+def inputs_that_count_for_themselves_in_a_shared_dict() -> Job:
+    shared: dict[str, Any] = {"calls": 0, "weight": 0.5}
+
+    def counted(batch: Batch) -> Call:
+        shared["calls"] += 1
+        return (batch[0] * (1.0 + 0.1 * shared["calls"]),), {}
+
+    return job(Body(), lambda outputs, batch: entropy(outputs, batch) * shared["weight"], inputs=counted)
+
+
+@refused(r"last\['outputs'\], which the loss sets, .*calls.py:\d+ `last\[\"outputs\"\] = ")
+def a_loss_that_reads_its_last_outputs() -> Job:
+    last: dict[str, Tensor] = {}
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        value = entropy(outputs, batch)
+        if "outputs" in last:
+            value = value + functional.mse_loss(outputs, last["outputs"])
+        last["outputs"] = outputs.detach()
+        return value
+
+    return job(Body(), loss)
+
+
+@refused(r"model.hidden, which the forward sets, .*calls.py:\d+ ")
+def a_network_that_keeps_its_hidden_state() -> Job:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 4)
+            self.hidden = torch.zeros(1, 8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            made, hidden = self.cells(x.reshape(-1, 2, 4), self.hidden)
+            self.hidden = hidden.detach()
+            return self.head(made[:, -1])
+
+    return job(Model())
+
+
+@refused(r"weight\['auxiliary'\], changed by the job while it trains")
+def batches_that_set_what_the_loss_reads() -> Job:
+    weight = {"auxiliary": 0.0}
+
+    def of_epoch(epoch: int) -> list[Batch]:
+        weight["auxiliary"] = 0.5 * epoch
+        return batches(count=2)
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        return entropy(outputs, batch) + weight["auxiliary"] * outputs.pow(2).mean()
+
+    return replace(job(Body(), loss), batches=of_epoch)
+
+
+@trains
+def batches_that_count_epochs_for_themselves() -> Job:
+    class Training:
+        epoch, losses = 0, list[float]()
+
+        def batches(self, epoch: int) -> list[Batch]:
+            self.epoch = epoch
+            return batches(count=2)
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            value = entropy(outputs, batch)
+            self.losses.append(value.item())
+            return value
+
+    training = Training()
+    return replace(job(Body(), training.loss), batches=training.batches)
+
+
+@refused(r"hardness\['now'\], which the model or the loss sets and batches\(epoch\) can read")
+def batches_that_read_what_the_loss_sets() -> Job:
+    hardness = {"now": 0.0}
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        value = entropy(outputs, batch)
+        hardness["now"] = value.item()
+        return value
+
+    def harder(epoch: int) -> list[Batch]:
+        return [(x * (2.0 if hardness["now"] > 1.3 else 1.0), y) for x, y in batches()]
+
+    return replace(job(Body(), loss), batches=harder)
+
+
+@refused(r"weight\['of it'\], changed by the job while it trains")
+def an_evaluation_that_sets_what_the_loss_reads() -> Job:
+    weight = {"of it": 1.0}
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        weight["of it"] = 2.0
+        return {"loss": 0.0}
+
+    return job(Body(), lambda o, b: weight["of it"] * entropy(o, b), batches(count=2), evaluate=evaluate)
+
+
+@trains
+def an_evaluation_that_returns_nothing() -> Job:
+    return job(Body(), data=batches(count=2), evaluate=lambda model: None)
+
+
+@refused(r"buffer 'scale', changed by Job\(evaluate=...\)")
+def an_evaluation_that_changes_a_buffer() -> Job:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        model.get_buffer("scale").mul_(2.0)
+        return {"loss": 0.0}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Body()
+            self.register_buffer("scale", torch.ones(()))
+            self.scale: Tensor
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x) * self.scale
+
+    return job(Model(), data=batches(count=2), evaluate=evaluate)
+
+
+@refused(
+    r"step pre hook `<lambda>` at .*calls.py:\d+: got a step that reads '.*', or its gradient, past the parameters"
+)
+def a_hook_that_clips_the_model_s_gradients() -> Job:
+    model = Body()
+
+    def made(named: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+        clip = nn.utils.clip_grad_norm_
+        optimizer.register_step_pre_hook(lambda *_: (clip(model.parameters(), 0.1), None)[1])
+        return optimizer
+
+    return job(model, optimizer=made)
+
+
+@trains
+def labels_through_variable() -> Job:
+    return job(Body(), lambda outputs, batch: functional.cross_entropy(outputs, torch.autograd.Variable(batch[1])))
