@@ -70,10 +70,11 @@ def refuse_written(written: Collection[str], read: Collection[str], batch: Writt
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Where a tensor lies; 0 of one that is refused for its layout, or that is empty."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def fields_of(tensors: Sequence[torch.Tensor], batch: Written) -> list[str | None]:
     """For each tensor of the model's call the field of the batch in whose memory it lies; None: in its own."""
-    places = {_memory(leaf): path for path, leaf in reversed(list(batch.items())) if leaf.numel()}
-    return [places.get(_memory(tensor)) if tensor.numel() else None for tensor in tensors]
+    places = {memory: path for path, leaf in reversed(list(batch.items())) if (memory := _memory(leaf))}
+    return [places.get(_memory(tensor)) for tensor in tensors]

@@ -88,7 +88,7 @@ class Slot:
             return _in_cell(self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
-        return self._entries().get(self.key, MISSING)
+        return dict.get(self._entries(), self.key, MISSING)  # past what a dict of another class does
 
     def write(self, value: Any) -> None:
         """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
@@ -105,9 +105,9 @@ class Slot:
         elif self.kind == "class":
             setattr(self.holder, self.key, value)
         elif value is MISSING:
-            self._entries().pop(self.key, None)
+            dict.pop(self._entries(), self.key, None)
         else:
-            self._entries()[self.key] = value
+            dict.__setitem__(self._entries(), self.key, value)
 
     def _entries(self) -> dict[Any, Any]:
         if self.kind == "item":

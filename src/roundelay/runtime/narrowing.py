@@ -334,7 +334,7 @@ def _reads(trial: _Trial) -> JobError:
         expected="one that reads the stage's own: others are elsewhere, and older",
         remedy="To clip by the norm of all gradients give --clip global:NORM; for an average of the weights use "
         "Job(ema=0.999) or --ema, which `evaluate` then gets; else go through optimizer.param_groups, which hold the "
-        "stage's own parameters.",
+        "stage's own parameters. What needs them all trains with --workers 1, and an optimizer that holds them all.",
     )
 
 
