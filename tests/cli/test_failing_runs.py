@@ -93,8 +93,8 @@ def way(outputs, batch):
 CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "a batch of another width": (
         "batches=at(3, lambda b: {'x': b['x'][:, :4], 'y': b['y']})",
-        True,
-        ("stage 0, read of micro-batch 3", "sizes (8, 4)"),
+        False,  # it is among those that are looked at while the plan is made
+        ("tensor 0 of the model's call", "sizes (8, 4)"),
     ),
     "the model's forward": (
         "batches=at(3, lambda b: {'x': b['x'].long(), 'y': b['y']})",

@@ -396,3 +396,17 @@ def a_hook_that_clips_the_model_s_gradients() -> Job:
 @trains
 def labels_through_variable() -> Job:
     return job(Body(), lambda outputs, batch: functional.cross_entropy(outputs, torch.autograd.Variable(batch[1])))
+
+
+@trains
+def a_loss_that_now_and_then_notes_what_it_has_seen() -> Job:
+    class Criterion:
+        calls, noted = 0, 0
+
+        def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
+            self.calls += 1
+            if self.calls % 2 == 0:
+                self.noted = self.calls
+            return entropy(outputs, batch)
+
+    return job(Body(), Criterion())

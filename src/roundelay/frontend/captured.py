@@ -339,16 +339,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     train(model)
     doubled = num_rows(batch) == 1
     sample = replace(twice(batch) if doubled else batch, lambda _, leaf: _own(leaf))
-    functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
-    of_inputs, versions = World(functions, model), [leaf._version for leaf in leaves(sample).values()]
-    fields = leaves(sample)
-    how, given = alone_if_drawing(inputs or default_inputs, sample)
-    written = [path for (path, leaf), v in zip(fields.items(), versions, strict=True) if leaf._version != v]
-    kept = of_inputs.changes()
-    refuse_left(kept, model, loss)
-    tensors, call = CallShape.flatten(*given)
-    places = fields_of(tensors, leaves(sample))
-    _check_call(tensors, call)
+    given = _given(model, loss, inputs, sample)
+    tensors, call = given.tensors, given.call
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
             exported = _exported(model, loss, call, tensors)
@@ -361,7 +353,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         outputs = [made[node.name] for node in nodes]
         loss_call = with_unseen(LossCall(loss, looked.reads, exported.output_shape, looked.places, sample), outputs)
         reads = loss_call.reads
-        by_forward = [path for i in cleaned.inputs if (path := places[i]) is not None]
+        by_forward = [path for i in cleaned.inputs if (path := given.fields[i]) is not None]
         refuse_written(by_forward, reads.batch, leaves(batch) if not doubled else leaves(sample))
         nodes = hand_out(exported, reads.weights)
         together = read_with_writes(exported, cleaned.mutated)
@@ -377,21 +369,59 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         draws = key_draws(exported)
         describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
         graph = describes()
+    apart = {change.slot.place for change in (*exported.seen.changed, *looked.changed)}
     return Captured(
         model,
         graph,
         exported,
         cleaned,
         loss_call,
-        how,
+        given.how,
         call,
         describes,
-        settings=Settings(model, {c.slot.place for c in (*kept, *exported.seen.changed, *looked.changed)}, functions),
-        writes=(tuple(written), tuple(by_forward)),
+        settings=Settings(model, given.kept | apart, given.functions),
+        writes=(given.written, tuple(by_forward)),
         checkpointed=tuple(checkpointed),
         sharing=_sharing(model),
         changed=(exported.seen.changed, looked.changed),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """How the model is called for the sample.
+
+    Args:
+        how: the person's ``inputs``.
+        tensors: of the call.
+        call: its layout.
+        fields: for each of the tensors the field of the batch in whose memory it lies.
+        written: fields of the batch that ``inputs`` writes into.
+        kept: places of slots that it changes.
+        functions: the person's, by names for people.
+    """
+
+    how: Inputs
+    tensors: list[torch.Tensor]
+    call: CallShape
+    fields: list[str | None]
+    written: tuple[str, ...]
+    kept: frozenset[tuple[int, str, Any]]
+    functions: list[tuple[str, Any]]
+
+
+def _given(model: torch.nn.Module, loss: LossFunction, inputs: Inputs | None, sample: Batch) -> _Given:
+    functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
+    world, before = World(functions, model), leaves(sample)
+    versions = [leaf._version for leaf in before.values()]
+    how, made = alone_if_drawing(inputs or default_inputs, sample)
+    written = [path for (path, leaf), v in zip(before.items(), versions, strict=True) if leaf._version != v]
+    changes = world.changes()
+    refuse_left(changes, model, loss)
+    tensors, call = CallShape.flatten(*made)
+    _check_call(tensors, call)
+    kept = frozenset(change.slot.place for change in changes)
+    return _Given(how, tensors, call, fields_of(tensors, leaves(sample)), tuple(written), kept, functions)
 
 
 def _exported(model: torch.nn.Module, loss: LossFunction, call: CallShape, tensors: list[torch.Tensor]) -> Exported:

@@ -86,13 +86,17 @@ def _attributes(
 
 
 def _slots(world: World, apart: Collection[tuple[int, str, Any]], model: torch.nn.Module) -> Iterator[tuple[Slot, Any]]:
-    """Numbers and texts outside of the model that the forward, the loss or ``inputs`` read, as far as names tell."""
-    own, read = {id(module) for module in model.modules()}, world.names_read()
+    """Numbers and texts outside of the model that the forward, the loss or ``inputs`` read, as far as names tell.
+
+    Not those that they may set themselves, if only now and then.
+    """
+    own, read, theirs = {id(module) for module in model.modules()}, world.names_read(), world.names_set()
     for place, slot in world.slots.items():
         if place in apart or id(slot.holder) in own or slot.kind not in ("attribute", "item", "cell", "class"):
             continue
         value = slot.read()
-        if isinstance(value, _KINDS) and (slot.kind == "cell" or not isinstance(slot.key, str) or slot.key in read):
+        known = slot.kind == "cell" or not isinstance(slot.key, str) or slot.key in read
+        if isinstance(value, _KINDS) and known and slot.key not in theirs:
             yield slot, value
 
 

@@ -14,13 +14,14 @@ code knows.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
 import itertools
 import random
 import re
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -88,7 +89,7 @@ class Slot:
             return _in_cell(self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
-        return dict.get(self._entries(), self.key, MISSING)  # past what a dict of another class does
+        return dict.get(self._entries(), self.key, MISSING)  # past what a dict of the person's class does
 
     def write(self, value: Any) -> None:
         """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
@@ -105,15 +106,20 @@ class Slot:
         elif self.kind == "class":
             setattr(self.holder, self.key, value)
         elif value is MISSING:
-            dict.pop(self._entries(), self.key, None)
+            _dict_of(entries := self._entries()).pop(entries, self.key, None)
         else:
-            dict.__setitem__(self._entries(), self.key, value)
+            _dict_of(entries := self._entries()).__setitem__(entries, self.key, value)
 
     def _entries(self) -> dict[Any, Any]:
         if self.kind == "item":
             return self.holder  # type: ignore[no-any-return]
         entries: dict[Any, Any] = self.holder.__dict__
         return entries if self.kind == "attribute" else entries["_buffers" if self.kind == "buffer" else "_parameters"]
+
+
+def _dict_of(entries: dict[Any, Any]) -> Any:
+    """The class whose methods know how entries are kept."""
+    return OrderedDict if isinstance(entries, OrderedDict) else dict
 
 
 class _Missing:
@@ -188,7 +194,14 @@ class World:
 
         An attribute or an entry of a dict whose name is not among them is not read, but for code that makes up names.
         """
-        found: set[str] = set()
+        return self._names()[0]
+
+    def names_set(self) -> set[str]:
+        """Those of them that the code itself assigns to; all texts of a function that sets entries of a dict."""
+        return self._names()[1]
+
+    def _names(self) -> tuple[set[str], set[str]]:
+        found, stored = set[str](), set[str]()
         known = {type(holder) for holder in self._holders.values() if not _is_library(type(holder))}
         left = [function for _, root in self.roots for function in _functions_of(root)]
         seen: set[types.CodeType] = set()
@@ -204,7 +217,8 @@ class World:
             for cell in function.__closure__ or ():
                 left += _functions_of(_in_cell(cell))
             found |= names
-        return found
+            stored |= _stored(function.__code__)
+        return found, stored
 
     def holding(self, wanted: Any) -> list[Slot]:
         """The slots in which one object lies; a list that holds it among others included."""
@@ -389,6 +403,20 @@ def _names(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _names(constant)
+    return found
+
+
+def _stored(code: types.CodeType) -> set[str]:
+    """Names that a function's code assigns to; all its texts where it sets entries."""
+    found = set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
+            found.add(step.argval)
+        elif step.opname == "STORE_SUBSCR":
+            found |= _texts(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _stored(constant)
     return found
 
 
