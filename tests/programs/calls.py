@@ -410,3 +410,15 @@ def a_loss_that_now_and_then_notes_what_it_has_seen() -> Job:
             return entropy(outputs, batch)
 
     return job(Body(), Criterion())
+
+
+@trains
+def a_metric_that_goes_on_from_call_to_call() -> Job:
+    hits = {"right": 0.0, "all": 0}
+
+    def loss(outputs: Tensor, batch: Any) -> dict[str, Any]:
+        hits["right"] += float((outputs.argmax(1) == batch[1]).sum())
+        hits["all"] += len(batch[1])
+        return {"loss": entropy(outputs, batch), "accuracy": hits["right"] / hits["all"]}
+
+    return job(Body(), loss)

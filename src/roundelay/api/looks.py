@@ -17,6 +17,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, in_step, num_rows, replace, split
 from roundelay.frontend.face import default_inputs
 from roundelay.frontend.lines import users_line
+from roundelay.frontend.metrics import split as without_metrics
 from roundelay.frontend.reach import Change, World
 from roundelay.frontend.stateful import refuse_state
 from roundelay.job import Job, Peekable
@@ -162,7 +163,8 @@ def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Chan
     def call(rows: Batch) -> Any:
         batch = replace(rows, lambda _, leaf: leaf.clone())
         args, kwargs = (job.inputs or default_inputs)(batch)
-        return job.loss(job.model(*args, **kwargs), batch)  # what it is trained by; the rest of a result is nothing
+        value, _ = without_metrics(job.loss(job.model(*args, **kwargs), batch))
+        return value  # what it is trained by: a metric may go on from call to call
 
     with torch.random.fork_rng(devices=[]):
 
