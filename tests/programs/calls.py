@@ -401,7 +401,8 @@ def labels_through_variable() -> Job:
 @trains
 def a_loss_that_now_and_then_notes_what_it_has_seen() -> Job:
     class Criterion:
-        calls, noted = 0, 0
+        def __init__(self) -> None:
+            self.calls, self.noted = 0, 0
 
         def __call__(self, outputs: Tensor, batch: Any) -> Tensor:
             self.calls += 1
