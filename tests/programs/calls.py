@@ -423,3 +423,17 @@ def a_metric_that_goes_on_from_call_to_call() -> Job:
         return {"loss": entropy(outputs, batch), "accuracy": hits["right"] / hits["all"]}
 
     return job(Body(), loss)
+
+
+@refused("'adjacency' of the model: got a tensor of layout torch.sparse_coo")
+def a_sparse_buffer() -> Job:
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(8).to_sparse())
+            self.adjacency: Tensor
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(torch.sparse.mm(self.adjacency, x))
+
+    return job(Model())

@@ -9,7 +9,7 @@ import pytest
 
 import roundelay
 from roundelay.errors import RoundelayError
-from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
+from tests.programs import buffers, calls, losses, results, states, table, weights  # noqa: F401  they fill the table
 from tests.programs.launched import launched
 from tests.programs.plain import STEPS, difference, fresh, trained, trained_plainly
 from tests.programs.table import PROGRAMS
@@ -73,3 +73,16 @@ def test_it_is_refused_by_name(name: str) -> None:
 
 def test_what_a_forward_leaves_reaches_the_loss_under_torchrun() -> None:
     assert launched("results.an_auxiliary_loss_in_an_attribute", 2) == ""
+
+
+def test_a_callback_that_sets_what_the_loss_reads_is_refused() -> None:
+    weight = {"of it": 1.0}
+    made = table.job(table.Body(), lambda outputs, batch: weight["of it"] * table.entropy(outputs, batch))
+    with pytest.raises(RoundelayError, match=r"weight\['of it'\], changed by the job while it trains"):
+        roundelay.train(
+            made,
+            steps=STEPS,
+            rule="1f1b",
+            transport="shm",
+            on_update=lambda update: weight.update({"of it": 2.0}),
+        )

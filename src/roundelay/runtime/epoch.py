@@ -266,7 +266,9 @@ def copied(batch: Any) -> Any:
     made: dict[int, torch.Tensor] = {}
 
     def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
-        return made.setdefault(id(leaf), leaf.clone()) if id(leaf) not in made else made[id(leaf)]
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.clone()
+        return made[id(leaf)]
 
     return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 

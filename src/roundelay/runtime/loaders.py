@@ -68,7 +68,7 @@ def _end_deaf_ones() -> None:
     A reader's thread leaves SIGTERM to its process, and so do the processes that its loader starts there, by which
     multiprocessing would end them.
     """
-    own = [process for process in multiprocessing.active_children() if process.daemon]
+    own = [process for process in multiprocessing.active_children() if process.daemon and _is_deaf(process.pid)]
     if own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for process in own:
@@ -80,9 +80,19 @@ def _end_deaf_ones() -> None:
             process.kill()
 
 
+def _is_deaf(pid: int | None) -> bool:
+    """Whether a process has SIGTERM blocked, as Linux tells; the person's own processes end as they like."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            blocked = next(line for line in status if line.startswith("SigBlk"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 _DEAF_S = 0.2
 
-atexit.register(_end_deaf_ones)  # behind multiprocessing's own, that is before it
+atexit.register(_end_deaf_ones)  # registered after multiprocessing's own, so called before it
 
 
 @contextmanager
