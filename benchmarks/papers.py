@@ -22,10 +22,10 @@ import torch
 
 import roundelay
 from benchmarks import common
-from roundelay.api.charting import write_comparison
-from roundelay.api.comparing import Begun, Compared
-from roundelay.api.outcomes import Outcome
-from roundelay.api.tabulating import Aims, measure_of
+from roundelay.api.comparison import Begun, Compared
+from roundelay.api.comparison_charts import write_comparison
+from roundelay.api.comparison_table import Aims, measure_of
+from roundelay.api.run_results import Outcome
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.job import OptimizerFactory
 

@@ -1,7 +1,8 @@
 """The documents, held against the tree: what they name exists, and what must be named is.
 
-A reference is a path in backticks, with a name after two colons where one is meant: ``weights.py::predict``. Paths that
-begin with ``src/``, ``tests/``, ``docs/`` or ``examples/`` are below the repository, all others below the package.
+A reference is a path in backticks, with a name after two colons where one is meant: ``weight_prediction.py::predict``.
+Paths that begin with ``src/``, ``tests/``, ``docs/`` or ``examples/`` are below the repository, all others below the
+package.
 """
 
 from __future__ import annotations
@@ -194,8 +195,19 @@ def test_every_paper_says_what_it_lacks() -> None:
         assert section(page, "Not built yet").strip().startswith("- ")
 
 
-BAD = ["weights.py::predicted", "tests/test_weights.py::test_nothing", "src/roundelay/weigth.py", "tests/nowhere/"]
-GOOD = ["weights.py::LastStep.rate", "actor/machine.py::Machine.credits", "tests/papers/", "pyproject.toml", "W[t].py"]
+BAD = [
+    "weight_prediction.py::predicted",
+    "tests/test_weight_prediction.py::test_nothing",
+    "src/roundelay/weigth.py",
+    "tests/nowhere/",
+]
+GOOD = [
+    "weight_prediction.py::LastStep.rate",
+    "actor/machine.py::Machine.credits",
+    "tests/papers/",
+    "pyproject.toml",
+    "W[t].py",
+]
 
 
 def test_a_reference_that_leads_nowhere_is_seen_and_no_other(tmp_path: Path) -> None:

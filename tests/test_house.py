@@ -148,9 +148,9 @@ RULES = {
         ),
         good=("from safetensors.torch import load", "json.load(f)", "dist.broadcast(x, 0)", "'pickle'"),
     ),
-    "the environment is read in debug.py only": Rule(
+    "the environment is read in env.py only": Rule(
         environment,
-        except_in=("debug.py",),
+        except_in=("env.py",),
         bad=("os.environ['A']", "x = os.getenv('A')", "from os import environ as e", "os.environ.copy()"),
         good=("import os", "self.environ", "os.getpid()"),
     ),

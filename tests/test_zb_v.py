@@ -18,14 +18,14 @@ from roundelay.ir.action import Action
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
-from roundelay.lower.check import check_run, programs_of
 from roundelay.lower.emit import emit
-from roundelay.lower.refuse import check_plan
-from roundelay.planner.ledger import ledger
+from roundelay.lower.validate_plan import check_plan
+from roundelay.lower.verify_schedule import check_run, programs_of
+from roundelay.planner.memory_model import ledger
 from roundelay.planner.prove import fired, prove
+from roundelay.schedule_grid import staircase
 from roundelay.schedules import SCHEDULES, actions, num_workers, stages_of, workers_of
-from roundelay.sim import Simulation, simulate
-from roundelay.viz import staircase
+from roundelay.simulator import Simulation, simulate
 from tests.actor.drive import Choice, World, at_random, in_turn, starving
 from tests.lower.plans import FEW, edge_of, plan_of
 

@@ -17,7 +17,7 @@ from benchmarks import papers
 from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
 from benchmarks.tasks import digits, images
-from roundelay.api.outcomes import LOSS
+from roundelay.api.run_results import LOSS
 
 TITLES = ("DP", "CDP-v1", "CDP-v2")
 RULES = ("1f1b", "cdp-v1", "cdp-v2")

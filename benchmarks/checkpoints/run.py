@@ -29,9 +29,9 @@ import roundelay
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.schedule.run import B, F, asleep
 from roundelay.actor.machine import Run
-from roundelay.api.keeping import Saving
+from roundelay.api.checkpointing import Saving
 from roundelay.api.training import Length, Session
-from roundelay.debug import better_malloc
+from roundelay.env import better_malloc
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_backward, do_forward, do_update
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import roundelay
 from benchmarks.common import Asked, alternate, asked, report, spread, table
-from roundelay.api.cutting import WAYS, profiled
+from roundelay.api.cuts import WAYS, profiled
 from roundelay.api.planning import LINKS
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
-from roundelay.planner.price import Prices, Terms, priced
+from roundelay.planner.cost_model import Prices, Terms, priced
 
 WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"
 

@@ -29,7 +29,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.lower.emit import emit
-from roundelay.sim import simulate
+from roundelay.simulator import simulate
 
 WIDTH, SEEDS, POINTS = 64, 5, 15
 DEPTHS, OPTIMIZERS = (8, 16), ("sgdm", "adam", "adamw")

@@ -7,7 +7,7 @@ is run beside the smallest (one row per micro-batch), and what the ledger says t
 smaller is held against what each process has written beyond it by the end, and against what its resident memory has at
 most grown to beyond it.
 
-Below, workers of a model whose weights lie in a file (`benchmarks/memory/weights.py`).
+Below, workers of a model whose weights lie in a file (`benchmarks/memory/weight_prediction.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.stage_functions.run import Attention
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
-from roundelay.planner.ledger import ledger
+from roundelay.planner.memory_model import ledger
 
 D, WIDTH, LENGTH, BLOCKS = 4, 64, 64, 4
 MIB = 2**20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay.weights import Outlook, predict
+from roundelay.weight_prediction import Outlook, predict
 
 WIDTH, BLOCKS, TOKENS = 180, 8, 512
 SHAPES = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (WIDTH,), (WIDTH,))

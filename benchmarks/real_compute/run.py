@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay.debug import MALLOC
+from roundelay.env import MALLOC
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOB = ROOT / "examples" / "char_gpt.py"
 PLAIN = """
 import sys
 import torch
-from roundelay.api.baseline import measure
+from roundelay.api.plain_baseline import measure
 from roundelay.cli.job_file import load_job
 from pathlib import Path
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ from benchmarks.common import table
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.check import programs_of
+from roundelay.lower.verify_schedule import programs_of
 from roundelay.schedules import schedule_named, stages_of
-from roundelay.sim import simulate
+from roundelay.simulator import simulate
 
 PART_S = 0.020
 RULES = ("1f1b", "zb-h1", "zb-v", "pipedream")

@@ -24,7 +24,7 @@ from benchmarks.common import asked, report, table
 from benchmarks.stage_functions.run import BLOCKS, loss
 from roundelay.frontend import Draw
 from roundelay.frontend.segment import Segment
-from roundelay.frontend.split import settle
+from roundelay.frontend.split_backward import settle
 from roundelay.lower.partition import partition
 
 Grads = dict[str, torch.Tensor]

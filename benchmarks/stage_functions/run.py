@@ -20,7 +20,7 @@ import roundelay
 from benchmarks.common import asked, report, table
 from roundelay.errors import CaptureError
 from roundelay.frontend import Captured, Draw
-from roundelay.frontend.profile import compile_for
+from roundelay.frontend.stage_profiler import compile_for
 from roundelay.ir.graph import LOSS
 from roundelay.lower.partition import partition
 

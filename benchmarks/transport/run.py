@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay.transport.contract import Arrived, Endpoint, Message
+from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.memory import memory_endpoints
-from roundelay.transport.ring import RING_BYTES
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.wiring import open_pairs
+from roundelay.transport.shm_resources import open_pairs
+from roundelay.transport.shm_ring import RING_BYTES
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
 COUNTS = {"4 KiB": 1000, "64 KiB": 1000, "1 MiB": 200, "8 MiB": 40}

@@ -15,7 +15,7 @@ from roundelay.api.planning import capture
 from roundelay.errors import CheckpointError, PlanError
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.rule import rules
-from roundelay.runtime.reader import Extent, read_batches
+from roundelay.runtime.batch_reader import Extent, read_batches
 from tests.api.jobs import make, mlp
 
 DECAY = 0.9
@@ -113,7 +113,7 @@ def test_averages_are_proved_under_every_rule(rule: str) -> None:
 
 
 def test_an_average_that_misses_an_update_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundelay.runtime.averages import Averages
+    from roundelay.runtime.weight_averages import Averages
 
     real, calls = Averages.update, list[int]()
 
@@ -134,8 +134,8 @@ def test_a_run_that_goes_on_has_the_averages_of_one_that_was_never_interrupted(t
     roundelay.train(make(), plan=plan, steps=4, save_to=tmp_path / "a", checkpoint_every=3)
     whole = averages(roundelay.train(make(), plan=plan, steps=8, save_to=tmp_path / "whole"))
     job = make()
-    from roundelay.api.keeping import Saving
-    from roundelay.api.length import Length
+    from roundelay.api.checkpointing import Saving
+    from roundelay.api.stop_condition import Length
     from roundelay.api.training import Session, load_checkpoint
 
     captured = capture(job)

@@ -21,19 +21,19 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader
 
 import roundelay
-from roundelay.api import checking, fidelity, judging
-from roundelay.api.differing import Difference, Judgement
+from roundelay.api import fidelity, fidelity_children, fidelity_precheck
 from roundelay.api.fidelity import Fidelity, judge
-from roundelay.api.handover import Room
-from roundelay.api.length import Length
+from roundelay.api.fidelity_differences import Difference, Judgement
+from roundelay.api.shared_tensors import Room
+from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
-from roundelay.frontend.captured import Captured
+from roundelay.frontend.capture import Captured
 from roundelay.frontend.loss import LossCall
 from roundelay.frontend.segment import Segment
 from roundelay.job import Job, Named
-from roundelay.runtime import stage as stages
-from roundelay.runtime.sampling import first_batches
+from roundelay.runtime import stage_state as stages
+from roundelay.runtime.loader_probe import first_batches
 from tests.api import jobs
 
 Batch = tuple[Tensor, Tensor]
@@ -312,7 +312,7 @@ def test_what_is_unbroken_is_verified_in_both_links() -> None:
 
 
 def test_an_average_that_moves_apart_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundelay.runtime.averages.Averages.update", lambda _: None)
+    monkeypatch.setattr("roundelay.runtime.weight_averages.Averages.update", lambda _: None)
     result = found(job(layers()), ema=0.9)
     assert (result.kind, "moving average" in result.difference) == ("optimizer", True)
 
@@ -509,7 +509,7 @@ def test_a_side_that_hangs_or_is_killed_is_told_in_words() -> None:
 
 
 def test_the_captured_side_that_fails_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "Beside", lambda *_: 1 / 0)
+    monkeypatch.setattr(fidelity_children, "Beside", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in found(job(layers())).unchecked
 
 
@@ -517,7 +517,7 @@ def test_a_loader_with_processes_is_not_started_once_more(monkeypatch: pytest.Mo
     one = jobs.make(batches=lambda epoch: DataLoader(jobs.Noisy(), 8, num_workers=1))
     plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
     captured = roundelay.capture(one)
-    monkeypatch.setattr(checking, "first_batches", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(fidelity_precheck, "first_batches", lambda *_: pytest.fail("read again"))
     told = Session(one, captured, plan, 0, Length(steps=3)).check(None)
     assert told == "check full: captured = plain PyTorch (2 updates, 10 gradients, weights, buffers: bit-equal)"
 
@@ -563,7 +563,7 @@ def test_a_check_that_costs_much_is_left_to_who_asks_for_it(monkeypatch: pytest.
     one = job(layers())
     plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
     slow = replace(plan, stages=tuple(replace(stage, forward_s=2.0) for stage in plan.stages))
-    chosen = partial(checking.chosen, one, resumed=False)
+    chosen = partial(fidelity_precheck.chosen, one, resumed=False)
     assert chosen(plan, None).which == "full"
     assert chosen(slow, None).which == "quick"
     assert "16 s" in chosen(slow, None).why
@@ -573,10 +573,10 @@ def test_a_check_that_costs_much_is_left_to_who_asks_for_it(monkeypatch: pytest.
         "other devices"
         in chosen(replace(plan, stages=tuple(replace(stage, device="cuda:0") for stage in plan.stages)), "full").why
     )
-    assert "file" in checking.chosen(replace(one, weights="a.safetensors"), plan, "full", resumed=False).why
+    assert "file" in fidelity_precheck.chosen(replace(one, weights="a.safetensors"), plan, "full", resumed=False).why
     assert "launcher" in chosen(plan, "full", launched=True).why
     assert chosen(plan, "off").which == "off"
-    monkeypatch.setattr(checking, "COPIES", 10**12)
+    monkeypatch.setattr(fidelity_precheck, "COPIES", 10**12)
     assert "memory" in chosen(plan, None).why
 
 

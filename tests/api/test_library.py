@@ -43,8 +43,9 @@ print(roundelay.verify(job, plan=plan, steps=3).equal)
 WITHOUT_TORCH = """
 import sys, roundelay
 from roundelay import Plan, register_rule, UpdateRule, RoundelayError
-import roundelay.ir.plan, roundelay.ir.program, roundelay.ir.rule, roundelay.schedules, roundelay.sim, roundelay.viz
-import roundelay.planner.stages, roundelay.planner.prove, roundelay.lower.check, roundelay.actor.machine
+import roundelay.ir.plan, roundelay.ir.program, roundelay.ir.rule
+import roundelay.schedules, roundelay.simulator, roundelay.schedule_grid
+import roundelay.planner.partition_dp, roundelay.planner.prove, roundelay.lower.verify_schedule, roundelay.actor.machine
 assert "torch" not in sys.modules
 """
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import roundelay
+from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import UserCodeError
-from roundelay.observe.checkpoint import load
 from tests.api.jobs import make, mlp
 
 README = Path(__file__).resolve().parent.parent.parent / "README.md"

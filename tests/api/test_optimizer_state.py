@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import roundelay
+from roundelay.checkpoint.checkpoint import load, save
 from roundelay.errors import CheckpointError
-from roundelay.observe.checkpoint import load, save
-from roundelay.runtime.kept_state import WHOLE, Kept
-from roundelay.runtime.optimizer import build_optimizer, narrow
-from roundelay.runtime.reader import Extent, read_batches
+from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.optimizer_state import WHOLE, Kept
+from roundelay.runtime.stage_optimizer import build_optimizer, narrow
 from tests.api.jobs import make
 from tests.resume.cuts import every_checkpoint
 

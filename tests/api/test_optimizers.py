@@ -10,8 +10,8 @@ import torch
 
 import roundelay
 from roundelay.errors import CheckpointError, JobError
-from roundelay.runtime.nested import flattened, nested
-from roundelay.runtime.reader import Extent, read_batches
+from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.nested_state import flattened, nested
 from tests.api.jobs import make
 
 

@@ -18,14 +18,14 @@ import torch
 import roundelay
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session, Trained
-from roundelay.cli.report import show_simulation, simulation_json
+from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, PlanError
 from roundelay.frontend import Captured
 from roundelay.ir.averages import EMA
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EdgePlan, Plan, StagePlan
 from roundelay.job import Job
-from roundelay.lower.check import programs_of
+from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.handlers import Context, do_forward
 from tests.api.jobs import make, mlp
 
@@ -173,7 +173,8 @@ def recomputes() -> bool:
 
 
 def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
-    """Without a compiler it is refused; tests/api/test_compiling.py shows that the compiled stages are what runs."""
+    """Without a compiler it is refused; tests/api/test_compile_stages.py shows that the compiled stages are what
+    runs."""
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):

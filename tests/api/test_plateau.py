@@ -12,10 +12,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import roundelay
 from roundelay.api.training import Trained
+from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
-from roundelay.observe.checkpoint import load
-from roundelay.runtime.reader import Extent, read_batches
+from roundelay.runtime import stage_state
+from roundelay.runtime.batch_reader import Extent, read_batches
 from tests.api.jobs import make
 
 SAID = [1.0, 1.0, 1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]
@@ -89,9 +90,8 @@ def test_it_is_proved(rule: str, transport: str) -> None:
 
 
 def test_a_rate_that_the_reference_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundelay.runtime import stage
 
-    monkeypatch.setattr(stage, "stepped", lambda scheduler, numbers: None)
+    monkeypatch.setattr(stage_state, "stepped", lambda scheduler, numbers: None)
     result = roundelay.verify(job(), plan=planned("1f1b"), epochs=4)
     assert not result.equal
 

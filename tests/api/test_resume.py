@@ -14,11 +14,11 @@ from torch import nn
 import roundelay
 from roundelay.api.training import Length, Session, Trained, load_checkpoint
 from roundelay.api.verifying import verify_session
+from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError, JobError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.observe.checkpoint import load
-from roundelay.runtime.stage import Stage
+from roundelay.runtime.stage_state import Stage
 from tests.api.jobs import Tied, adam, loader, make, mlp, tokens
 
 

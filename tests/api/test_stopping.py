@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import roundelay
-from roundelay.api.gathering import Event, Saved
-from roundelay.api.keeping import Saving
-from roundelay.api.length import Length
+from roundelay.api.checkpointing import Saving
 from roundelay.api.planning import capture
+from roundelay.api.state_gather import Event, Saved
+from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session, Trained
+from roundelay.checkpoint.checkpoint import Until, load
 from roundelay.errors import UserCodeError
-from roundelay.observe.checkpoint import Until, load
 from tests.api.jobs import make
 
 RULES = ["1f1b", "pipeoptim", "zb-v"]

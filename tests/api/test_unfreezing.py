@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.gathering import Drained
+from roundelay.api.state_gather import Drained
 from roundelay.api.training import Length, Session, load_checkpoint
 from roundelay.api.verifying import verify_session
-from roundelay.observe.checkpoint import load
-from roundelay.runtime.reader import Extent, read_batches
+from roundelay.checkpoint.checkpoint import load
+from roundelay.runtime.batch_reader import Extent, read_batches
 from tests.api.jobs import make
 from tests.resume.cuts import every_checkpoint
 

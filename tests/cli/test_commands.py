@@ -19,7 +19,7 @@ from roundelay.cli.job_file import job_maker
 from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, SINCE_1, Plan
 from roundelay.ir.rule import rules
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
 from roundelay.runtime.tamper import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
@@ -186,7 +186,7 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
 
 def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is taken out is there again next time, and what is put in comes to the loss; beside plain PyTorch, too."""
-    monkeypatch.setattr("roundelay.api.baseline.BUDGET_S", 0.2)
+    monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
     stored = "STORED = list(mlp.batches(0))\ndef put(b):\n    b['z'] = b['y']\n    return (b.pop('x'),), {}\n"
     ends = []
     for changes in (
@@ -477,7 +477,7 @@ def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Pa
 
 
 def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundelay.api.baseline.BUDGET_S", 0.2)
+    monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
     told = here(capsys, "train", MLP, "--workers", 2, "--steps", 3, "--json").json
     assert told["plain_samples_per_second"]["1"] > 0
     shown = here(capsys, "train", MLP, "--workers", 2, "--steps", 3)

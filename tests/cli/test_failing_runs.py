@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import trainer
+from roundelay.cli import train_command
 from roundelay.cli.signals import Signals
 from roundelay.errors import RunError
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
 from tests.cli.harness import finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
@@ -390,7 +390,7 @@ def test_a_disk_that_is_full_when_all_is_trained_costs_the_trace_and_nothing_els
     def full(*args: object, **kwargs: object) -> None:
         raise RunError("trace.json", got="no space left", expected="room for it", remedy="Free some space.")
 
-    monkeypatch.setattr(trainer, "write_trace", full)
+    monkeypatch.setattr(train_command, "write_trace", full)
     job = job_file(workplace, "")
     one_screen(here(capsys, "train", job, "--no-baseline", "--steps", 3, "--out", workplace / "run"), "no space left")
     assert json.loads((workplace / "run" / "summary.json").read_text())["steps"] == 3

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundelay.checkpoint import checkpoint
+from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.cli.signals import Grace, Signals
-from roundelay.observe import checkpoint
-from roundelay.observe.checkpoint import Checkpoint
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
 from tests.cli.harness import Said, environment, finish, job_file, start
 from tests.cli.test_torchrun import ending, torchrun
 

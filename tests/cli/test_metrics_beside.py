@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
 from tests.cli.harness import here, job_file
 from tests.observe.event_files import points
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from roundelay.observe.curves import WRITER
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
+from roundelay.observe.tensorboard import WRITER
 from tests.cli.harness import MLP, here, job_file, one_screen
 from tests.observe.event_files import points
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundelay.checkpoint.checkpoint import load
 from roundelay.cli import app, options
 from roundelay.errors import CheckpointError
-from roundelay.observe.checkpoint import load
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
 from tests.cli.jobs import mlp
 
@@ -285,7 +285,7 @@ if os.environ["RANK"] == "0":
     "the leader for a member": """
 import os, time
 open("here" + os.environ["RANK"], "w").close()
-from roundelay.runtime.party import Party
+from roundelay.runtime.rendezvous import Party
 if os.environ["RANK"] == "1":
     Party.line = lambda *args: time.sleep(60)
 """,
@@ -606,8 +606,8 @@ def test_processes_with_a_device_each_talk_over_nccl(
 def test_a_launcher_that_cannot_be_used_is_told(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("roundelay.runtime.meeting_store.MEET_S", 0.5)
-    monkeypatch.setattr("roundelay.runtime.meeting_store.OPENED_S", 0.5)
+    monkeypatch.setattr("roundelay.runtime.rendezvous_store.MEET_S", 0.5)
+    monkeypatch.setattr("roundelay.runtime.rendezvous_store.OPENED_S", 0.5)
     for name, value in (LAUNCHED | change).items():
         monkeypatch.setenv(name, value)
     one_screen(here(capsys, "train", MLP), *words)

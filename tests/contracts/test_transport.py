@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, WorkerLostError
-from roundelay.transport.contract import DTYPES, Arrived, Delivery, Endpoint, Granted, Lost, Message, Value
+from roundelay.transport.endpoint import DTYPES, Arrived, Delivery, Endpoint, Granted, Lost, Message, Value
 from tests.transport.harness import DIED, KINDS, Body, die, run_workers
 
 WAIT_S = 20.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from roundelay.debug import MALLOC
 from roundelay.doctor import Finding, Machine, examine
 from roundelay.doctor.machine import Cores, Memory, Space, Torch
+from roundelay.env import MALLOC
 
 GIB = 1 << 30
 

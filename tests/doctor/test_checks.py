@@ -12,12 +12,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from roundelay import debug
-from roundelay.debug import MALLOC
+from roundelay import env
 from roundelay.doctor import Machine, examine
 from roundelay.doctor.finding import size
 from roundelay.doctor.machine import Cores, Memory, Space, Torch
 from roundelay.doctor.software import PYTHON, TORCH
+from roundelay.env import MALLOC
 from roundelay.launchers import Launched
 from tests.doctor.machines import GIB, WELL, findings, spoiled
 from tests.test_house import PACKAGE, ROOT
@@ -247,12 +247,12 @@ def test_the_versions_are_those_of_the_project() -> None:
 
 def test_every_variable_of_the_source_is_known_to_the_doctor() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    assert set(re.findall(r"ROUNDELAY_[A-Z_]*[A-Z]", text)) == set(debug.VARIABLES)
+    assert set(re.findall(r"ROUNDELAY_[A-Z_]*[A-Z]", text)) == set(env.VARIABLES)
 
 
 def test_settings_are_the_variables_that_matter() -> None:
     given = {"ROUNDELAY_X": "1", "PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_TOP_PAD_": "2", "CXX": "c++"}
-    assert debug.settings(given) == {name: value for name, value in given.items() if name != "PATH"}
+    assert env.settings(given) == {name: value for name, value in given.items() if name != "PATH"}
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 MiB"), (64 << 20, "64 MiB"), (GIB, "1.0 GiB")])

@@ -27,8 +27,8 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job, Named
 from roundelay.schedules import schedule_named
-from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
+from roundelay.transport.endpoint import Endpoint
 from tests.zoo import MODELS, ZOO, Batch, Entry
 
 STEPS = 5

@@ -14,7 +14,7 @@ from typing import Any
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
-from roundelay.lower.check import distance_ahead, updates_before, version_read
+from roundelay.lower.verify_schedule import distance_ahead, updates_before, version_read
 from roundelay.schedules import schedule_named
 
 Reads = tuple[Any, ...]

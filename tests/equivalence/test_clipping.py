@@ -21,11 +21,11 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import rule_named
 from roundelay.job import Named
-from roundelay.lower.check import check_run, norm_read, programs_of
+from roundelay.lower.verify_schedule import check_run, norm_read, programs_of
 from roundelay.planner.prove import fired, prove
 from roundelay.runtime import handlers
 from roundelay.runtime.handlers import Context, do_update
-from roundelay.sim import simulate
+from roundelay.simulator import simulate
 from tests.equivalence.cells import VARIANTS, bench
 from tests.lower.plans import ASYNCHRONOUS, plan_of
 

@@ -25,7 +25,7 @@ from roundelay.job import Named
 from roundelay.lower.emit import channels_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.scales import Scales
+from roundelay.runtime.loss_scaler import Scales
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_clipping import used_norms
 from tests.lower.plans import plan_of

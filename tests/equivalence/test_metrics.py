@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
 import roundelay
-from roundelay.api.tabulating import Aims, table
+from roundelay.api.comparison_table import Aims, table
 from roundelay.api.training import Length, Session
 from roundelay.errors import JobError
 from roundelay.job import Job, Named

@@ -19,7 +19,7 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
 from roundelay.lower.partition import partition
-from roundelay.planner.ledger import ledger
+from roundelay.planner.memory_model import ledger
 from tests.equivalence.cells import VARIANTS, Bench, assert_same
 from tests.frontend.cutting import DRAW, captured_of, differing, run, sample, weights_of
 from tests.zoo.dense import class_loss

@@ -19,12 +19,12 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import register_rule, rule_named, rules
 from roundelay.job import Named
-from roundelay.lower.check import programs_of
+from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.prove import prove
-from roundelay.runtime import predictions
+from roundelay.runtime import predicted_weights
 from roundelay.runtime.handlers import Context, do_forward
-from roundelay.sim import simulate
-from roundelay.weights import predict
+from roundelay.simulator import simulate
+from roundelay.weight_prediction import predict
 from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench
 from tests.equivalence.deep import DEEP, every_other_on_the_last, only_the_last, own_rule
 from tests.lower.plans import plan_of
@@ -230,7 +230,7 @@ def test_a_running_stage_holds_as_many_predictions_as_the_simulator_counts(
         most[stage] = max(most.get(stage, 0), len(alive[id(weight)]))
         return predicted
 
-    monkeypatch.setattr(predictions, "predict", counted)
+    monkeypatch.setattr(predicted_weights, "predict", counted)
     place = Bench(DEEP, batches=DEEP.batches(0, 9))  # all four stages have weights
     job = place.job(MOMENTUM)
     plan = place.plan(VARIANTS[name], 4, micro_batches)

@@ -12,9 +12,9 @@ import roundelay
 from roundelay.actor.machine import Run
 from roundelay.api.planning import plan as make_plan
 from roundelay.api.training import Length, Saving, Session
+from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import PlanError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.observe.checkpoint import load
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight, do_forward
 from roundelay.runtime.tamper import WAYS
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained

@@ -19,7 +19,7 @@ from roundelay.api.training import Length, Session
 from roundelay.api.verifying import Verification
 from roundelay.errors import UserCodeError
 from roundelay.job import Named
-from roundelay.runtime.optimizer import RateTable
+from roundelay.runtime.stage_optimizer import RateTable
 from tests.equivalence.cells import (
     PAIRED,
     PAIRS,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundelay.observe.checkpoint import load
-from roundelay.observe.files import present
+from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.checkpoint import load
 from tests.faults.job import BATCHES, EPOCHS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

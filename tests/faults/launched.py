@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from roundelay.observe.files import present
+from roundelay.checkpoint.atomic_files import present
 from tests.faults.case import (
     END_S,
     JOB,

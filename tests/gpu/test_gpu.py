@@ -12,9 +12,9 @@ import torch
 
 import roundelay
 from roundelay.api.training import Length, Session
-from roundelay.observe.checkpoint import load
+from roundelay.checkpoint.checkpoint import load
 from roundelay.runtime.device import Accelerated
-from roundelay.transport.driver import Cuda
+from roundelay.transport.cuda import Cuda
 from tests.api.jobs import make, mlp
 
 JOB = Path(__file__).parent.parent / "cli" / "jobs" / "mlp.py"

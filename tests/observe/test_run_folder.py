@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from roundelay.errors import RunError, UsageError
-from roundelay.observe.memory import resident_bytes
-from roundelay.observe.metrics import read_metrics
+from roundelay.observe.metrics_file import read_metrics
+from roundelay.observe.process_memory import resident_bytes
 from roundelay.observe.run_folder import RunFolder
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.cli.report import simulation_json
+from roundelay.cli.sim_output import simulation_json
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
-from roundelay.observe.shares import gaps_of, shares_of
+from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, flows_of, write_trace
-from roundelay.page.build import predicted
-from roundelay.page.steady import read_window
+from roundelay.page.run_page import predicted
 from roundelay.page.timeline import told
-from roundelay.sim import simulate
+from roundelay.page.trace_window import read_window
+from roundelay.simulator import simulate
 from tests.lower.plans import plan_of
 
 WORKERS, M = 3, 4

@@ -43,10 +43,10 @@ def _stepped(file: str, indent: str, scheduler: str) -> Edit:
 
 
 _GRADIENTS, _REFERENCE = "runtime/gradients.py", "reference/run.py"
-_RUN_STEPS = _stepped("runtime/stage.py", "        ", "self.scheduler")
+_RUN_STEPS = _stepped("runtime/stage_state.py", "        ", "self.scheduler")
 _REFERENCE_STEPS = _stepped("reference/trainer.py", "    ", "scheduler")
 _RUN_GROUPS = Edit(
-    "runtime/optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)
+    "runtime/stage_optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)
 )
 _REFERENCE_GROUPS = Edit(
     "reference/trainer.py",
@@ -54,7 +54,7 @@ _REFERENCE_GROUPS = Edit(
     "optimizer = self.optimizer(named)" + ONE_GROUP.format(" " * 8),
 )
 _RATES_AHEAD = Edit(
-    "runtime/optimizer.py",
+    "runtime/stage_optimizer.py",
     "return tuple(self.at(u)[group] for u in range(update, update + count))",
     "return (self.at(update)[group],) * count",
 )
@@ -71,7 +71,7 @@ OPTIONS = (
         "gradient accumulation: M",
         (
             Edit(
-                "runtime/reader.py",
+                "runtime/batch_reader.py",
                 "part_rows(batch, micro_batches, min_rows)",
                 "part_rows(batch, micro_batches := 1, min_rows)",
             ),
@@ -81,7 +81,7 @@ OPTIONS = (
     Break(
         "moving average of the weights",
         (
-            Edit("runtime/averages.py", "average.lerp_(self._parameters[name].detach(), self._weight)", "pass"),
+            Edit("runtime/weight_averages.py", "average.lerp_(self._parameters[name].detach(), self._weight)", "pass"),
             Edit(_REFERENCE, "torch.lerp(self._averages[n], weight, 1.0 - self._setting.ema)", "self._averages[n]"),
         ),
         ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
@@ -156,7 +156,7 @@ OPTIONS = (
     ),
     Break(
         "precision bf16, by halves",
-        (Edit("frontend/captured.py", "call=self._lowered(made.call, device)", "call=made.call"),),
+        (Edit("frontend/capture.py", "call=self._lowered(made.call, device)", "call=made.call"),),
         (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[zb-h1]",),
     ),
     Break(
@@ -167,7 +167,7 @@ OPTIONS = (
     Break(
         "loss scale",
         (
-            Edit("runtime/scales.py", "self._again.pop(header.g, self._now)", "1.0"),
+            Edit("runtime/loss_scaler.py", "self._again.pop(header.g, self._now)", "1.0"),
             Edit("reference/scale.py", "[0] if self._rule.on else 1.0", "[0] * 0 + 1.0"),
         ),
         (SCALE + "test_small_gradients_vanish_without_a_scale_and_last_with_one[pipedream]",),
@@ -189,7 +189,9 @@ OPTIONS = (
         "BatchNorm's statistics",
         (
             Edit(
-                "runtime/stage.py", "weights, self.buffers, inputs, draw", "weights, dict(self.buffers), inputs, draw"
+                "runtime/stage_state.py",
+                "weights, self.buffers, inputs, draw",
+                "weights, dict(self.buffers), inputs, draw",
             ),
             Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
         ),
@@ -197,59 +199,61 @@ OPTIONS = (
     ),
     Break(
         "frozen parameters",
-        (Edit("frontend/sample.py", "(r.tensor), r.tensor.requires_grad)", "(r.tensor), True)"),),
+        (Edit("frontend/describe_graph.py", "(r.tensor), r.tensor.requires_grad)", "(r.tensor), True)"),),
         (VERIFY + "test_frozen_parameters_stay_what_they_are",),
     ),
     Break(
         "recomputation",
         (
             Edit(
-                "frontend/stage.py",
+                "frontend/stage_function.py",
                 "values = dict(inputs)\n",
                 'values, mode = dict(inputs), "stash" if mode == "recompute" else mode\n',
             ),
         ),
-        ("tests/frontend/test_stage.py", "-k", "recompute_differentiates"),
+        ("tests/frontend/test_stage_function.py", "-k", "recompute_differentiates"),
     ),
     Break(
         "modules run again by the backward",
-        (Edit("frontend/captured.py", "if i in spec.recomputed else part", "if False else part"),),
+        (Edit("frontend/capture.py", "if i in spec.recomputed else part", "if False else part"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "bytes_that_tapes_hold"),
     ),
     Break(
         "modules run again, with the weights of mixed",
-        (Edit("frontend/recomputed.py", "None if mixed else kept", "None if False else kept"),),
+        (Edit("frontend/remat_segment.py", "None if mixed else kept", "None if False else kept"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
     ),
     Break(
         "--compile",
-        (Edit("api/compiling.py", "plan.backward if plan.compile else None", "None"),),
-        ("tests/api/test_compiling.py", "-k", "compiled_run_equals"),
+        (Edit("api/compile_stages.py", "plan.backward if plan.compile else None", "None"),),
+        ("tests/api/test_compile_stages.py", "-k", "compiled_run_equals"),
     ),
     Break(
         "--compile in a lower precision",
         (
             Edit(
-                "frontend/compiled.py",
+                "frontend/compiled_segment.py",
                 "with _settings(self.saves_all), self.autocast():",
                 "with _settings(self.saves_all):",
             ),
         ),
-        ("tests/api/test_compiling.py", "-k", "precision_of_its_plan"),
+        ("tests/api/test_compile_stages.py", "-k", "precision_of_its_plan"),
     ),
     Break(
         "--compile in a lower precision, short batches",
         (
             Edit(
-                "frontend/compiled.py", "self.plain(*args) if made is None", "self.piece.forward(*args) if made is None"
+                "frontend/compiled_segment.py",
+                "self.plain(*args) if made is None",
+                "self.piece.forward(*args) if made is None",
             ),
         ),
-        ("tests/api/test_compiling.py", "-k", "precision_of_its_plan"),
+        ("tests/api/test_compile_stages.py", "-k", "precision_of_its_plan"),
     ),
     Break(
         "--compile in two precisions",
-        (Edit("frontend/captured.py", "device, self.precision, saves_all :=", "device, FULL, saves_all :="),),
-        ("tests/api/test_compiling.py", "-k", "two_precisions"),
+        (Edit("frontend/capture.py", "device, self.precision, saves_all :=", "device, FULL, saves_all :="),),
+        ("tests/api/test_compile_stages.py", "-k", "two_precisions"),
     ),
     Break(
         "metrics beside the loss",
@@ -260,18 +264,18 @@ OPTIONS = (
         "DataLoader with workers",
         (
             Edit(
-                "runtime/epoch.py",
+                "runtime/loader_epoch.py",
                 "            self.source = batches(epoch)\n",
                 '            self.source = batches(epoch)\n            if hasattr(self.source, "num_workers"):\n'
                 '                vars(self.source)["num_workers"] = 0\n',
             ),
         ),
-        ("tests/runtime/test_ahead.py::test_a_loader_s_own_processes_are_what_loads",),
+        ("tests/runtime/test_prefetch.py::test_a_loader_s_own_processes_are_what_loads",),
     ),
     Break(
         "prefetch, in a run",
         (Edit("runtime/worker.py", "registers=self.registers", "registers=None"),),
-        ("tests/runtime/test_ahead.py::test_a_run_computes_while_its_loader_loads",),
+        ("tests/runtime/test_prefetch.py::test_a_run_computes_while_its_loader_loads",),
     ),
     Break(
         "--deadline-s",
@@ -280,8 +284,8 @@ OPTIONS = (
     ),
     Break(
         "prefetch, two registers",
-        (Edit("runtime/ahead.py", "Semaphore(registers.count)", "Semaphore(1)"),),
-        ("tests/runtime/test_ahead.py::test_one_is_made_while_another_is_in_use_and_no_more",),
+        (Edit("runtime/prefetch.py", "Semaphore(registers.count)", "Semaphore(1)"),),
+        ("tests/runtime/test_prefetch.py::test_one_is_made_while_another_is_in_use_and_no_more",),
     ),
     Break(
         "prefetch, copies to a device",
@@ -308,7 +312,7 @@ PROPERTIES = (
     ),
     Break(
         "no learning rate: all rules are one",
-        (Edit("runtime/optimizer.py", 'return float(group["lr"])', 'return float(group["lr"]) or 1e-3'),),
+        (Edit("runtime/stage_optimizer.py", 'return float(group["lr"])', 'return float(group["lr"]) or 1e-3'),),
         (RULES + "test_without_a_learning_rate_all_rules_are_one",),
     ),
     Break(
@@ -318,8 +322,14 @@ PROPERTIES = (
     ),
     Break(
         "no update ahead: the weight itself",
-        (Edit("weights.py", "rates:\n        return now\n    with", "rates:\n        return now * 2\n    with"),),
-        ("tests/test_weights.py::test_no_update_ahead_is_the_weight_itself",),
+        (
+            Edit(
+                "weight_prediction.py",
+                "rates:\n        return now\n    with",
+                "rates:\n        return now * 2\n    with",
+            ),
+        ),
+        ("tests/test_weight_prediction.py::test_no_update_ahead_is_the_weight_itself",),
     ),
 )
 

@@ -12,10 +12,10 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.observe.run_folder import RunFolder
-from roundelay.observe.shares import gaps_of, shares_of
+from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace
-from roundelay.planner.ledger import ledger
-from roundelay.sim import Simulation, simulate
+from roundelay.planner.memory_model import ledger
+from roundelay.simulator import Simulation, simulate
 from tests.lower.plans import plan_of
 
 EVIL = "<script>alert('x')</script>&\"'"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.page.build import page
+from roundelay.page.run_page import page
 from tests.page.runs import finished
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

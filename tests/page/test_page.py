@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from roundelay.errors import RoundelayError, UsageError
-from roundelay.page.build import page
-from roundelay.page.steady import read_window, shown
+from roundelay.page.run_page import page
+from roundelay.page.trace_window import read_window, shown
 from tests.page.runs import EVIL, append, begun, edit, finished, planned, simulated, spans_of
 
 VOID = {"meta", "link", "br", "img"}

@@ -14,7 +14,7 @@ import pytest
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.program import Instruction
 from roundelay.lower.emit import emit
-from roundelay.sim import Interval, Simulation, simulate
+from roundelay.simulator import Interval, Simulation, simulate
 from tests.lower.plans import plan_of
 
 D = 4

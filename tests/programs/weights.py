@@ -198,7 +198,7 @@ def spectral_norm_by_hooks() -> Job:
     return job(model)
 
 
-@refused(r"parameter 'b.weight', which the model's forward writes into, .*weights.py:\d+ ")
+@refused(r"parameter 'b.weight', which the model's forward writes into, .*weight_prediction.py:\d+ ")
 def a_weight_clamped_in_forward() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def a_weight_clamped_in_forward() -> Job:
     return job(Model())
 
 
-@refused(r"an assignment to .data in the model's forward, .*weights.py:\d+ `self.b.weight.data = ")
+@refused(r"an assignment to .data in the model's forward, .*weight_prediction.py:\d+ `self.b.weight.data = ")
 def a_weight_that_gets_other_data() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from roundelay.api import keeping
-from roundelay.api.gathering import Event
+from roundelay.api import checkpointing
+from roundelay.api.state_gather import Event
 from roundelay.api.training import Length, Saving, Session, Trained
+from roundelay.checkpoint import checkpoint as store
+from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint
 
 Change = Callable[[Checkpoint], Checkpoint]
 
@@ -31,8 +31,8 @@ def every_checkpoint(monkeypatch: Any, folder: Path) -> Iterator[None]:
 
     saving = store.save
     with monkeypatch.context() as patched:
-        patched.setattr(keeping.store, "save", save)
-        patched.setattr(keeping.Keeper, "keep", _each)
+        patched.setattr(checkpointing.store, "save", save)
+        patched.setattr(checkpointing.Keeper, "keep", _each)
         yield
 
 
@@ -42,7 +42,7 @@ def _each(keeper: Any, snapshot: Any, epoch_starts: Any) -> None:
     _keep(keeper, snapshot, epoch_starts)
 
 
-_keep = keeping.Keeper.keep
+_keep = checkpointing.Keeper.keep
 
 
 @dataclasses.dataclass(frozen=True)

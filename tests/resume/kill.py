@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from roundelay.observe.checkpoint import Checkpoint, load
-from roundelay.observe.files import present
+from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.checkpoint import Checkpoint, load
 from tests.faults.case import Server, members
 from tests.resume.job import BATCHES, EPOCHS
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError
-from roundelay.observe.checkpoint import load
 from tests.faults.case import Server, members
 from tests.resume import kill
 from tests.resume.job import BATCHES

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from roundelay.api.origin import First
+from roundelay.api.reference_start import First
 from roundelay.api.training import Length, Saving, Session, Trained
 from roundelay.api.verifying import verify_session
-from roundelay.observe.checkpoint import Checkpoint, load
+from roundelay.checkpoint.checkpoint import Checkpoint, load
 from tests.equivalence.cells import VARIANTS, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.resume.test_pieces import each

@@ -11,7 +11,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.emit import emit
-from roundelay.sim import Interval, simulate
+from roundelay.simulator import Interval, simulate
 from tests.lower.plans import FEW, counts_for, plans
 
 JOBS = plans([rule.name for rule in rules()]).flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from roundelay.api.training import Saving
+from roundelay.checkpoint.checkpoint import Checkpoint, load
+from roundelay.checkpoint.in_flight import StageFlight
 from roundelay.errors import UserCodeError
-from roundelay.observe.checkpoint import Checkpoint, load
-from roundelay.observe.flight import StageFlight
-from roundelay.weights import LastStep
+from roundelay.weight_prediction import LastStep
 from tests.equivalence.cells import VARIANTS
 from tests.resume.cuts import differences, every_checkpoint
 from tests.resume.test_rules import trip

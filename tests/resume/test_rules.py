@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from roundelay.api import keeping
-from roundelay.api.continuing import changed
-from roundelay.api.gathering import Drained, Updated
-from roundelay.api.origin import First
+from roundelay.api import checkpointing
 from roundelay.api.planning import capture, plan
+from roundelay.api.reference_start import First
+from roundelay.api.resume import changed
+from roundelay.api.state_gather import Drained, Updated
 from roundelay.api.training import Length, Saving, Session, load_checkpoint
 from roundelay.api.verifying import verify_session
+from roundelay.checkpoint.checkpoint import Checkpoint, load
 from roundelay.errors import UsageError
 from roundelay.ir.rule import UpdateRule, register_rule, rules
 from roundelay.job import Job
-from roundelay.observe.checkpoint import Checkpoint, load
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Variant, allowed, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 
@@ -339,7 +339,7 @@ def test_of_checkpoints_that_wait_for_the_disk_the_newest_is_written(
             assert begun.wait(60)
             released.set()
 
-    monkeypatch.setattr(keeping.store, "save", slow)
+    monkeypatch.setattr(checkpointing.store, "save", slow)
     made.restore()
     session = Session(made.job(), made.captured, made.plan, 0, EPOCHS)
     session.run(notify=release, saving=Saving(path=tmp_path, every=1))

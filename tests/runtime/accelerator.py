@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roundelay.transport.driver import Driver
+from roundelay.transport.cuda import Driver
 
 Clock = dict[int, int]
 """Stream to how much of its work is known to be done before."""

@@ -13,7 +13,7 @@ import roundelay
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
-from roundelay.runtime import threads
+from roundelay.runtime import threaded_workers
 from roundelay.runtime.device import HOST, Accelerated, Spans, named
 from roundelay.runtime.handlers import HANDLERS
 from tests.api.jobs import make, mlp
@@ -68,7 +68,7 @@ def test_on_the_cpu_nothing_is_put_between() -> None:
     assert HOST.watched(HANDLERS) is HANDLERS
     assert HOST.spans(told, 0) is told
     ends = [object(), object()]
-    assert threads.streamed(ends, [HOST, HOST], Fake()) == ends  # type: ignore[arg-type]
+    assert threaded_workers.streamed(ends, [HOST, HOST], Fake()) == ends  # type: ignore[arg-type]
 
 
 class Source:
@@ -166,8 +166,8 @@ def test_work_that_the_device_has_not_done_yet_is_not_counted() -> None:
 def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
     plain = roundelay.verify(make(mlp()), steps=3)
-    monkeypatch.setattr(threads, "device_of", lambda name: Accelerated(PLACE, driver))
-    monkeypatch.setattr(threads, "Cuda", lambda: driver)
+    monkeypatch.setattr(threaded_workers, "device_of", lambda name: Accelerated(PLACE, driver))
+    monkeypatch.setattr(threaded_workers, "Cuda", lambda: driver)
     streamed = roundelay.verify(make(mlp()), steps=3)
     assert plain.equal
     assert streamed.equal, streamed.difference

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
-from roundelay.runtime.optimizer import build_optimizer, narrow
+from roundelay.runtime.stage_optimizer import build_optimizer, narrow
 from tests.api.jobs import make
 
 #: Sizes around the width of a vector, and none that is a multiple of it only.

@@ -23,17 +23,17 @@ from torch.utils.data import DataLoader, Dataset
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api import baseline, verifying
+from roundelay.api import plain_baseline, verifying
 from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
-from roundelay.runtime import ahead
+from roundelay.runtime import prefetch
+from roundelay.runtime.child_process import keep_children
+from roundelay.runtime.failure_tracker import GRACE_S, Tally, failure
 from roundelay.runtime.handlers import Context, do_forward
-from roundelay.runtime.mortal import keep_children
-from roundelay.runtime.report import Report
-from roundelay.runtime.sampling import first_batch, reading_s
-from roundelay.runtime.tally import GRACE_S, Tally, failure
+from roundelay.runtime.loader_probe import first_batch, reading_s
+from roundelay.runtime.worker_messages import Report
 from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0
@@ -122,7 +122,7 @@ def test_a_deadline_that_nobody_can_keep_is_refused_before_anything_is_asked(sec
 
 
 def test_a_long_wait_is_told_and_a_slow_loader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "TELL_S", 0.1)
+    monkeypatch.setattr(prefetch, "TELL_S", 0.1)
     told: list[tuple[str, float]] = []
     twice = threading.Event()
 
@@ -212,12 +212,12 @@ def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_plain_pytorch_beside_the_run_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(baseline, "LIMIT_S", 5.0)
+    monkeypatch.setattr(plain_baseline, "LIMIT_S", 5.0)
     with nothing_left_behind():
-        assert baseline.measure(small(partial(in_processes, tmp_path, 3)), 0, 1) is None
+        assert plain_baseline.measure(small(partial(in_processes, tmp_path, 3)), 0, 1) is None
     assert not asleep(tmp_path)
-    monkeypatch.setattr(baseline, "LIMIT_S", 30.0)
-    assert baseline.measure(small(partial(hanging, 20)), 0, 1) is not None
+    monkeypatch.setattr(plain_baseline, "LIMIT_S", 30.0)
+    assert plain_baseline.measure(small(partial(hanging, 20)), 0, 1) is not None
 
 
 def test_plain_pytorch_leaves_parts_in_eval_mode_as_a_run_does(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_plain_pytorch_leaves_parts_in_eval_mode_as_a_run_does(tmp_path: Path) -
     job = small(partial(hanging, 20))
     model = nn.Sequential(nn.Linear(6, 3), Seen())
     model[1].eval()
-    assert baseline.measure(replace(job, model=model), 0, 1) is not None
+    assert plain_baseline.measure(replace(job, model=model), 0, 1) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["False"]
-    assert baseline.measure(replace(job, model=model.eval()), 0, 1) is not None
+    assert plain_baseline.measure(replace(job, model=model.eval()), 0, 1) is not None
     assert {path.name for path in tmp_path.iterdir()} == {"False", "True"}
 
 

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from roundelay.errors import WorkerLostError
-from roundelay.runtime import processes
-from roundelay.runtime.report import Report, Reporter
+from roundelay.runtime import forked_workers
 from roundelay.runtime.worker import Task
-from roundelay.transport.contract import Endpoint
+from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.transport.endpoint import Endpoint
 
 PATIENCE_S = 20.0
 
@@ -25,13 +25,13 @@ def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypa
             os.kill(os.getpid(), signal.SIGSTOP)
         report(Report("finished", worker, {}))
 
-    monkeypatch.setattr(processes, "work", finishes_or_stops)
-    monkeypatch.setattr(processes, "num_workers", lambda plan: 2)
-    monkeypatch.setattr(processes, "STOPPED_S", 0.2)
-    monkeypatch.setattr(processes, "END_S", PATIENCE_S)
+    monkeypatch.setattr(forked_workers, "work", finishes_or_stops)
+    monkeypatch.setattr(forked_workers, "num_workers", lambda plan: 2)
+    monkeypatch.setattr(forked_workers, "STOPPED_S", 0.2)
+    monkeypatch.setattr(forked_workers, "END_S", PATIENCE_S)
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 1"):
-        processes._run(
+        forked_workers._run(
             cast(Task, SimpleNamespace(plan=None, prepare=None)),
             lambda report: None,
             lambda worker: cast(Endpoint, None),

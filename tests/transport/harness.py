@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from roundelay.transport.contract import Endpoint
 from roundelay.transport.delayed import DelayedEndpoint
+from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
-from roundelay.transport.lanes import Lane, Place, Wait, open_lanes
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
-from roundelay.transport.ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.nccl_p2p import Lane, Place, Wait, open_lanes
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.wiring import Wiring, open_pairs
+from roundelay.transport.shm_resources import Wiring, open_pairs
+from roundelay.transport.shm_ring import LEAST_BYTES, RING_BYTES
 
 KINDS = (
     "memory",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError
-from roundelay.transport.contract import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.delayed import DelayedEndpoint
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 
 DELAY_S = 0.01

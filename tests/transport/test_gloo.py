@@ -15,7 +15,7 @@ import torch
 
 from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.transport import gloo
-from roundelay.transport.contract import Arrived, Lost, Message
+from roundelay.transport.endpoint import Arrived, Lost, Message
 from roundelay.transport.gloo import GlooEndpoint
 from tests.transport.harness import fork_all
 

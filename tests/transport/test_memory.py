@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError
-from roundelay.transport.contract import Arrived, Granted, Message
+from roundelay.transport.endpoint import Arrived, Granted, Message
 from roundelay.transport.memory import memory_endpoints
 
 

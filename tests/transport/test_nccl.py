@@ -15,10 +15,10 @@ from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
 from roundelay.errors import DeadlineError, DivergedError, InternalError, WorkerLostError
-from roundelay.transport.contract import DTYPES, Arrived, Lost, Message
-from roundelay.transport.lanes import Lane, Lanes, Place, Wait, announced, expected, open_lanes
+from roundelay.transport.endpoint import DTYPES, Arrived, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
+from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, announced, expected, open_lanes
 from tests.api.jobs import make, mlp
 from tests.transport.harness import with_lanes
 

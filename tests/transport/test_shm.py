@@ -16,10 +16,10 @@ import torch
 
 from roundelay.errors import DeadlineError, PlanError
 from roundelay.transport import shm
-from roundelay.transport.contract import Arrived, Lost, Message
-from roundelay.transport.ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.endpoint import Arrived, Lost, Message
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.wiring import open_pairs
+from roundelay.transport.shm_resources import open_pairs
+from roundelay.transport.shm_ring import LEAST_BYTES, RING_BYTES
 from tests.transport.harness import DIED, fork_all
 
 WAIT_S = 20.0

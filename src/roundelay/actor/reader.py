@@ -1,6 +1,6 @@
 """The reader as an actor on any clock: it loads a batch as soon as a register is free, and stops where none is.
 
-This is what the thread of :mod:`roundelay.runtime.ahead` does, told without threads: a register is in use from the
+This is what the thread of :mod:`roundelay.runtime.prefetch` does, told without threads: a register is in use from the
 moment at which a batch begins to be loaded into it until the worker asks for the batch behind it (OneFlow, sections
 4.3 and 6.1). The thread does the same with batches; the first of an epoch costs it two, for it looks one batch ahead to
 know where the epoch ends.

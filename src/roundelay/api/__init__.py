@@ -4,11 +4,11 @@ Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes th
 weights in it.
 """
 
-from roundelay.api.comparing import compare
-from roundelay.api.gathering import Updated
+from roundelay.api.comparison import compare
 from roundelay.api.loading import load
 from roundelay.api.planning import capture, default_workers, plan
 from roundelay.api.simulating import simulate
+from roundelay.api.state_gather import Updated
 from roundelay.api.training import train
 from roundelay.api.verifying import verify
 from roundelay.api.weights_file import empty_weights

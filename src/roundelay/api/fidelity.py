@@ -2,9 +2,9 @@
 
 A run is held to its reference (:mod:`roundelay.api.verifying`); but both compute with what capture has made of the job:
 its graph, its loss, its optimizer stage by stage. Here these are held to the program that they were made of. The
-person's own objects train in the loop that everybody writes (:mod:`roundelay.api.plain`), and then the plan's stages
-do, one micro-batch after the other (:mod:`roundelay.api.beside`), each in a forked child of its own: what the person's
-code changes ends with it, and training starts as if nobody had looked.
+person's own objects train in the loop that everybody writes (:mod:`roundelay.api.plain_stepper`), and then the plan's
+stages do, one micro-batch after the other (:mod:`roundelay.api.captured_stepper`), each in a forked child of its own:
+what the person's code changes ends with it, and training starts as if nobody had looked.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from roundelay.api.handover import Room
-from roundelay.api.judging import Judged, beside, evaluated_apart, plainly
+from roundelay.api.fidelity_children import Judged, beside, evaluated_apart, plainly
 from roundelay.api.planning import fitted
+from roundelay.api.shared_tensors import Room
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
@@ -28,8 +28,8 @@ from roundelay.ir.stage import Partition
 from roundelay.ir.words import counted
 from roundelay.job import Job
 from roundelay.lower.partition import partition
-from roundelay.lower.refuse import CPU
-from roundelay.runtime.isolated import isolated
+from roundelay.lower.validate_plan import CPU
+from roundelay.runtime.forked_call import isolated
 
 Batches = Sequence[tuple[Batch, int]]
 """Batches, and the epoch of each."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from roundelay.observe.checkpoint import load_into
-from roundelay.observe.files import present
+from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.checkpoint import load_into
 
 
 def load(model: torch.nn.Module, path: str | Path, *, averaged: bool = False) -> torch.nn.Module:

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from roundelay.api.compiling import compile_stages, for_plan
-from roundelay.api.cutting import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
-from roundelay.api.job_check import check_evaluated, check_inputs, check_job
-from roundelay.api.looks import check_sharing, check_stateless, refusing_calls, untouched
-from roundelay.api.parts import LOOKED_AT, check_counts, choose_parts, wants_parts
-from roundelay.api.quiet import without_dumps
-from roundelay.api.recomputing import again, meaning, names_for, spared
+from roundelay.api.compile_stages import compile_stages, for_plan
+from roundelay.api.cuts import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
+from roundelay.api.num_micro_batches import LOOKED_AT, check_counts, choose_parts, wants_parts
+from roundelay.api.recompute_choice import again, meaning, names_for, spared
+from roundelay.api.statelessness import check_sharing, check_stateless, refusing_calls, untouched
+from roundelay.api.suppress_stderr import without_dumps
 from roundelay.api.threads import one_thread
+from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
 from roundelay.errors import CaptureError, PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
-from roundelay.frontend.calling import train as train_mode
-from roundelay.frontend.profile import StageProfile, profile
+from roundelay.frontend.model_call import train as train_mode
+from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
@@ -36,17 +36,17 @@ from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.words import counted
 from roundelay.job import Job
-from roundelay.lower.crossing import message_bytes
+from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
-from roundelay.lower.refuse import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
-from roundelay.planner.price import Terms, boundaries_of
+from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
+from roundelay.planner.cost_model import Terms, boundaries_of
+from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove import prove
-from roundelay.planner.stages import slots
-from roundelay.runtime.ahead import Tell, silent
 from roundelay.runtime.device import named
-from roundelay.runtime.isolated import apart
-from roundelay.runtime.sampling import DEADLINE_S, first_batch, first_batches, reading_s
-from roundelay.runtime.schedule_check import check_made_alike
+from roundelay.runtime.forked_call import apart
+from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
+from roundelay.runtime.lr_schedule_check import check_made_alike
+from roundelay.runtime.prefetch import Tell, silent
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}

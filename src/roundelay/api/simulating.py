@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.check import programs_of
+from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.prove import prove
-from roundelay.sim import Simulation
-from roundelay.sim import simulate as run_simulation
+from roundelay.simulator import Simulation
+from roundelay.simulator import simulate as run_simulation
 
 
 def simulate(plan: Plan, *, batches: int = 8) -> Simulation:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.checking import check_known, checked_before
-from roundelay.api.compiling import Compile, for_plan, stage_compiler
-from roundelay.api.continuing import changed, computing_digest, initial, order_of, trained, values_digest
-from roundelay.api.gathering import (
+from roundelay.api.checkpointing import Keeper, Saving, averages, position_of
+from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
+from roundelay.api.fidelity_precheck import check_known, checked_before
+from roundelay.api.planning import captured_and_planned, fitted
+from roundelay.api.resume import changed, computing_digest, initial, order_of, trained, values_digest
+from roundelay.api.state_gather import (
     Drained,
     Evaluated,
     Event,
@@ -23,37 +25,35 @@ from roundelay.api.gathering import (
     Updated,
     samples_per_second,
 )
-from roundelay.api.keeping import Keeper, Saving, averages, position_of
-from roundelay.api.length import Length, extent
-from roundelay.api.looks import check_reused
-from roundelay.api.planning import captured_and_planned, fitted
+from roundelay.api.statelessness import check_reused
+from roundelay.api.stop_condition import Length, extent
 from roundelay.api.threads import one_thread
-from roundelay.debug import launched_as
+from roundelay.checkpoint import checkpoint as store
+from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.checkpoint import Checkpoint, Position
+from roundelay.env import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, StopTraining
-from roundelay.lower.check import programs_of
-from roundelay.lower.refuse import FORKING
-from roundelay.observe import checkpoint as store
-from roundelay.observe.checkpoint import Checkpoint, Position
-from roundelay.observe.files import present
-from roundelay.runtime.control import Control
+from roundelay.lower.validate_plan import FORKING
+from roundelay.lower.verify_schedule import programs_of
+from roundelay.runtime.batch_reader import Extent
 from roundelay.runtime.device import check_here
-from roundelay.runtime.epoch import forget
+from roundelay.runtime.forked_call import backwards_apart, check_transport, isolated
 from roundelay.runtime.handlers import Handler
-from roundelay.runtime.isolated import backwards_apart, check_transport, isolated
+from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
-from roundelay.runtime.log import KEPT_MICRO_BATCHES
-from roundelay.runtime.membership import attend
-from roundelay.runtime.narrowing import check_narrowing
-from roundelay.runtime.optimizer import RateTable, without_gradients
-from roundelay.runtime.party import Party
-from roundelay.runtime.reader import Extent
-from roundelay.runtime.report import Report
-from roundelay.runtime.stage import Initial
+from roundelay.runtime.loader_epoch import forget
+from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.run_control import Control
+from roundelay.runtime.stage_optimizer import RateTable, without_gradients
+from roundelay.runtime.stage_optimizer_check import check_narrowing
+from roundelay.runtime.stage_state import Initial
+from roundelay.runtime.torchrun_worker import attend
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
+from roundelay.runtime.worker_messages import Report
 from roundelay.schedules import num_workers, stages_of
 
 
@@ -324,7 +324,7 @@ class Session:
     def began(self) -> str:
         """What the run began with and what it has computed by since, as two digests; empty if that was not one thing.
 
-        See :attr:`roundelay.observe.checkpoint.Checkpoint.began`.
+        See :attr:`roundelay.checkpoint.checkpoint.Checkpoint.began`.
         """
         if not self.computing:
             return ""

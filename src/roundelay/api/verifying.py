@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from roundelay.api.checking import batches_to_verify
-from roundelay.api.cutting import users_code
+from roundelay.api.cuts import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
-from roundelay.api.length import Length, extent
-from roundelay.api.looks import world_of
-from roundelay.api.origin import First, Note, begins_anew, behind, from_the_first, origin_of
+from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
+from roundelay.api.reference_start import First, Note, begins_anew, behind, from_the_first, origin_of
+from roundelay.api.statelessness import world_of
+from roundelay.api.stop_condition import Length, extent
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import JobError, UsageError
@@ -30,16 +30,16 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job, Peekable
-from roundelay.lower.refuse import FORKING
+from roundelay.lower.validate_plan import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
-from roundelay.runtime.ahead import Registers
+from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import repeatable
-from roundelay.runtime.epoch import alike
-from roundelay.runtime.isolated import apart
-from roundelay.runtime.kept_state import WHOLE, Kept, told
-from roundelay.runtime.reader import Extent, read
-from roundelay.runtime.sampling import first_batch
+from roundelay.runtime.forked_call import apart
+from roundelay.runtime.loader_epoch import alike
+from roundelay.runtime.loader_probe import first_batch
+from roundelay.runtime.optimizer_state import WHOLE, Kept, told
+from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
 
@@ -115,7 +115,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
         resume: checkpoint to continue from; what follows it is compared. Where the run goes on in mid-flight, or by the
             same plan under a rule that flushes, the reference begins with the first update of all: it was never
-            interrupted (:func:`roundelay.api.origin.begins_anew`).
+            interrupted (:func:`roundelay.api.reference_start.begins_anew`).
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.

@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
-from roundelay.cli.streams import tolerate
-from roundelay.debug import better_malloc, by_torchrun, launched_as
-from roundelay.runtime.mortal import die_with
-from roundelay.runtime.sentry import start_sentry
+from roundelay.cli.output_streams import tolerate
+from roundelay.env import better_malloc, by_torchrun, launched_as
+from roundelay.runtime.child_process import die_with
+from roundelay.runtime.stop_watchdog import start_sentry
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken
-        sys.exit(importlib.import_module("roundelay.cli.doctor").without_commands(error))
+        sys.exit(importlib.import_module("roundelay.cli.doctor_command").without_commands(error))
     app.main()
 
 

@@ -15,37 +15,37 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from roundelay import debug
+from roundelay import env
 from roundelay.api import simulate
-from roundelay.api.checking import check_known
-from roundelay.api.origin import First
+from roundelay.api.fidelity_precheck import check_known
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
+from roundelay.api.reference_start import First
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import check_way, judged, length_of, verify_session
+from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
-from roundelay.cli.accounts import ends_of, gaps_between
-from roundelay.cli.comparing import compare_command
-from roundelay.cli.doctor import doctor
+from roundelay.cli.compare_command import compare_command
+from roundelay.cli.doctor_command import doctor
 from roundelay.cli.job_file import load_job, own_arguments
+from roundelay.cli.output_streams import lost
 from roundelay.cli.places import Places
-from roundelay.cli.report import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS, Grace
-from roundelay.cli.streams import lost
-from roundelay.cli.trainer import RUNS, attend_job, train_job
+from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
+from roundelay.cli.train_command import RUNS, attend_job, train_job
+from roundelay.cli.utilization import ends_of, gaps_between
 from roundelay.cli.version import show_version
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
-from roundelay.lower.check import programs_of
-from roundelay.observe.curves import writer as curve_writer
-from roundelay.observe.files import replacing_file
+from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.run_folder import check_vacant
+from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.observe.trace import Span, write_trace
-from roundelay.page.build import page
-from roundelay.runtime.explain import out_of_threads
+from roundelay.page.run_page import page
 from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.user_errors import out_of_threads
+from roundelay.schedule_grid import LEGEND, staircase
 from roundelay.schedules import num_workers, stages_of
-from roundelay.viz import LEGEND, staircase
 
 _INTERRUPTED = 130  # as typer says Ctrl-C
 """Exit code of what Ctrl-C has ended: 128 and the signal's number."""
@@ -315,8 +315,8 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
         with o.same_in_all():
-            traced = debug.level() >= 1
-            debug.check_malloc()
+            traced = env.level() >= 1
+            env.check_malloc()
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:  # typer turns Ctrl-C into this
             raise KeyboardInterrupt
@@ -336,7 +336,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         return _interrupted()
     except typer.TyperException as error:
         code = int(getattr(error, "exit_code", 2))
-        if not debug.first_on_host():
+        if not env.first_on_host():
             return _behind(code)
         show_error(_misspelt(error), as_json, traced)
         return code
@@ -361,7 +361,7 @@ def _behind(code: int) -> int:
 
 def _interrupted() -> int:
     SIGNALS.leave_to(signal.SIG_IGN)  # a launcher that Ctrl-C meets, too, sends SIGTERM then
-    if debug.leads():
+    if env.leads():
         stderr.show_cursor()
         stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is whole.")
     SIGNALS.leave_to(signal.SIG_DFL)  # an end that hangs can still be ended

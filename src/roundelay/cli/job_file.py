@@ -14,7 +14,7 @@ from typing import NoReturn, final
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.job import Job
-from roundelay.runtime.epoch import seed_everything
+from roundelay.runtime.loader_epoch import seed_everything
 
 _EXAMPLE = "def job(seed: int) -> roundelay.Job"
 

@@ -13,24 +13,24 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from roundelay.api import capture
-from roundelay.api.compiling import compile_stages, for_plan
+from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
-from roundelay.api.recomputing import names_in
-from roundelay.cli.developer import show_choices
+from roundelay.api.recompute_choice import names_in
+from roundelay.cli.debug_output import show_choices
+from roundelay.cli.resume_options import plan_files, taken_over
 from roundelay.cli.screen import announce, doing
-from roundelay.cli.taken_over import plan_files, taken_over
-from roundelay.debug import first_on_host, launched
+from roundelay.env import first_on_host, launched
 from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.job import Job
 from roundelay.runtime.device import named, present
-from roundelay.runtime.isolated import apart
+from roundelay.runtime.forked_call import apart
 from roundelay.runtime.launch import needs_launcher
-from roundelay.runtime.party import Party
-from roundelay.runtime.sampling import DEADLINE_S
+from roundelay.runtime.loader_probe import DEADLINE_S
+from roundelay.runtime.rendezvous import Party
 from roundelay.schedules import num_workers
 
 _T = TypeVar("_T")

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.observe.files import strict_json
-from roundelay.runtime.ahead import Tell, silent
+from roundelay.runtime.prefetch import Tell, silent
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
-from roundelay import debug
+from roundelay import env
 from roundelay.errors import RoundelayError
 
 _AGAIN_S, _ASKED_S = 0.02, 0.5
@@ -54,7 +54,7 @@ class Signals:
     @property
     def interrupted(self) -> bool:
         """Whether the person has ended the command; a launcher sends SIGTERM because of an error that is told."""
-        return self.first == signal.SIGINT or (self.first is not None and not debug.is_launched())
+        return self.first == signal.SIGINT or (self.first is not None and not env.is_launched())
 
     @property
     def cause(self) -> int:
@@ -66,7 +66,7 @@ class Signals:
         self._listens = True
         sys.unraisablehook = self._unraised
         signal.signal(signal.SIGINT, self._raise)
-        if not debug.is_launched():
+        if not env.is_launched():
             signal.signal(signal.SIGTERM, self._raise)
 
     def join(self) -> None:
@@ -121,7 +121,7 @@ class Signals:
         first, self.first = self.first is None, self.first or number
         self._ask_in(_ASKED_S)
         ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
-        if not (first and ending and number == signal.SIGTERM and debug.is_launched()):
+        if not (first and ending and number == signal.SIGTERM and env.is_launched()):
             raise KeyboardInterrupt
 
     def _is_gentle(self, number: int) -> bool:

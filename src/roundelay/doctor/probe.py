@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundelay.debug import launched, settings
 from roundelay.doctor.cgroup import cpu_quota, memory_limit
 from roundelay.doctor.fork_probe import forked_backward_error
 from roundelay.doctor.machine import Cores, Machine, Memory, Space, Torch
+from roundelay.env import launched, settings
 from roundelay.errors import UsageError
 from roundelay.launchers import Launched
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from roundelay.debug import KEEP, LEVELS, MALLOC, VARIABLES
 from roundelay.doctor.finding import Check, Finding, size
 from roundelay.doctor.machine import Machine
+from roundelay.env import KEEP, LEVELS, MALLOC, VARIABLES
 
 PYTHON = (3, 11)
 """The oldest Python that will do; as in ``pyproject.toml``."""

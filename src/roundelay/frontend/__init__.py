@@ -3,8 +3,8 @@
 Nothing outside of this package may know that ``torch.export`` and ``torch.fx`` stand behind it.
 """
 
-from roundelay.frontend.captured import Captured, capture
-from roundelay.frontend.draws import DEFAULT_GENERATOR_LOCK, Draw
-from roundelay.frontend.stage import Mode, StageFunction, StageTape
+from roundelay.frontend.capture import Captured, capture
+from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, Draw
+from roundelay.frontend.stage_function import Mode, StageFunction, StageTape
 
 __all__ = ["DEFAULT_GENERATOR_LOCK", "Captured", "Draw", "Mode", "StageFunction", "StageTape", "capture"]

@@ -19,13 +19,13 @@ import torch.fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
+from roundelay.deferred_signals import Interrupts, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
-from roundelay.frontend import standins
-from roundelay.frontend.face import CallShape, Face, OutputShape, Roots, Seen, Unready
-from roundelay.frontend.lines import users_line_of
+from roundelay.frontend import export_substitutes
+from roundelay.frontend.export_adapter import CallShape, Face, OutputShape, Roots, Seen, Unready
+from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.frontend.recurrent import StandingIn, put_back
-from roundelay.frontend.unseen import refuse_parts, refuse_sparse, refuse_vmap
-from roundelay.interrupts import Interrupts, hides_interrupt, inside_torch
+from roundelay.frontend.source_lines import users_line_of
 
 PREFIX = "model."
 
@@ -110,7 +110,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
         if face.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
         put_back(program.graph_module)
-        standins.put_back(program.graph_module)
+        export_substitutes.put_back(program.graph_module)
         refuse_sparse(program.graph)
         refuse_vmap(program.graph)
         roles = _roles(program, model)

@@ -5,7 +5,8 @@ once while every torch function it calls is watched; only those travel to the la
 being read is replaced by a stand-in that tells, rather than guesses, when a later batch reads it after all.
 
 It may read more than it is given: tensors that the forward leaves in attributes, dicts and lists, and weights of the
-model. These are outputs of the model as well, and :mod:`roundelay.frontend.places` lays them where the loss looks.
+model. These are outputs of the model as well, and :mod:`roundelay.frontend.loss_closure` lays them where the loss
+looks.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend import batch as batches
 from roundelay.frontend.batch import Batch, leaves, without_tensors
 from roundelay.frontend.batch import layout as layout_of
-from roundelay.frontend.face import Opaque, OutputShape, Seen
-from roundelay.frontend.labels import Labels, LabelWatch
-from roundelay.frontend.lines import users_line_of
-from roundelay.frontend.metrics import Metrics, check_count, layout, tensors
-from roundelay.frontend.metrics import split as without_metrics
-from roundelay.frontend.places import Places, unread, weights_at
-from roundelay.frontend.reach import Change, World
-from roundelay.frontend.tracing import refusing_grad
-from roundelay.frontend.unseen import refusing_draws
+from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen
+from roundelay.frontend.export_checks import refusing_draws
+from roundelay.frontend.label_counts import Labels, LabelWatch
+from roundelay.frontend.loss_closure import Places, unread, weights_at
+from roundelay.frontend.loss_metrics import Metrics, check_count, layout, tensors
+from roundelay.frontend.loss_metrics import split as without_metrics
+from roundelay.frontend.reachable_state import Change, World
+from roundelay.frontend.source_lines import users_line_of
+from roundelay.frontend.trace_guards import refusing_grad
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -16,10 +16,11 @@ mode           the tape holds                                        backward di
 =============  ====================================================  ===========================================
 
 A segment with ``halves`` runs its backward in two: :meth:`Segment.backward` leaves out the gradients of the parameters
-that :mod:`roundelay.frontend.split` can compute later, and :func:`roundelay.frontend.split.settle` computes those.
+that :mod:`roundelay.frontend.split_backward` can compute later, and :func:`roundelay.frontend.split_backward.settle`
+computes those.
 
-The mode ``recompute`` belongs to a whole stage (:mod:`roundelay.frontend.stage`); a segment knows ``stash`` and
-``mixed``. One that runs itself again is a :class:`roundelay.frontend.recomputed.Recomputed`.
+The mode ``recompute`` belongs to a whole stage (:mod:`roundelay.frontend.stage_function`); a segment knows ``stash``
+and ``mixed``. One that runs itself again is a :class:`roundelay.frontend.remat_segment.Recomputed`.
 
 What enters a segment lies as a network would deliver it: contiguous, and where torch's own memory would begin. Strides
 and alignment decide which kernel runs, and so the last bits: they must not depend on what has carried a tensor.
@@ -34,10 +35,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from roundelay.frontend.draws import Draw
-from roundelay.frontend.owing import Owed
+from roundelay.frontend.deferred_wgrad import Owed
+from roundelay.frontend.keyed_rng import Draw
 from roundelay.frontend.precision import Cast, Casts
-from roundelay.frontend.split import Split
+from roundelay.frontend.split_backward import Split
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]

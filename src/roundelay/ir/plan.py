@@ -100,7 +100,7 @@ class Plan:
             rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
         recompute: modules that keep their inputs only and are run again by the backward, by names and patterns as
-            :mod:`roundelay.lower.modules` says; ``all`` for every segment.
+            :mod:`roundelay.lower.recompute_selection` says; ``all`` for every segment.
         compile: whether stages are compiled before they run.
         precision: in which stages compute: ``fp32``, or ``bf16`` or ``fp16`` by torch's autocast, with weights in fp32.
         loss_scale: by what losses are multiplied before the backward, as :mod:`roundelay.ir.loss_scale` says: ``none``,

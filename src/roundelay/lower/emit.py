@@ -9,7 +9,7 @@ from roundelay.ir.action import Action
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.riding import Riding
+from roundelay.lower.piggyback import Riding
 from roundelay.schedules import num_workers, schedule_named
 
 Lines = Callable[[str, int], tuple[Instruction, ...]]

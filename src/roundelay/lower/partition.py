@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
-from roundelay.lower.crossing import Hop, hops, journeys
-from roundelay.lower.modules import Part, idle, parts_of
+from roundelay.lower.dataflow import Hop, hops, journeys
+from roundelay.lower.recompute_selection import Part, idle, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence
         graph: the logical graph.
         stages: for each stage the names of the operations that end its segments, in order. The very last name
             must be the graph's last operation.
-        recompute: names of modules that backwards run again, as :mod:`roundelay.lower.modules` says.
+        recompute: names of modules that backwards run again, as :mod:`roundelay.lower.recompute_selection` says.
 
     Raises:
         PlanError: a name is unknown, out of order, or not a legal cut; or of no module that can be run again.

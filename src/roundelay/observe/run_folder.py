@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from roundelay.checkpoint.atomic_files import replacing_file, strict_json
 from roundelay.errors import UsageError
-from roundelay.observe.files import replacing_file, strict_json
-from roundelay.observe.metrics import MetricsWriter
+from roundelay.observe.metrics_file import MetricsWriter
 
 LATEST = "latest"
 

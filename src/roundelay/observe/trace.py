@@ -15,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.ir.load import Load
 from roundelay.ir.program import ONCE_A_BATCH
-from roundelay.observe.files import replacing_file
 
 COMPUTE = frozenset({"forward", "backward", "backward-weight", "square", "update"})
 """Opcodes that compute; a ``read`` waits for data."""

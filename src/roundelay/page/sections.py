@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from roundelay.page.bars import Group, Part, bars
-from roundelay.page.curves import Curve, Points, figure, smoothed
-from roundelay.page.read import Run, numbers
+from roundelay.page.line_chart import Curve, Points, figure, smoothed
+from roundelay.page.read_run import Run, numbers
 from roundelay.page.scale import size
 from roundelay.page.timeline import Window, first, timeline
 

@@ -1,4 +1,4 @@
-"""Prove a plan by executing its programs on the virtual clock; see :mod:`roundelay.lower.check` for what is proved."""
+"""Prove a plan by executing its programs on the virtual clock; :mod:`roundelay.lower.verify_schedule` says of what."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.check import Fired, check_registers, check_run, lengths, programs_of
-from roundelay.lower.refuse import CPU, TRANSPORTS, check_plan
-from roundelay.sim import Simulation, simulate
+from roundelay.lower.validate_plan import CPU, TRANSPORTS, check_plan
+from roundelay.lower.verify_schedule import Fired, check_registers, check_run, lengths, programs_of
+from roundelay.simulator import Simulation, simulate
 
 
 def prove(plan: Plan) -> None:

@@ -24,11 +24,11 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.refuse import CPU, FORKING
+from roundelay.lower.validate_plan import CPU, FORKING
 from roundelay.runtime.handlers import Context, Handler
-from roundelay.runtime.log import KEPT_MICRO_BATCHES, Told
-from roundelay.transport.driver import Cuda, Driver, Event, Stream
-from roundelay.transport.lanes import Place
+from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
+from roundelay.transport.cuda import Cuda, Driver, Event, Stream
+from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one under way."""

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
+from roundelay.checkpoint.in_flight import encode
 from roundelay.errors import DivergedError
 from roundelay.frontend import Draw
-from roundelay.frontend.metrics import check_count
+from roundelay.frontend.loss_metrics import check_count
 from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import SCALE
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
-from roundelay.lower.riding import Riding
-from roundelay.observe.flight import encode
-from roundelay.runtime.norms import Norms
-from roundelay.runtime.report import Report, Reporter
-from roundelay.runtime.scales import Scales
-from roundelay.runtime.stage import Stage
-from roundelay.transport.contract import Message, Value
+from roundelay.lower.piggyback import Riding
+from roundelay.runtime.grad_norm import Norms
+from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.stage_state import Stage
+from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.transport.endpoint import Message, Value
 
 Audit = Callable[[str, int, Mapping[str, Any]], None]
 """Told of every forward, backward and update: kind, number, tensors by name."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundelay.errors import UsageError
-from roundelay.runtime.garbage import settled
-from roundelay.runtime.loaders import loaders_unheard
-from roundelay.runtime.membership import lead
-from roundelay.runtime.party import Party
-from roundelay.runtime.processes import run_processes, run_sharing
-from roundelay.runtime.tally import Listener
-from roundelay.runtime.threads import run_threads
+from roundelay.runtime.failure_tracker import Listener
+from roundelay.runtime.forked_workers import run_processes, run_sharing
+from roundelay.runtime.gc_policy import settled
+from roundelay.runtime.loader_processes import loaders_unheard
+from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.threaded_workers import run_threads
+from roundelay.runtime.torchrun_worker import lead
 from roundelay.runtime.worker import Task, Wrap, unchanged
 
 Launcher = Callable[[Task, Listener, Wrap], None]

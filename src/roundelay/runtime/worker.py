@@ -20,23 +20,23 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.program import PER_BATCH, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.riding import Riding
+from roundelay.lower.piggyback import Riding
 from roundelay.observe.digest import digest
-from roundelay.observe.memory import private_bytes, resident_bytes
-from roundelay.runtime.ahead import Registers
-from roundelay.runtime.control import Control
+from roundelay.observe.process_memory import private_bytes, resident_bytes
+from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import HOST, Device
-from roundelay.runtime.explain import explained, out_of_memory, unexpected
+from roundelay.runtime.failure_tracker import failure
+from roundelay.runtime.grad_norm import Norms
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
-from roundelay.runtime.log import Log
-from roundelay.runtime.norms import Norms
-from roundelay.runtime.reader import Extent, read
-from roundelay.runtime.report import Report, Reporter
-from roundelay.runtime.scales import Scales
-from roundelay.runtime.stage import Initial, Stage
-from roundelay.runtime.tally import failure
+from roundelay.runtime.instruction_log import Log
+from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.prefetch import Registers
+from roundelay.runtime.run_control import Control
+from roundelay.runtime.stage_state import Initial, Stage
+from roundelay.runtime.user_errors import explained, out_of_memory, unexpected
+from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.schedules import workers_of
-from roundelay.transport.contract import Arrived, Endpoint, Granted, Message
+from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
 """A worker, carried on by ``next``: pauses wherever it is about to wait, and tells whether a credit would do.

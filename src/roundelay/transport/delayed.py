@@ -14,7 +14,7 @@ from collections import Counter
 from typing import final
 
 from roundelay.errors import DeadlineError
-from roundelay.transport.contract import Arrived, Delivery, Endpoint, Lost, Message, nothing_came
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, nothing_came
 
 
 @final

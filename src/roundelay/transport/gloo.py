@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
-from roundelay.transport import frame as wire
-from roundelay.transport.contract import Arrived, CheckedEndpoint, Granted, Lost, Message
+from roundelay.transport import wire_format as wire
+from roundelay.transport.endpoint import Arrived, CheckedEndpoint, Granted, Lost, Message
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

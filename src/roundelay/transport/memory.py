@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from roundelay.transport.contract import Arrived, CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
+from roundelay.transport.endpoint import Arrived, CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
 
 Wake = Callable[[int, bool], None]
 """Told that something has come for a worker, and whether it is a credit."""

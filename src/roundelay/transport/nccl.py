@@ -1,8 +1,8 @@
 """Workers as processes with a device each: frames and credits over gloo, tensors of the devices over NCCL.
 
-Every message is a frame; what it holds on the device follows on a *lane* (:mod:`roundelay.transport.lanes`). A *guard*,
-one thread for each endpoint, takes the frames, makes room on the device and posts the matching receives at once; the
-worker's stream waits for them when the worker takes the message, and the host for nothing.
+Every message is a frame; what it holds on the device follows on a *lane* (:mod:`roundelay.transport.nccl_p2p`). A
+*guard*, one thread for each endpoint, takes the frames, makes room on the device and posts the matching receives at
+once; the worker's stream waits for them when the worker takes the message, and the host for nothing.
 
 NCCL does not tell that a worker has died: whoever waits for it waits for ever. gloo does tell; the guard then aborts
 the lanes to that worker, which ends what waits on the device. What was computed behind such an end means nothing, so
@@ -22,8 +22,8 @@ from typing import final
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
-from roundelay.transport.contract import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
-from roundelay.transport.lanes import Lane, Lanes, Place, Wait, announced, expected
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
+from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, announced, expected
 from roundelay.transport.queues import next_item
 
 TICK_S = 0.2

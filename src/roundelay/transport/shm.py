@@ -27,12 +27,12 @@ from collections import deque
 from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
-from roundelay.transport import frame as wire
-from roundelay.transport.contract import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
-from roundelay.transport.credits import CreditsGiven, CreditsTaken
-from roundelay.transport.ring import Fence
-from roundelay.transport.stream import Inlet, Outlet
-from roundelay.transport.wiring import Wiring
+from roundelay.transport import wire_format as wire
+from roundelay.transport.endpoint import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
+from roundelay.transport.shm_credits import CreditsGiven, CreditsTaken
+from roundelay.transport.shm_resources import Wiring
+from roundelay.transport.shm_ring import Fence
+from roundelay.transport.shm_stream import Inlet, Outlet
 
 INLINE_BYTES = 20 * 1024
 """Longest frame with tensors inside: up to 32 KiB the pipe is faster than the ring, but others need its room, too."""

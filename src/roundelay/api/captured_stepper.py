@@ -1,0 +1,189 @@
+"""The captured job beside plain PyTorch: the plan's stages as a run has them, update by update.
+
+Each stage is the runtime's own, with the loss in the last one and an optimizer of its own; but for the pipeline, in
+whose place micro-batches go up and down one after the other. Random operations draw from torch's own generator, under
+the seed that the plain forward had. Every update begins with the same weights and states: where gradients are not the
+same to the last bit the stages' optimizers get those of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from roundelay.actor.machine import Run
+from roundelay.api.fidelity_differences import Judgement
+from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
+from roundelay.api.resume import initial
+from roundelay.api.shared_tensors import Room
+from roundelay.frontend import Captured, Draw
+from roundelay.ir.averages import EMA
+from roundelay.ir.clip import Clip
+from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
+from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Instruction
+from roundelay.ir.stage import Partition
+from roundelay.job import Job
+from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.stage_state import Stage
+
+Tensors = dict[str, torch.Tensor]
+
+
+@final
+class Beside:
+    """The stages of a plan, trained on what plain PyTorch was trained on.
+
+    Args:
+        job: the job; its model is not changed.
+        captured: its model, as the plan computes it.
+        plan: what to run; one that clips by an earlier norm, or by a stage's, is taken as if it did not.
+        stages: its stages.
+        seed: of the run.
+        room: where plain PyTorch has left its tensors.
+    """
+
+    def __init__(self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, room: Room) -> None:
+        self._captured, self._plan, self._seed, self._room = captured, plan, seed, room
+        start = initial(captured, None, None)
+        self.stages = [Stage(captured, spec, job, plan, start) for spec in stages.stages]
+        own = captured.model.named_parameters()
+        names = {id(p): n for n, p in captured.model.named_parameters()}
+        self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
+        self._untouched: Tensors = {n: t.detach() for n, t in (*own, *captured.model.named_buffers())}
+        rule = LossScale.parse(plan.loss_scale)
+        self._scaled, self._scales = rule.on, Scales(rule, None, None)
+        self._clip = Clip.parse(plan.clip)
+        self.judgement = Judgement(captured.graph, plan)
+
+    def update(self, parts: Sequence[Part], plain: Update) -> None:
+        """Train on one batch, and compare all of it with what plain PyTorch has shown.
+
+        Raises:
+            Difference: they differ.
+        """
+        number, judge = parts[0][0].batch, self.judgement
+        for i, (header, batch) in enumerate(parts):
+            outputs, drawn = self._micro_batch(header, self._captured.values(batch))
+            judge.generator(drawn, plain.generators[i])
+            judge.loss(number, header, _loss(outputs), plain.losses[i])
+            judge.metrics(number, _metrics(outputs), plain.metrics[i])
+        theirs = self._of_one_memory(self._room.take(plain.gradients))
+        own = self.gradients()
+        differing = judge.gradients(number, own, theirs)
+        self._take(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
+        judge.buffers(number, self.buffers(), self._untouched, self._room.take(plain.buffers))
+        for stage in self.stages:
+            judge.rates(number, [float(group["lr"]) for group in stage.optimizer.param_groups], plain.rates)
+        torch.manual_seed(seed_of(self._seed, -1 - number))
+        for stage in self.stages:
+            stage.update(number)
+        shared = {other for others in self._sharing.values() for other in others}
+        theirs = {n: t for n, t in self._room.take(plain.weights).items() if n not in shared}
+        fused, kept = self._kinds(), self._sharing
+        judge.weights(number, self.weights(), self._untouched, theirs, fused=fused, shared=kept)
+        judge.updates += 1
+
+    def _of_one_memory(self, gradients: Tensors) -> Tensors:
+        """Gradients of plain PyTorch, with those of parameters in one memory added: here they are one parameter."""
+        added = dict(gradients)
+        for name, others in self._sharing.items():
+            parts = [added.pop(other) for other in (name, *others) if other in added]
+            if parts:
+                added[name] = torch.stack(parts).sum(0)
+        return added
+
+    def weights(self) -> Tensors:
+        """Every stage's parameters, by name."""
+        return {name: tensor.detach() for stage in self.stages for name, tensor in stage.parameters.items()}
+
+    def buffers(self) -> Tensors:
+        """Every stage's buffers, by name."""
+        return {name: tensor for stage in self.stages for name, tensor in stage.buffers.items()}
+
+    def gradients(self) -> Tensors:
+        """The mean gradients of the batch, by name."""
+        return {name: grad for stage in self.stages for name, grad in stage.gradients.whole(None).items()}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The optimizers' state by parameter name, with averages of the weights."""
+        return {name: state for stage in self.stages for name, state in stage.state()[1].items()}
+
+    def averages(self) -> Tensors:
+        """The moving averages, by name."""
+        return {name: state[EMA] for name, state in self.states().items() if EMA in state}
+
+    def _micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """Up and down; returns what the last stage has made, and what stands for torch's generator at the top."""
+        scale = self._scales.give(header) if self._scaled else 1.0
+        torch.manual_seed(seed_of(self._seed, header.g))
+        draw = Draw.plain(self._seed, header.g)
+        outputs: dict[str, Any] = {}
+        for stage in self.stages:
+            inputs = {name: values[name] for name in stage.function.inputs}
+            outputs = stage.forward(self._run(stage, "forward", header), header, inputs, draw)
+            values.update(outputs)
+        drawn = generator_now()
+        last = self.stages[-1]
+        lacking = last.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
+        grads: dict[str, torch.Tensor | None] = dict(last.seed(header, outputs[LOSS], scale, lacking))
+        for stage in reversed(self.stages):
+            entering = {name: grads.pop(name, None) for name in stage.function.outputs}
+            of_inputs, _ = stage.backward(self._run(stage, "backward", header), entering, scale)
+            grads.update(of_inputs)
+            if stage.halved:
+                stage.weight_half(header.g, scale)
+            stage.gradients.count(float(outputs.get(COUNT, 0.0)) or lacking)
+        return outputs, drawn
+
+    def _run(self, stage: Stage, opcode: Any, header: MicroBatch) -> Run:
+        instruction = Instruction(opcode, 0, mode=self._plan.backward)
+        k, version = stage.spec.stage, header.batch
+        return Run(instruction, header.g, header, version, version, None, 0, (), (), k)
+
+    def _take(self, number: int, header: MicroBatch, plain: Update, instead: Tensors) -> None:
+        """Give the optimizers what plain PyTorch's gets, where that is not the same already."""
+        squares = [stage.gradients.square() for stage in self.stages]
+        if self._scaled:
+            self._scales.finished(header, sum(squares))
+        if self._scaled and not math.isfinite(sum(squares)):
+            for stage in self.stages:
+                stage.gradients.drop()
+            return
+        if self._clip.by == "global":
+            norm = math.sqrt(sum(squares))
+            own = {n: g for stage in self.stages for n, g in stage.gradients.whole(norm).items()}
+            theirs = self._room.take(plain.clipped)
+            self.judgement.clipped(number, own, theirs)
+            instead = {name: theirs[name] for name in own if name in theirs}
+        for stage in self.stages:
+            if mine := {name: instead[name] for name in stage.parameters if name in instead}:
+                given = {
+                    name: mine[name].clone() if name in mine else g for name, g in stage.gradients.whole(None).items()
+                }
+                stage.gradients.clear()
+                stage.gradients.add(given)
+
+    def _kinds(self) -> bool:
+        """Whether an optimizer computes many parameters in one call, which may round otherwise."""
+        groups = [group for stage in self.stages for group in stage.optimizer.param_groups]
+        return any(group.get("fused") or group.get("foreach") for group in groups)
+
+
+def _loss(outputs: Mapping[str, Any]) -> list[float]:
+    return [float(outputs[LOSS]), float(outputs.get(COUNT, 0.0))]
+
+
+def _metrics(outputs: Mapping[str, Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, value in outputs.items():
+        if name.startswith(METRIC):
+            found.setdefault(name.removeprefix(METRIC), []).insert(0, float(value))
+        elif name.startswith(TERMS):
+            found.setdefault(name.removeprefix(TERMS), []).append(float(value))
+    return found

@@ -1,0 +1,95 @@
+"""Compile a plan's stages before any worker starts.
+
+In the process that starts the workers, and before it does: forked workers inherit what is compiled, threads share it,
+the reference is handed the same functions, and no deadline of the run has begun. Only where a backward in this process
+would spoil later forks (:mod:`roundelay.fork_safety`) a child compiles first, which fills inductor's cache on disk, and
+then each worker, and the reference's process, compiles for itself from that cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from roundelay.api.suppress_stderr import without_dumps
+from roundelay.api.threads import one_thread
+from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.frontend import Captured
+from roundelay.frontend.batch import leaves, split
+from roundelay.frontend.compiled_segment import check_compiler
+from roundelay.frontend.stage_profiler import compile_for
+from roundelay.ir.plan import Plan
+from roundelay.ir.stage import Partition
+from roundelay.job import Job
+from roundelay.lower.validate_plan import check_precision
+from roundelay.runtime.loader_probe import first_batch
+
+
+def for_plan(captured: Captured, plan: Plan) -> Captured:
+    """The model with stages that are compiled if the plan says so, and compute in its precision.
+
+    Raises:
+        PlanError: the precision is unknown, or cannot be compiled.
+        CaptureError: the model cannot be computed in it.
+    """
+    check_precision(plan)
+    return captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
+
+
+Compile = Callable[[Collection[int]], None]
+"""Compiles the stages of these numbers; does nothing a second time in a process.
+
+Raises :class:`CaptureError` if a stage cannot be compiled.
+"""
+
+
+def compile_stages(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> None:
+    """Compile all stages here, if the plan says so; see :func:`stage_compiler`."""
+    if plan.compile:
+        stage_compiler(job, captured, plan, stages, seed)(range(plan.num_stages))
+
+
+def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> Compile:
+    """What compiles a plan's stages for the micro-batches of the run's first batch, which is read now.
+
+    Args:
+        job: the job.
+        captured: its model, :func:`for_plan`.
+        plan: the plan.
+        stages: its stages.
+        seed: of the run.
+
+    Raises:
+        PlanError: there is no C++ compiler.
+    """
+    check_compiler()
+    with one_thread():
+        kinds = list(_kinds(captured, first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
+    return partial(_compile, captured, stages, kinds)
+
+
+def _compile(captured: Captured, stages: Partition, kinds: Sequence[Any], numbers: Collection[int]) -> None:
+    try:
+        with one_thread(), without_dumps():
+            for micro_batch in kinds:
+                compile_for(captured, stages, micro_batch, numbers)
+    except RoundelayError:
+        raise
+    except Exception as error:  # the person's own code, or what torch compiled of it
+        raise UserCodeError(
+            "compiling the stages for the first batch",
+            got=f"{type(error).__name__}: {str(error).strip()[:500]}",
+            expected="a model that computes compiled as it does without",
+            remedy="Leave --compile out; ROUNDELAY_DEBUG=1 shows the traceback.",
+        ) from error
+
+
+def _kinds(captured: Captured, batch: Any, micro_batches: int) -> Iterator[Any]:
+    """One micro-batch of each size."""
+    seen = set()
+    for part in split(batch, max(1, micro_batches), captured.graph.min_rows):
+        shapes = tuple(leaf.shape for leaf in leaves(part).values())
+        if shapes not in seen:
+            seen.add(shapes)
+            yield part

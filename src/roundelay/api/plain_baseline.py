@@ -1,0 +1,88 @@
+"""Plain PyTorch beside the run: the same job, one process, the loop that everybody writes.
+
+Measured in a forked child, so that neither its threads nor its memory touch the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from roundelay.errors import RoundelayError
+from roundelay.frontend.batch import fresh, num_rows
+from roundelay.frontend.export_adapter import default_inputs
+from roundelay.frontend.loss import checked
+from roundelay.frontend.precision import FULL, autocast
+from roundelay.frontend.retarget_device import CPU
+from roundelay.job import Job
+from roundelay.lower.validate_plan import HALF
+from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.forked_call import isolated
+from roundelay.runtime.loader_epoch import forget
+
+BUDGET_S = 6.0
+"""Seconds that the measurement may take for each number of threads."""
+
+LIMIT_S = 60.0
+"""Seconds after which a child that has told nothing is ended: its loader hangs, or an update takes too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Samples per second of plain PyTorch with this many intra-op threads."""
+
+    threads: int
+    samples_per_second: float
+
+
+def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baseline | None:
+    """Train a copy for a few seconds; None if it cannot be measured: it failed, or told nothing in :data:`LIMIT_S`.
+
+    Args:
+        job: the job; its model is not changed.
+        seed: of the data.
+        threads: intra-op threads.
+        precision: in which it computes, as a plan says it.
+    """
+    try:
+        rate = isolated(
+            lambda: _samples_per_second(job, seed, precision), "plain PyTorch", threads=threads, limit_s=LIMIT_S
+        )
+    except RoundelayError:
+        return None
+    return Baseline(threads, rate) if rate else None
+
+
+def _samples_per_second(job: Job, seed: int, precision: str) -> float:
+    forget(job.batches)  # an open file is read on by both processes that have it
+    model = copy.deepcopy(job.model)
+    if not model.training:  # else parts may be in eval mode on purpose, as capture has it
+        model.train()
+    optimizer = job.optimizer(list(model.named_parameters()))
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == HALF)
+    how = job.inputs or default_inputs
+    times: list[float] = []
+    began = start = time.perf_counter()
+    for loaded in read_batches(job.batches, seed, Extent(batches=200)):
+        batch = fresh(loaded)  # a run gives each update a batch of its own, too
+        args, kwargs = how(batch)
+        with autocast(precision, CPU):
+            loss, count = checked(job.loss(model(*args, **kwargs), batch))
+        scaler.scale(loss if count is None else loss / count).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        times.append((end - start) / num_rows(batch))  # what the loader takes included, as this loop waits for it
+        start = end
+        if end - began > BUDGET_S:
+            break
+    warm = times[2:] or times
+    return 1.0 / statistics.median(warm) if warm else 0.0

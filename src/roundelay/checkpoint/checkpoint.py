@@ -1,0 +1,331 @@
+"""Checkpoints: a folder from which a run goes on, or a model is loaded.
+
+=========================  ====================================================================================
+``model.safetensors``      parameters and buffers by their first name; a tied one once
+``optimizer.safetensors``  the tensors of the optimizer's state, as ``PARAMETER/KEY``
+``flight.safetensors``     what was in flight, if the checkpoint was made in mid-flight
+``checkpoint.json``        everything else: position, seed, other state values, ties, and the SHA-256 of each file
+=========================  ====================================================================================
+
+Values survive bit for bit with dtype and shape; tensors come back contiguous on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from roundelay.checkpoint.atomic_files import replacing_folder, unwritten
+from roundelay.checkpoint.in_flight import Flight, decode, encode
+from roundelay.checkpoint.stored_files import FILES, MANIFEST, Stored, damaged, read, write
+from roundelay.errors import CheckpointError, InternalError
+from roundelay.ir.averages import EMA, EVALUATED
+
+_PLAIN = (int, float, bool, str, type(None))
+_FACTS = ("seed", "fingerprint", "rule", "num_stages")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run has come.
+
+    Args:
+        updates: updates done.
+        micro_batches: micro-batches done; the next one's global number g.
+        epoch: number of the epoch it is in, from 0.
+        batches_into_epoch: batches of that epoch already used.
+    """
+
+    updates: int
+    micro_batches: int
+    epoch: int
+    batches_into_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Where the run was to end that made a checkpoint.
+
+    Args:
+        updates: in all, those before the run included; None if no number was given.
+        epochs: in all; None if no number was given.
+    """
+
+    updates: int | None = None
+    epochs: int | None = None
+
+    def lies_behind(self, position: Position) -> bool:
+        """Whether the run has still to go there."""
+        return (self.updates or 0) > position.updates or (self.epochs or 0) > position.epoch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What a run needs to go on.
+
+    Args:
+        parameters: by their first name in the model.
+        buffers: by their first name in the model.
+        optimizer: parameter to its state, and the empty name to what belongs to the whole optimizer; a value is a
+            tensor, an int, float, bool, text or None.
+        position: how far the run has come.
+        seed: the run's seed.
+        fingerprint: identity of the model's graph (:attr:`roundelay.ir.graph.Graph.fingerprint`).
+        rule: name of the update rule.
+        num_stages: stages of the plan.
+        flight: what was in flight; None if the stages were empty.
+        until: where the run was to end.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
+        numbers: what evaluations have said, one for each epoch, where a learning rate waits for it.
+        optimizer_kind: name of the optimizer's class; empty in checkpoints that were written before it was kept.
+        began: digest of what the run began with and of what it computed by, if that was one and the same from its
+            first update on; empty if it was not, or is not known.
+    """
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    position: Position
+    seed: int
+    fingerprint: str
+    rule: str
+    num_stages: int
+    flight: Flight | None = None
+    until: Until = Until()
+    loss_scale: tuple[float, int] | None = None
+    numbers: tuple[float, ...] = ()
+    optimizer_kind: str = ""
+    began: str = ""
+
+
+def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
+    """Write a checkpoint at ``path``; one that is there stays loadable until the new one is complete and on the disk.
+
+    Args:
+        path: its folder. Parents are made; foreign files in an existing checkpoint's folder stay in it.
+        checkpoint: what to write.
+        aliases: every further name of a tied parameter or buffer, to its first name.
+
+    Raises:
+        CheckpointError: something else is at ``path``, or a value cannot be stored.
+        RunError: it cannot be written, for example because the disk is full; the old one is intact.
+    """
+    place = path.resolve()
+    _check_aliases(checkpoint, aliases)
+    stored = _encode(checkpoint, aliases)
+    try:
+        _refuse_foreign(place)
+        with replacing_folder(place, FILES) as folder:
+            write(folder, stored)
+    except (OSError, SafetensorError) as error:
+        raise unwritten(path, error) from error
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: it is missing, damaged, no checkpoint, or of a newer format.
+    """
+    return _open(path)[0]
+
+
+def load_into(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> torch.nn.Module:
+    """Copy a checkpoint's parameters and buffers into ``model``, and return it; tied parameters stay tied.
+
+    Names and shapes must agree exactly, except that buffers which are no part of the model's ``state_dict`` may be
+    absent from the checkpoint. Dtypes, devices and memory formats stay the model's. On an error the model is untouched.
+
+    Raises:
+        CheckpointError: as :func:`load`; or a name is missing or unexpected, or a shape differs: the first one is told.
+    """
+    checkpoint, ties = _open(path)
+    parameters = checkpoint.parameters | _evaluated(path, checkpoint, averaged)
+    aliases = {alias: parameters.get(first, value) for alias, (first, value) in ties.items()}
+    values = parameters | checkpoint.buffers | aliases
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    _check_names(path, set(own) & set(model.state_dict()), own, values)
+    _check_values(path, own, values)
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+    return model
+
+
+def _evaluated(path: Path, checkpoint: Checkpoint, averaged: bool) -> dict[str, Tensor]:
+    """The weights that are not those which were trained, by name."""
+    key = EMA if averaged else EVALUATED
+    found = {name: state[key] for name, state in checkpoint.optimizer.items() if key in state}
+    if averaged and not found:
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got="no averages of weights",
+            expected="those of a run with `ema`",
+            remedy="Leave averaged=True out, or train with --ema 0.999.",
+        )
+    return found
+
+
+def _check_names(path: Path, required: set[str], own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    missing = [name for name in own if name in required and name not in values]
+    if missing:
+        raise _of_another_model(path, f"no value for {missing[0]!r}, which the model has", "one for each of its names")
+    unexpected = [name for name in values if name not in own]
+    if unexpected:
+        raise _of_another_model(path, f"a value for {unexpected[0]!r}", "only names that the model has")
+
+
+def _check_values(path: Path, own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    first_name: dict[int, str] = {}
+    for name in values:
+        target, value = own[name], values[name]
+        if target.is_meta or target.shape != value.shape:
+            expected = "a model with values" if target.is_meta else f"shape {tuple(target.shape)}, as in the model"
+            raise _of_another_model(path, f"shape {tuple(value.shape)} for {name!r}", expected)
+        other = first_name.setdefault(id(target), name)
+        if values[other] is not value and not torch.equal(values[other], value):
+            raise _of_another_model(path, f"two values for {other!r} and {name!r}", "one, as the model ties them")
+
+
+def _of_another_model(path: Path, got: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}", got=got, expected=expected, remedy="Build the model as it was when the run began."
+    )
+
+
+def _check_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
+    names = {*checkpoint.parameters, *checkpoint.buffers}
+    wrong = [alias for alias, first in aliases.items() if alias in names or first not in names]
+    if wrong:
+        raise InternalError(
+            f"alias {wrong[0]!r} of {aliases[wrong[0]]!r} in a checkpoint",
+            got="an alias that is itself stored, or whose first name is not",
+            expected="the first name stored, and it alone",
+            remedy="Report this as a bug of Roundelay.",
+        )
+
+
+def _refuse_foreign(place: Path) -> None:
+    """A folder that no save has made is never moved away."""
+    if place.exists() and not (place / MANIFEST).is_file() and not (place.is_dir() and not any(place.iterdir())):
+        raise CheckpointError(
+            f"checkpoint {place}",
+            got="something else at this place",
+            expected="nothing, an empty folder, or a checkpoint",
+            remedy="Save it elsewhere, or move that away.",
+        )
+
+
+def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
+    tensors: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for parameter, state in checkpoint.optimizer.items():
+        states[parameter] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                name = _free(f"{parameter}/{key}", tensors)
+                tensors[name] = value
+                states[parameter][key] = {"tensor": name}
+            else:
+                states[parameter][key] = _plain(value, parameter, key)
+    manifest = {
+        **asdict(checkpoint.position),
+        **{name: getattr(checkpoint, name) for name in _FACTS},
+        "until": asdict(checkpoint.until),
+        "loss_scale": checkpoint.loss_scale,
+        "numbers": list(checkpoint.numbers),
+        "optimizer_kind": checkpoint.optimizer_kind,
+        "began": checkpoint.began,
+        "parameters": list(checkpoint.parameters),
+        "buffers": list(checkpoint.buffers),
+        "aliases": dict(aliases),
+        "optimizer": states,
+    }
+    return Stored(manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint))
+
+
+def _encode_flight(manifest: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Tensor] | None:
+    """The tensors of what is in flight; the rest goes into the manifest."""
+    flight = checkpoint.flight
+    if flight is None:
+        return None
+    parts = [encode(stage, f"stage {k} ") for k, stage in enumerate(flight.stages)]
+    manifest["flight"] = {"order": flight.order, "since": flight.since, "stages": [table for table, _ in parts]}
+    return {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+
+
+def _free(name: str, taken: Mapping[str, Tensor]) -> str:
+    """Parameter ``a`` with key ``b/c`` must not meet parameter ``a/b`` with key ``c``."""
+    while name in taken:
+        name += "+"
+    return name
+
+
+def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
+    """The checkpoint at ``path``, and the first name and the tensor that each alias stands for."""
+    stored = read(path)
+    try:
+        return _decode(stored), {
+            alias: (first, stored.model[first]) for alias, first in stored.manifest["aliases"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
+
+
+def _decode(stored: Stored) -> Checkpoint:
+    manifest = stored.manifest
+    return Checkpoint(
+        parameters={name: stored.model[name] for name in manifest["parameters"]},
+        buffers={name: stored.model[name] for name in manifest["buffers"]},
+        optimizer={
+            parameter: {key: _value(entry, stored.optimizer) for key, entry in state.items()}
+            for parameter, state in manifest["optimizer"].items()
+        },
+        position=Position(*(manifest[name] for name in Position.__slots__)),
+        until=Until(**manifest.get("until", {})),
+        flight=_decode_flight(manifest.get("flight"), stored.flight),
+        loss_scale=_decode_scale(manifest.get("loss_scale")),
+        numbers=tuple(map(float, manifest.get("numbers", ()))),
+        optimizer_kind=str(manifest.get("optimizer_kind", "")),
+        began=str(manifest.get("began", "")),
+        **{name: manifest[name] for name in _FACTS},
+    )
+
+
+def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> Flight | None:
+    if table is None or tensors is None:
+        return None
+    return Flight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
+
+
+def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:
+    if pair is None:
+        return None
+    scale, streak = pair
+    return float(scale), int(streak)
+
+
+def _plain(value: Any, parameter: str, key: str) -> Any:
+    """A state value as JSON; types must match exactly, since a subclass would not come back as itself."""
+    if type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"optimizer state {key!r} of parameter {parameter!r}",
+            got=f"a value of type {type(value).__name__}",
+            expected="a tensor, an int, float, bool, text or None",
+            remedy="Use an optimizer whose state consists of these.",
+        )
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _value(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return tensors[entry["tensor"]] if "tensor" in entry else float(entry["float"])

@@ -1,0 +1,189 @@
+"""The files of a checkpoint: written with their digests, read with every byte verified.
+
+What they mean is `checkpoint`'s business. The manifest is JSON and carries the SHA-256 of each tensor file and, over
+all the rest of itself, its own; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save_file
+from torch import Tensor
+
+from roundelay.checkpoint.atomic_files import present
+from roundelay.errors import CheckpointError
+
+FORMAT = 2
+"""1: without anything in flight, as a checkpoint still is that has nothing."""
+KIND = "roundelay checkpoint"
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+FLIGHT = "flight.safetensors"
+MANIFEST = "checkpoint.json"
+FILES = (MODEL, OPTIMIZER, FLIGHT, MANIFEST)
+
+_TRIES = 10
+"""How often a reader starts again because a save replaced the checkpoint under it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """What the files hold.
+
+    Args:
+        manifest: the JSON object; kind, format and digests are added when it is written.
+        model: tensors of ``model.safetensors``.
+        optimizer: tensors of ``optimizer.safetensors``.
+        flight: tensors of ``flight.safetensors``; None if there is no such file.
+    """
+
+    manifest: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    flight: dict[str, Tensor] | None = None
+
+
+def write(folder: Path, stored: Stored) -> None:
+    """Write the files into an empty folder.
+
+    Raises:
+        CheckpointError: safetensors does not know a tensor's dtype or layout.
+        OSError, SafetensorError: the folder cannot be written.
+    """
+    digests: dict[str, str] = {}
+    for name, tensors in ((MODEL, stored.model), (OPTIMIZER, stored.optimizer), (FLIGHT, stored.flight)):
+        if tensors is None:
+            continue
+        _write_tensors(folder / name, tensors)
+        with (folder / name).open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    document = {"kind": KIND, "format": 1 if stored.flight is None else FORMAT, **stored.manifest, "sha256": digests}
+    document["sha256"] = digests | {MANIFEST: _digest(document)}
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for name in digests:  # safetensors lets only the owner read; whoever may read one file shall read them all
+        (folder / name).chmod((folder / MANIFEST).stat().st_mode & 0o777)
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file(_apart(tensors), file)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file.name} of a checkpoint",
+            got=f"a tensor that cannot be stored ({error})",
+            expected="dense tensors of a dtype that safetensors knows",
+            remedy="Use another dtype or layout for this parameter, buffer or state.",
+        ) from error
+
+
+def read(path: Path) -> Stored:
+    """What the files at ``path`` hold: all of one save, though another may replace them meanwhile.
+
+    Raises:
+        CheckpointError: they are missing, damaged, no checkpoint, or of a newer format.
+    """
+    return _read(path, path.resolve(), _TRIES)
+
+
+def _read(path: Path, place: Path, tries: int) -> Stored:
+    text = _bytes(path, present(place) / MANIFEST)
+    try:
+        manifest = _manifest(path, place, text)
+        model, optimizer = (_tensors(path, present(place) / name, manifest) for name in (MODEL, OPTIMIZER))
+        flies = FLIGHT in manifest["sha256"]
+        return Stored(manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if flies else None)
+    except CheckpointError:
+        if tries == 1 or _bytes(path, present(place) / MANIFEST) == text:
+            raise
+    return _read(path, place, tries - 1)
+
+
+def _manifest(path: Path, place: Path, text: bytes | None) -> dict[str, Any]:
+    if text is None:
+        raise _not_one(path, f"no {MANIFEST} in it" if place.exists() else "nothing at this place")
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise damaged(path, f"a {MANIFEST} that is no JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND or type(document.get("format")) is not int:
+        raise _not_one(path, f"another program's {MANIFEST}")
+    if document["format"] > FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got=f"format {document['format']}",
+            expected=f"format {FORMAT} or older",
+            remedy="Load it with a newer Roundelay.",
+        )
+    digests = document.get("sha256")
+    rest = {name: digest for name, digest in digests.items() if name != MANIFEST} if isinstance(digests, dict) else {}
+    if not isinstance(digests, dict) or digests.get(MANIFEST) != _digest(document | {"sha256": rest}):
+        raise damaged(path, f"a {MANIFEST} whose content does not match its SHA-256")
+    return document
+
+
+def _tensors(path: Path, file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    data = _bytes(path, file)
+    if data is None:
+        raise damaged(path, f"no {file.name}")
+    if hashlib.sha256(data).hexdigest() != manifest["sha256"].get(file.name):
+        raise damaged(path, f"a {file.name} whose bytes do not match its SHA-256")
+    try:
+        return tensors_of(data)
+    except SafetensorError as error:
+        raise damaged(path, f"a {file.name} that holds no tensors ({error})") from error
+
+
+def _bytes(path: Path, file: Path) -> bytes | None:
+    """The file's bytes, None where there is none. Not mapped: a save must be free to delete it."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _not_one(path, f"a {file.name} that cannot be read ({error.strerror})") from error
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous on the CPU, no two in one storage: safetensors refuses those that overlap."""
+    made: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in storages:
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        made[name] = value
+    return made
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest that does not yet hold its own."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def damaged(path: Path, got: str) -> CheckpointError:
+    """The error for files that are not as a save wrote them."""
+    return CheckpointError(
+        f"checkpoint {path}",
+        got=got,
+        expected="the files that a save wrote, unchanged",
+        remedy="Copy it anew from where it came, or take another checkpoint.",
+    )
+
+
+def _not_one(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}",
+        got=got,
+        expected=f"a folder with {MODEL}, {OPTIMIZER} and {MANIFEST}",
+        remedy="Name the folder of a checkpoint.",
+    )

@@ -1,0 +1,124 @@
+"""Results of ``simulate`` and ``verify``, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from roundelay.api.verifying import Verification
+from roundelay.cli.screen import amount, stdout, table
+from roundelay.ir.plan import Plan
+from roundelay.ir.words import counted
+from roundelay.schedules import num_workers, stages_of
+from roundelay.simulator import Simulation
+
+_COLUMNS = """
+in flight: forwards waiting for their backward; tapes: bytes they hold, and what second halves wait for;
+messages: on the way or unread; crossed: updates between a forward's weights and its batch;
+versions: of the weights, alive at one time"""
+
+
+def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    """A simulation as one JSON object."""
+    weights = _weight_bytes(plan)
+    return {
+        "rule": plan.rule,
+        "workers": num_workers(plan),
+        "makespan_s": simulation.makespan_s,
+        "bubble": simulation.bubble,
+        "per_worker": [
+            {
+                "busy_share": report.busy_s / simulation.makespan_s if simulation.makespan_s else 0.0,
+                "data_share": report.data_s / simulation.makespan_s if simulation.makespan_s else 0.0,
+                "in_flight_peak": report.tapes_peak,
+                "activation_bytes_peak": report.tape_bytes_peak,
+                "parameter_bytes": weights[k],
+                "updates_crossed": list(report.versions_read),
+                "versions_held_peak": report.versions_held_peak,
+                "messages_in_flight_bytes_peak": report.unread_bytes_peak,
+                "messages_peak": {str(c): n for c, n in report.unread_peak.items()},
+            }
+            for k, report in enumerate(simulation.workers)
+        ],
+    }
+
+
+def _weight_bytes(plan: Plan) -> list[int]:
+    """Of each worker's stages."""
+    return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in stages_of(plan)]
+
+
+def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
+    """A simulation as a table."""
+    weights = _weight_bytes(plan)
+    rows = [
+        [
+            f"worker {k}",
+            _share(report.busy_s, simulation),
+            str(report.tapes_peak),
+            amount(report.tape_bytes_peak),
+            amount(report.unread_bytes_peak),
+            amount(weights[k]),
+            f"{report.versions_read[0]}..{report.versions_read[1]}",
+            str(report.versions_held_peak),
+        ]
+        for k, report in enumerate(simulation.workers)
+    ]
+    title = (
+        f"{plan.rule}, {counted(num_workers(plan), 'worker')}, {batches} batches of {plan.micro_batches}: "
+        f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
+    )
+    columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
+    stdout.print(table(title, columns, rows))
+    stdout.print(_COLUMNS)
+    for k, report in enumerate(simulation.workers):
+        loading_s = sum(load.end_s - load.start_s for load in simulation.loads if load.worker == k)
+        if loading_s:
+            waiting, loading = _share(report.data_s, simulation), _share(loading_s, simulation)
+            stdout.print(f"\nworker {k} waits for data for {waiting} of the time; its reader loads for {loading} of it")
+
+
+def _share(part_s: float, simulation: Simulation) -> str:
+    return f"{part_s / simulation.makespan_s:.0%}" if simulation.makespan_s else "-"
+
+
+def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
+    """A verification as one JSON object."""
+    return {
+        "equal": result.equal,
+        "tensors": result.tensors,
+        "losses": result.losses,
+        "steps": result.steps,
+        "difference": result.differences(),
+        "fidelity": None if result.fidelity is None else asdict(result.fidelity) | {"told": str(result.fidelity)},
+        "stage": result.stage,
+        "rule": plan.rule,
+        "transport": plan.transport,
+        "reference": {"pid": result.reference_pid, "bytes_received": 0},
+        "workers": [_worker(k, data) for k, data in sorted(result.workers.items())],
+    }
+
+
+def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
+    received = sum(data["bytes_received"].values())
+    return {"worker": number, "pid": data["pid"], "thread": data["thread"], "bytes_received": received}
+
+
+def show_verification(plan: Plan, result: Verification) -> None:
+    """A verification as a few lines."""
+    sides = [
+        [f"worker {w['worker']}", str(w["pid"]), str(w["thread"]), str(w["bytes_received"])]
+        for w in verification_json(plan, result)["workers"]
+    ]
+    sides.append(["reference", str(result.reference_pid), "-", "0"])
+    who = counted(num_workers(plan), "worker")
+    title = f"{plan.rule} on {who} over {plan.transport}, beside the one-process reference"
+    stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
+    stdout.print()
+    if result.fidelity is not None:
+        stdout.print(str(result.fidelity), markup=False)
+    if not result.difference:
+        what = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
+        stdout.print(f"run = reference: bit-equal: {what}", markup=False)
+    else:
+        stdout.print(f"run DIFFERENT from reference after {result.steps} steps: {result.difference}", markup=False)

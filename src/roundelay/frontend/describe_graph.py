@@ -1,0 +1,183 @@
+"""Run the graph once on the sample micro-batch, and describe it as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from roundelay.frontend.batch_norm import least_rows, on_one_row
+from roundelay.frontend.export import Exported
+from roundelay.frontend.graph_passes import DRAW, Cleaned, run_nodes
+from roundelay.frontend.loss import LossReads
+from roundelay.frontend.loss_metrics import value_names
+from roundelay.frontend.recurrent import FLOPS
+from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
+
+_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
+"""What export calls the module of an operation that it cannot tell."""
+
+
+def describe(
+    exported: Exported,
+    cleaned: Cleaned,
+    draws: dict[str, int],
+    reads: LossReads,
+    sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int],
+) -> Graph:
+    """The logical graph.
+
+    Args:
+        exported: the rewritten model.
+        cleaned: what rewriting found out.
+        draws: positions of the random operations.
+        reads: what the loss reads.
+        sample: the call's tensors, the batch's leaves, and the number of rows.
+    """
+    tensors, fields, rows = sample
+    flops: dict[str, int] = {}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+        total = [0]
+
+        def count(node: Node) -> None:
+            flops[node.name] = counter.get_total_flops() - total[0]
+            total[0] = counter.get_total_flops()
+
+        run_nodes(exported, tensors, count)
+    with torch.enable_grad():
+        made, _ = run_nodes(exported, tensors)
+    nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
+    values = {node.name: _value(node.name, made[node.name]) for node in nodes}
+    values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
+    values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
+    ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
+    outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
+    parameters = _parameters(exported)
+    return Graph(
+        ops=ops,
+        inputs=tuple(INPUT + str(i) for i in range(len(tensors))),
+        batch=tuple(BATCH + path for path in reads.batch),
+        outputs=outputs,
+        values=values,
+        parameters=parameters,
+        buffers={r.name: _num_bytes(r.tensor) for r in exported.roles.values() if r.kind == "buffer"},
+        cuts=_legal_cuts(ops, outputs, values, cleaned),
+        loss_counts=reads.counts,
+        fingerprint=_fingerprint(exported, parameters, reads),
+        sample_rows=rows,
+        metrics=value_names(reads.metrics),
+        min_rows=least_rows(exported.module),
+        labels_per_row=_labels_per_row(exported, made, reads, rows),
+        one_row=on_one_row(exported.module, made, rows),
+    )
+
+
+def _labels_per_row(exported: Exported, made: dict[str, Any], reads: LossReads, rows: int) -> float:
+    if reads.labels is None:
+        return 0.0
+    counted: Any = exported.module.graph.output_node().args[0]
+    terms = reads.labels.terms if reads.labels.output < 0 else float(made[counted[-1].name])
+    return terms / rows or 1.0
+
+
+def value_name(exported: Exported, node: Node) -> str:
+    """The name under which a node's value travels."""
+    role = exported.roles.get(node.name)
+    return INPUT + role.name if role is not None and role.kind == "input" else node.name
+
+
+def _value(name: str, value: Any) -> Value:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        num_bytes = value.numel() * value.element_size()
+        return Value(name, "tensor", tuple(value.shape), dtype, num_bytes, value.requires_grad)
+    kind: ValueKind = "number" if type(value) in (int, float) else "other"
+    return Value(name, kind, (), type(value).__name__, 8 if kind == "number" else 0, False)
+
+
+def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
+    roles = [(n, exported.roles.get(n.name)) for n in node.all_input_nodes if n.op != "get_attr" and n.name != DRAW]
+    reads = [value_name(exported, n) for n, role in roles if role is None or role.kind == "input"]
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
+    return Op(
+        name=node.name,
+        target=str(target),
+        module=_module_path(node),
+        reads=tuple(dict.fromkeys(reads)),
+        parameters=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "parameter")),
+        buffers=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "buffer")),
+        flops=flops,
+        draws=draws,
+    )
+
+
+def _module_path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    if path == _NOWHERE:
+        return ""
+    return str(path).removeprefix("model").removeprefix(".")
+
+
+def _num_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _parameters(exported: Exported) -> dict[str, Parameter]:
+    found = [role for role in exported.roles.values() if role.kind == "parameter" and role.tensor is not None]
+    return {
+        r.name: Parameter(r.name, tuple(r.tensor.shape), _num_bytes(r.tensor), r.tensor.requires_grad)
+        for r in found
+        if r.tensor is not None
+    }
+
+
+def _legal_cuts(
+    ops: Sequence[Op], outputs: Sequence[str], values: dict[str, Value], cleaned: Cleaned
+) -> tuple[int, ...]:
+    """Positions where only tensors and numbers cross and no storage is between its birth and its last write."""
+    position = {op.name: i for i, op in enumerate(ops)}
+    last_use = {name: len(ops) for name in outputs}
+    for i, op in enumerate(ops):
+        for name in op.reads:
+            last_use[name] = max(last_use.get(name, -1), i)
+    closed = [False] * len(ops)
+    for name, value in values.items():
+        if value.kind == "other" and name in last_use and name in position:
+            closed[position[name] : last_use[name]] = [True] * (last_use[name] - position[name])
+    for names in cleaned.uncuttable:
+        places = [position[name] for name in names if name in position]  # the others were pruned
+        if places:
+            closed[min(places) : max(places)] = [True] * (max(places) - min(places))
+    return tuple(i for i in range(len(ops) - 1) if not closed[i])
+
+
+def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: LossReads) -> str:
+    """Identity of operations, parameters and what the loss reads; sizes of the sample do not enter."""
+    digest = hashlib.sha256()
+    for line in _lines(exported.module):
+        digest.update(line.encode())
+    for parameter in parameters.values():
+        digest.update(f"{parameter.name} {parameter.shape} {parameter.trainable}\n".encode())
+    digest.update(f"{reads}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _lines(module: torch.fx.GraphModule) -> Iterator[str]:
+    """Every operation of a graph, and of the graphs that its operations run."""
+    for node in module.graph.nodes:
+        target = node.target if node.op != "call_function" else _name(node.target)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: n.name)
+        yield f"{node.op} {node.name} {target} {args} {kwargs}\n"
+        inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inner, torch.fx.GraphModule):
+            yield from _lines(inner)
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")

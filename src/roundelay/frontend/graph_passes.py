@@ -1,0 +1,395 @@
+"""Make an exported graph fit to be cut anywhere.
+
+Three things stand in the way of cutting, and are taken out here:
+
+- *In-place operations.* At a cut a tensor becomes a leaf, and autograd forbids writing into leaves. An in-place
+  operation becomes its out-of-place twin when nothing else sees the storage it writes; otherwise it stays, and no cut
+  may fall between the storage's birth and the last write (:attr:`Cleaned.uncuttable`). A write is known by its
+  operator's signature, or by the version counter of a tensor that it moved: so also within ``torch.no_grad()``, which
+  export makes one operation of.
+- *Assertions on metadata*, which hold by construction and cost a call each.
+- *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.keyed_rng`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from roundelay.errors import CaptureError
+from roundelay.frontend.export import Exported, Role
+from roundelay.frontend.export_substitutes import branch
+from roundelay.frontend.keyed_rng import Draw, keyed_attention, keyed_call, keyed_dropout
+
+aten = torch.ops.aten
+
+_ASSERTIONS = (
+    "aten._assert_tensor_metadata",
+    "aten._assert_scalar",
+    "aten.sym_constrain_range",
+    "aten.sym_constrain_range_for_size",
+    "aten._assert_async",
+)
+DRAW = "draw"
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What rewriting found out.
+
+    Args:
+        mutated: names of buffers that a forward changes.
+        uncuttable: groups of node names: no cut at or after the first and before the last that pruning leaves.
+        writers: names of the operations that write into something, buffers included.
+        inputs: numbers of the tensors of the model's call that a forward writes into.
+    """
+
+    mutated: frozenset[str]
+    uncuttable: tuple[tuple[str, ...], ...]
+    writers: frozenset[str]
+    inputs: frozenset[int]
+
+
+Writes = dict[Node, tuple[Node, ...]]
+Call = Callable[[Node, Any, Any], Any]
+
+
+def _call(node: Node, args: Any, kwargs: Any) -> Any:
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def run_nodes(
+    exported: Exported,
+    tensors: Sequence[torch.Tensor],
+    watch: Callable[[Node], None] | None = None,
+    *,
+    call: Call = _call,
+) -> tuple[dict[str, Any], Writes]:
+    """Run the graph node by node on real tensors, and on copies of buffers and constants.
+
+    Args:
+        exported: the model.
+        tensors: the call's tensors.
+        watch: called after each operation.
+        call: node, args and kwargs to the operation's value.
+
+    Returns:
+        Every node's value, placeholders included; and the values into which each operation that writes has written.
+    """
+    env: dict[Node, Any] = {}
+    writes: Writes = {}
+    for node in exported.module.graph.nodes:
+        if node.op == "placeholder":
+            role = exported.roles.get(node.name)
+            if role is None:
+                env[node] = Draw(0, 0)
+            elif role.kind == "input":
+                env[node] = tensors[int(role.name)]
+            else:
+                env[node] = role.tensor if role.tensor is None else _own(role.tensor, copy=role.kind != "parameter")
+        elif node.op == "get_attr":
+            env[node] = getattr(exported.module, str(node.target))
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            before = {n: _version(env[n]) for n in node.all_input_nodes}
+            env[node] = call(node, args, kwargs)
+            declared = _declared_writes(node.target, node.args, node.kwargs)
+            written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
+            writes |= {node: written} if written else {}
+            if watch is not None:
+                watch(node)
+    return {node.name: value for node, value in env.items()}, writes
+
+
+def _own(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """A weight to run on; without autograd one that asks for no gradient, as what is made of it asks for none."""
+    if copy:
+        return weight.clone()
+    return weight if torch.is_grad_enabled() else weight.detach()
+
+
+def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of the arguments into which an operator writes, as its signature says."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    arguments = target._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
+    """Rewrite the graph in place; see the module's docstring.
+
+    Raises:
+        CaptureError: the forward writes into a parameter, or into a tensor that is neither parameter nor buffer.
+    """
+    graph = exported.module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
+            graph.erase_node(node)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call=_refusing(exported))
+    touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
+    mutated = frozenset(
+        role.name
+        for name, role in exported.roles.items()
+        if role.kind == "buffer" and (not _same(before[name], values[name]) or _storage(values[name]) in touched)
+    )
+    inputs = frozenset(
+        int(role.name)
+        for name, role in exported.roles.items()
+        if role.kind == "input" and _storage(values[name]) in touched and values[name].numel()
+    )
+    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
+    return Cleaned(mutated, spans, frozenset(node.name for node in writes), inputs)
+
+
+def _refusing(exported: Exported) -> Call:
+    """To call an operation, but refuse one that says that it writes into a parameter: these are the model's own."""
+    nodes = {node.name: node for node in exported.module.graph.nodes}
+    owned = [(_storage(role.tensor), nodes[name]) for name, role in exported.roles.items() if role.kind == "parameter"]
+    parameters: dict[int | None, Node] = {storage: node for storage, node in owned if storage is not None}
+
+    def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in tree_leaves(_declared_writes(node.target, args, kwargs)):
+            if _storage(value) in parameters:
+                raise _writes_state(exported, [parameters[_storage(value)]])
+        leaves = tree_leaves((args, kwargs))
+        if not any(map(_writes_within, leaves)):
+            return _call(node, args, kwargs)
+        kept = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
+        try:
+            return _call(node, args, kwargs)
+        finally:  # first all are as they were
+            moved = [(value, copy) for value, copy, version in kept if _version(value) != version]
+            for value, copy in moved:
+                value.copy_(copy)
+            if moved:
+                raise _writes_state(exported, [parameters[_storage(moved[0][0])]])
+
+    return call
+
+
+def _writes_within(value: Any) -> bool:
+    """Whether it is a graph inside an operation, such as one below ``torch.no_grad()``, with writes in it."""
+    parts = value.modules() if isinstance(value, torch.fx.GraphModule) else ()
+    targets = [node.target for part in parts if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
+    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    if a is None or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:  # which torch.equal cannot compare
+        return torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(a, b)
+
+
+def _storage(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if value.untyped_storage().nbytes() == 0:
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Writes) -> list[tuple[str, ...]]:
+    """Replace in-place operations by their twins where that is sound; return the spans where it is not.
+
+    Twins are taken out of ``writes``.
+    """
+    order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
+    families = _families(exported, values)
+    spans: dict[int, list[Node]] = {}
+    for node, written in [(node, target) for node, targets in list(writes.items()) for target in targets]:
+        storage = _storage(values[written.name])
+        if storage is None:
+            continue
+        family = [member for member in families[storage] if member is not node]
+        kinds = {exported.roles[m.name].kind for m in family if m.name in exported.roles}
+        if kinds & {"parameter", "constant"}:
+            raise _writes_state(exported, family)
+        if "buffer" in kinds:
+            continue
+        others = [m for m in family if m is not written and order[m] < order[node]]
+        seen_later = any(order[user] > order[node] for member in others for user in member.users)
+        twin = _twin(node)
+        if twin is not None and node.args[0] is written and not seen_later:
+            node.target = twin
+            del writes[node]
+            for user in [user for user in written.users if order[user] > order[node]]:
+                user.replace_input_with(written, node)
+            continue
+        spans[storage] = [*(m for m in family if order[m] < order[node]), node]
+    return [tuple(node.name for node in span) for span in _unalias_inputs(exported, spans)]
+
+
+def _families(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
+    """For every storage the nodes whose value lies in it, in order."""
+    families: dict[int, list[Node]] = {}
+    for node in exported.module.graph.nodes:
+        value = values.get(node.name)
+        storages = {_storage(part) for part in (value if isinstance(value, (tuple, list)) else [value])}
+        for storage in storages - {None}:
+            families.setdefault(storage, []).append(node)  # type: ignore[arg-type]
+    return families
+
+
+def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[list[Node]]:
+    """Writes into the call's own tensors go to a copy, so that a second forward finds them unchanged."""
+    graph = exported.module.graph
+    result = []
+    for first, *rest in spans.values():
+        if first.op != "placeholder":
+            result.append([first, *rest])
+            continue
+        with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+            copy = graph.call_function(aten.clone.default, (first,))
+        copy.meta = dict(first.meta)
+        for user in [user for user in first.users if user is not copy]:
+            user.replace_input_with(first, copy)
+        result.append([copy, *rest])
+    return result
+
+
+def _twin(node: Node) -> Any:
+    """The out-of-place operator of an in-place one, or None."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name.split("::")[1]
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    overload = getattr(packet, target._overloadname or "default", None)
+    if overload is None or len(overload._schema.arguments) != len(target._schema.arguments):
+        return None
+    if name == "copy_":  # autograd has no formula for the twin
+        return None
+    return overload
+
+
+class StateWritten(Exception):
+    """The forward writes into a tensor of the model that is no buffer.
+
+    Args:
+        role: of that tensor.
+    """
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role.name)
+        self.role = role
+
+
+def _writes_state(exported: Exported, family: Sequence[Node]) -> StateWritten:
+    return StateWritten(next(r for r in (exported.roles.get(member.name) for member in family) if r is not None))
+
+
+def told_of_write(role: Role, line: str) -> CaptureError:
+    """What is told of a forward that writes into a tensor of the model.
+
+    Args:
+        role: of the tensor.
+        line: where it does, if that is known.
+    """
+    remedy = "Compute a new tensor instead, or make the tensor a buffer with register_buffer."
+    if role.kind == "parameter" and role.tensor is not None and not role.tensor.requires_grad:
+        remedy = (
+            "Weights that are frozen, and that the forward moves itself (a momentum encoder), are buffers: for each "
+            "module of it, for name, weight in list(module.named_parameters(recurse=False)): del "
+            "module._parameters[name]; module.register_buffer(name, weight.detach()); and forward moves its buffers()."
+        )
+    what = f"parameter {role.name!r}" if role.kind == "parameter" else f"tensor {role.name!r}, which is no buffer"
+    return CaptureError(
+        f"{what}, which the model's forward writes into{', ' + line if line else ''}",
+        got="other values after a forward than before it",
+        expected="parameters that only the optimizer changes, and buffers for all else that a forward changes",
+        remedy=remedy,
+    )
+
+
+def _buffer_spans(
+    exported: Exported, values: dict[str, Any], writes: Writes, mutated: frozenset[str]
+) -> list[tuple[str, ...]]:
+    """A buffer that changes must be read and written in one place, through whatever name its storage goes by."""
+    order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
+    writers: dict[int | None, list[Node]] = {}
+    for node, targets in writes.items():
+        for target in targets:
+            writers.setdefault(_storage(values[target.name]), []).append(node)
+    spans = []
+    for node in order:
+        role = exported.roles.get(node.name)
+        if role is not None and role.kind == "buffer" and role.name in mutated:
+            users = sorted({*node.users, *writers.get(_storage(values[node.name]), [])}, key=lambda user: order[user])
+            spans.append(tuple(user.name for user in users))
+    return spans
+
+
+def prune(exported: Exported, outputs: Sequence[Node], writers: frozenset[str]) -> None:
+    """Make ``outputs`` the graph's results and drop every operation that nothing needs and that writes nothing."""
+    graph = exported.module.graph
+    graph.output_node().args = (tuple(outputs),)
+    for node in reversed(list(graph.nodes)):
+        dead = node.op in ("call_function", "get_attr") and not node.users and node.name not in writers
+        if dead and not _has_effect(exported, node):
+            graph.erase_node(node)
+
+
+def _has_effect(exported: Exported, node: Node) -> bool:
+    """Whether it changes buffers of which neither signature nor version counters tell."""
+    reads = [exported.roles[n.name] for n in node.all_input_nodes if n.name in exported.roles]
+    return "batch_norm" in str(node.target) and any(role.kind == "buffer" for role in reads)
+
+
+def key_draws(exported: Exported) -> dict[str, int]:
+    """Replace random operations by keyed ones; returns operation name to its position among them."""
+    graph = exported.module.graph
+    random = [node for node in graph.nodes if node.op == "call_function" and _is_random(exported, node)]
+    if not random:
+        return {}
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        draw = graph.placeholder(DRAW)
+    for position, node in enumerate(random):
+        key = {DRAW: draw, "position": position}
+        if node.target is aten.dropout.default:
+            node.target, node.kwargs = keyed_dropout, {**node.kwargs, **key}
+        elif node.target is aten.scaled_dot_product_attention.default:
+            node.target, node.kwargs = keyed_attention, {**node.kwargs, **key}
+        else:
+            node.args, node.kwargs, node.target = (node.target, *node.args), {**node.kwargs, **key}, keyed_call
+    return {node.name: position for position, node in enumerate(random)}
+
+
+def _is_random(exported: Exported, node: Node) -> bool:
+    target: Any = node.target
+    if target is aten.scaled_dot_product_attention.default:
+        return float(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0.0  # type: ignore[arg-type]
+    if target is branch or isinstance(target, torch._ops.HigherOrderOperator):
+        graphs = [getattr(exported.module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        return any(
+            inner.op == "call_function" and _is_random(exported, inner)
+            for module in graphs
+            if isinstance(module, torch.fx.GraphModule)
+            for inner in module.graph.nodes
+        )
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    schema = {a.name: i for i, a in enumerate(target._schema.arguments)}
+    given = {name: node.args[i] for name, i in schema.items() if i < len(node.args)} | dict(node.kwargs)
+    return not (given.get("train") is False or given.get("dropout", given.get("p", 1.0)) == 0)

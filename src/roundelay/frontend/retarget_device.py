@@ -1,0 +1,66 @@
+"""A piece of the exported graph on another device than the one on which it was captured.
+
+Export writes the device of its sample into every operation that makes a tensor (``arange``, ``zeros``, ``full``) or
+names one (``to``), lifts constants from it, and starts autocast for its kind. A model is captured on the CPU; for a
+stage on another device all of that is written anew here. The graph on the CPU is never touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from roundelay.frontend.keyed_rng import keyed_call
+
+CPU = torch.device("cpu")
+
+
+def placed(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
+    """A copy of ``piece`` that computes on ``device``, with its constants there; ``piece`` itself on the CPU."""
+    if device == CPU:
+        return piece
+    graph, owner = torch.fx.Graph(), torch.nn.Module()
+    env: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in piece.graph.nodes:
+        if node.op == "get_attr":
+            setattr(owner, str(node.target), _moved(getattr(piece, str(node.target)), device))
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        if node.op == "call_function":
+            _rewrite(env[node], device)
+    return torch.fx.GraphModule(owner, graph)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A constant, or the graph that a higher-order operation runs."""
+    if isinstance(value, torch.fx.GraphModule):
+        return placed(value, device)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _rewrite(node: torch.fx.Node, device: torch.device) -> None:
+    """Replace every device that the operation names, and name one where it would choose by itself."""
+
+    def other(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    operator: Any = node.target
+    node.args, node.kwargs = map_aggregate(node.args, other), map_aggregate(node.kwargs, other)
+    if operator is torch.ops.higher_order.wrap_with_autocast and torch.amp.is_autocast_available(device.type):
+        node.args = (device.type, *node.args[1:])
+    if operator is keyed_call:
+        operator = node.args[0]
+        node.kwargs = {**node.kwargs, "on": device}
+    if _chooses(operator, node):
+        node.kwargs = {**node.kwargs, "device": device}
+
+
+def _chooses(operator: Any, node: torch.fx.Node) -> bool:
+    """Whether an operation that reads no tensor is not told where to make its own."""
+    if not isinstance(operator, torch._ops.OpOverload) or node.kwargs.get("device") is not None:
+        return False
+    arguments = operator._schema.arguments
+    takes = any(argument.name == "device" and argument.kwarg_only for argument in arguments)
+    return takes and not any("Tensor" in str(argument.type) for argument in arguments)

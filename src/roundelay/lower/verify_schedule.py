@@ -1,0 +1,229 @@
+"""Prove a plan before it runs.
+
+The programs are executed by the actor machine itself on a virtual clock, over runs of every length that matters: full
+batches, short ones, and an end at each place in the steady block. What is proved of each:
+
+- every message that is sent is received, no more and no fewer, and nothing is left over;
+- no register overflows: slots, forwards that wait for their backward, backwards that wait for their second half, and
+  batches of data;
+- nobody waits for ever;
+- the actions of every worker come in the order that the schedule states;
+- every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
+  as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
+  forward reads the newest. With full batches that is refused;
+- where squares of gradients have channels of their own, they are made between the last second half and the update;
+- the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
+  (:func:`norm_read`), the same on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundelay.errors import PlanError
+from roundelay.ir.action import Action
+from roundelay.ir.micro_batch import MicroBatch, stream
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import Program
+from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
+from roundelay.lower.emit import emit
+from roundelay.lower.piggyback import Riding
+from roundelay.lower.validate_plan import check_plan
+from roundelay.schedules import Schedule, actions, num_workers, schedule_named
+
+EVERY_END = 24
+"""Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
+
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """One instruction as a run fired it: what is proved about is a list of these per worker."""
+
+    opcode: str
+    g: int
+    version: int
+    reads: int
+    distance: int
+    entry: int
+    stage: int
+
+
+def lengths(plan: Plan) -> list[list[int]]:
+    """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
+    m, d = plan.micro_batches, num_workers(plan)
+    few = d * m > EVERY_END
+    runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
+    lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
+    runs += [[m] * n + [last] for n in ((0, 1, d) if few else range(d + 1)) for last in lasts]
+    runs.append([1, m, 1, max(1, m - 1), m] * 2)
+    return runs
+
+
+def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
+    """Prove order and versions of one executed run.
+
+    Args:
+        plan: the plan.
+        counts: micro-batches of each batch.
+        fired: for each worker, the instructions that its machine fired.
+
+    Raises:
+        PlanError: naming the first stage and micro-batch at which the rule does not hold.
+    """
+    rule = rule_named(plan.rule)
+    schedule, riding = schedule_named(rule.schedule), Riding.of(plan)
+    headers = {header.g: header for header in stream(list(counts))}
+    batch_of = {g: header.batch for g, header in headers.items()}
+    whose = "stage" if schedule.stages_per_worker == 1 else "worker"
+    for k, mine in enumerate(fired):
+        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=riding.awaited)
+        done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
+        if done != wanted:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted))
+            )
+            got = str(done[at]) if at < len(done) else "the end"
+            raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+        if riding.apart:
+            _check_squares(plan, mine)
+        for f in mine:
+            if f.opcode in ("forward", "backward"):
+                _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
+            elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
+                place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
+                raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
+
+
+def _check_squares(plan: Plan, mine: Sequence[Fired]) -> None:
+    """Prove that every stage squares whole gradients: behind the batch's last second half, before its update."""
+    done: dict[tuple[int, str], int] = {}
+    needs = {"square": "backward-weight", "update": "square"}
+    for f in mine:
+        done[f.stage, f.opcode] = f.g
+        if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:
+            place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
+            raise _violation(plan, place, f"no {before} of it before", "one")
+
+
+def _check_weights(
+    plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, f: Fired
+) -> None:
+    """Prove that one forward or backward has read the version that the rule states, predicted as far as it states."""
+    place = f"stage {stage}, {f.opcode} of micro-batch {f.g}"
+    forward = f.opcode == "forward"
+    schedule = schedule_named(rule.schedule)
+    newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
+    if f.version != newest:
+        raise _violation(plan, place, f"version {f.version}", f"version {newest}")
+    stated = version_read(plan, rule, stage, counts, header) if forward else newest
+    if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
+        raise _violation(plan, place, f"version {newest}, its newest", f"version {stated}")
+    if f.reads != min(stated, newest):
+        raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")
+    far = distance_ahead(plan, rule, stage, f.opcode, header, newest)
+    if f.distance != far:
+        raise _violation(plan, place, f"distance {f.distance}", f"{far}")
+
+
+def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch) -> int:
+    """The version that the rule states for a forward; more than U(k,g) where the stage does not have it yet.
+
+    Args:
+        plan: the plan.
+        rule: its rule.
+        stage: k.
+        counts: micro-batches of each batch.
+        header: of the micro-batch.
+    """
+    if rule.versions == "table":
+        assert rule.fresh is not None
+        previous = not rule.fresh(header.index + 1, stage + 1, plan.num_stages)
+        return max(0, header.batch - previous)
+    asked = 0 if rule.versions == "entry" else stage
+    return updates_before(schedule_named(rule.schedule), asked, plan.num_stages, counts, header.g)
+
+
+def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
+    """The batch by whose norm the update behind micro-batch ``g`` clips, with ``previous``; -1: by none.
+
+    It came with g's forward, so it is that of the last batch whose backwards stage 0 had done before: U(0,g) - 1. With
+    full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
+    """
+    return updates_before(schedule_named(rule_named(plan.rule).schedule), 0, plan.num_stages, counts, g) - 1
+
+
+def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
+    """How many updates a forward or backward of ``stage`` must predict ahead from ``version``, its newest."""
+    if not rule.predicts or (opcode == "backward" and rule.backward_reads(plan.backward) != "ahead"):
+        return 0
+    if rule.target == "next":
+        return 1
+    crossed = header.batch - version
+    lag = plan.num_stages - 1 - stage if opcode == "forward" else 0
+    far = {"crossed": crossed, "lag": lag, "lag+1": lag + 1}[DISTANCES[plan.predictor]]
+    if rule.target == "backward":
+        return far
+    # to stage 0's backward, by when this stage's has run for k // 2 further micro-batches: one takes f + b = 2 b
+    later = stage // 2
+    return far + ((header.index + later) // header.count if DISTANCES[plan.predictor] == "crossed" else later)
+
+
+def check_registers(
+    programs: Sequence[Program],
+    tapes_peak: Sequence[int],
+    owed_peak: Sequence[int],
+    unread_peak: Sequence[dict[int, int]],
+    data_peak: Sequence[int],
+) -> None:
+    """Prove that no register overflowed in an executed run; the arguments are peaks of each worker.
+
+    Raises:
+        PlanError: naming the worker and the register.
+    """
+    peaks = zip(programs, tapes_peak, owed_peak, unread_peak, data_peak, strict=True)
+    for program, tapes, owed, unread, data in peaks:
+        slots = {c.id: c.slots for c in program.channels}
+        full = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
+        full.append((f"backwards of worker {program.worker} whose second half waits", owed, program.owed))
+        full.append((f"registers of worker {program.worker}", data, program.registers))
+        full += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
+        for what, used, quota in full:
+            if used > quota:
+                raise PlanError(what, got=str(used), expected=f"at most {quota}", remedy="Report this as a bug.")
+
+
+def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequence[int], g: int) -> int:
+    """U(k,g): updates that stage k has done when it runs the forward of micro-batch g.
+
+    Asynchronous: batches complete within the first max(0, g - (D-1-k)) micro-batches. Flushing: g's own batch.
+    """
+    ends = [sum(counts[: t + 1]) for t in range(len(counts))]
+    reached = g if schedule.window == "batch" else max(0, g - (num_stages - 1 - stage))
+    return sum(end <= reached for end in ends)
+
+
+def programs_of(plan: Plan) -> tuple[Program, ...]:
+    """The checked plan's programs.
+
+    Raises:
+        PlanError: the plan cannot be obeyed.
+    """
+    check_plan(plan)
+    return emit(plan)
+
+
+def _action(fired: Fired, batch_of: dict[int, int]) -> Action:
+    number = batch_of[fired.g] if fired.opcode == "update" else fired.g
+    return Action(fired.stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
+
+
+def _violation(plan: Plan, place: str, got: str, expected: str) -> PlanError:
+    return PlanError(
+        f"rule {plan.rule!r} on {plan.num_stages} stages, M={plan.micro_batches}: {place}",
+        got=got,
+        expected=expected,
+        remedy="The schedule does not allow this rule; choose another rule or another M.",
+    )

@@ -1,0 +1,128 @@
+"""What a stage keeps so that a checkpoint can be made in mid-flight, and what it starts with after one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+
+from roundelay.actor.machine import Run
+from roundelay.checkpoint.in_flight import ANY, Key, StageFlight, Weights
+from roundelay.frontend.retarget_device import CPU
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.weight_prediction import LastStep
+
+
+@final
+class InFlight:
+    """The weights that forwards in flight have read, and the buffers behind the last forward before a hand-over.
+
+    A batch says in its header that a checkpoint is due behind its update. What a stage forwards between that batch's
+    last forward and its update is in flight at the checkpoint: the weights of those forwards are kept until then, and
+    of no others. At the checkpoint nothing needs to be copied: an update never writes weights that are kept.
+
+    Args:
+        start: what was in flight where the run goes on; None if it starts with an empty stage.
+        place: where the stage computes.
+    """
+
+    def __init__(self, start: StageFlight | None, place: torch.device = CPU) -> None:
+        self._due: set[int] = set()  # updates made at coming checkpoints
+        self._buffers: dict[int, Weights] = {}  # updates made at coming hand-overs, to the buffers there
+        self._read: dict[int, tuple[int, int, Key]] = {}  # micro-batch: batch, version, which weights
+        self._weights: dict[Key, Weights] = {}
+        #: micro-batches whose forward is still to be done again
+        self.left = set() if start is None else set(start.versions)
+        self._recalled = {} if start is None or not start.versions else placed(start.weights, place)
+
+    def again(self, run: Run) -> Weights | None:
+        """The weights that a forward reads which is done again after a checkpoint; None for any other pass."""
+        if run.g not in self.left or run.instruction.opcode != "forward":
+            return None
+        own = self._recalled.get((run.reads, run.distance, run.g))
+        weights = self._recalled[run.reads, run.distance, ANY] if own is None else own
+        self.left.remove(run.g)
+        if not self.left:
+            self._recalled = {}
+        return weights
+
+    def forwarded(
+        self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Note what a forward has read, if a checkpoint will want it, and what a batch's last one has left."""
+        if self._due:
+            key = run.reads, run.distance, ANY
+            if key in self._weights and not _same(self._weights[key], weights):  # foreseen from more than before
+                key = run.reads, run.distance, header.g
+            self._read[header.g] = header.batch, run.version, key
+            if key not in self._weights:  # detached: a parameter's own memory is replaced by the update
+                self._weights[key] = {name: weight.detach() for name, weight in weights.items()}
+        if header.ends_batch and not header.final and (header.ends_epoch or header.saved):
+            self._buffers[header.batch + 1] = dict(buffers)  # later forwards replace buffers, they do not write them
+            self._due |= {header.batch + 1} if header.saved else set()
+
+    def held(self) -> set[int]:
+        """Addresses of weights that no update may write."""
+        return {weight.data_ptr() for weights in self._weights.values() for weight in weights.values()}
+
+    def buffers(self, updates: int) -> Weights | None:
+        """The buffers behind the last forward that ``updates`` updates have seen; None: those that there are now."""
+        return self._buffers.pop(updates, None)
+
+    def hand_over(
+        self, updates: int, kept: Mapping[int, Weights], keep: int | None, last: Mapping[str, LastStep]
+    ) -> StageFlight:
+        """What is in flight after so many updates, on the CPU; lets go what no later checkpoint wants.
+
+        Args:
+            updates: made by the stage.
+            kept: older versions that a later forward may read.
+            keep: the oldest of them.
+            last: every parameter's last update.
+        """
+        weights = self._weights | {(version, 0, ANY): weights for version, weights in kept.items()}
+        flight = StageFlight(
+            versions={g: version for g, (_, version, _) in self._read.items()},
+            weights={key: {n: w.to(CPU) for n, w in named.items()} for key, named in weights.items()},
+            keep=keep,
+            last={n: LastStep(s.rate, _on_cpu(s.displacement), _on_cpu(s.gradient)) for n, s in last.items()},
+        )
+        self._due.discard(updates)
+        self._read = {g: note for g, note in self._read.items() if any(due <= note[0] for due in self._due)}
+        wanted = {key for _, _, key in self._read.values()}
+        self._weights = {key: weights for key, weights in self._weights.items() if key in wanted}
+        return flight
+
+
+def kept_at(start: StageFlight | None, place: torch.device = CPU) -> dict[int, Weights]:
+    """Older versions that forwards will read which were not in flight yet."""
+    if start is None or start.keep is None:
+        return {}
+    kept = {key: weights for key, weights in start.weights.items() if not key[1] and key[0] >= start.keep}
+    return {version: weights for (version, *_), weights in placed(kept, place).items()}
+
+
+def last_steps(start: StageFlight, place: torch.device = CPU) -> dict[str, LastStep]:
+    """Every parameter's last update."""
+    return {
+        name: LastStep(last.rate, _copied(last.displacement, place), _copied(last.gradient, place))
+        for name, last in start.last.items()
+    }
+
+
+def placed(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
+    """Copies in memory of torch's own: where a file's bytes came to lie, kernels may give other last bits."""
+    return {key: {n: w.to(place, copy=True) for n, w in named.items()} for key, named in weights.items()}
+
+
+def _same(kept: Weights, weights: Mapping[str, torch.Tensor]) -> bool:
+    return all(kept[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
+
+
+def _copied(tensor: torch.Tensor | None, place: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(place, copy=True)
+
+
+def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(CPU)

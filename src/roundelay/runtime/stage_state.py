@@ -1,0 +1,336 @@
+"""The state of one stage while it trains: weights, optimizer, tapes, gradients. One object, one thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundelay.actor.machine import Run
+from roundelay.checkpoint.in_flight import StageFlight, Weights
+from roundelay.errors import JobError
+from roundelay.frontend import Captured, Draw, Mode, StageTape
+from roundelay.frontend.retarget_device import CPU
+from roundelay.frontend.segment import Leaves
+from roundelay.frontend.stage_function import Debt, debt_bytes
+from roundelay.ir.clip import Clip
+from roundelay.ir.graph import COUNT, LOSS
+from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.ir.stage import StageSpec
+from roundelay.job import Job
+from roundelay.runtime.gradients import Gradients
+from roundelay.runtime.optimizer_state import Kept
+from roundelay.runtime.predicted_weights import Predictions
+from roundelay.runtime.resume_state import InFlight, kept_at, last_steps
+from roundelay.runtime.stage_optimizer import (
+    RateTable,
+    build_optimizer,
+    build_scheduler,
+    narrow,
+    no_group_empty,
+    stepped,
+    without_gradients,
+)
+from roundelay.runtime.weight_averages import Averages
+from roundelay.schedules import schedule_named
+from roundelay.weight_prediction import LastStep
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """Where a stage starts: the model's own tensors, or a checkpoint's.
+
+    Args:
+        parameters: by name.
+        buffers: by name.
+        optimizer: state by parameter name, and what belongs to the whole optimizer; empty at a cold start.
+        updates: updates made before.
+        flight: what every stage had in flight, if the run goes on in mid-flight.
+        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
+        numbers: what evaluations have said, for a learning rate that waits for it.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    updates: int
+    flight: tuple[StageFlight, ...] | None = None
+    loss_scale: tuple[float, int] | None = None
+    numbers: tuple[float, ...] = ()
+
+    def flight_of(self, stage: int) -> StageFlight | None:
+        """What one stage had in flight."""
+        return None if self.flight is None else self.flight[stage]
+
+
+class Stage:
+    """One stage.
+
+    Args:
+        captured: the model.
+        spec: which part of it.
+        job: optimizer and scheduler.
+        plan: its rule, its predictor and its clipping.
+        initial: where it starts, on the CPU; copied.
+        place: where it computes, and keeps all that is its own.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        spec: StageSpec,
+        job: Job,
+        plan: Plan,
+        initial: Initial,
+        place: torch.device = CPU,
+    ) -> None:
+        self.spec = spec
+        self.halved = schedule_named(rule_named(plan.rule).schedule).halved
+        self.function = captured.stage(spec, place, halved=self.halved)
+        self.clip = Clip.parse(plan.clip)
+        self.parameters = {
+            n: torch.nn.Parameter(
+                initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
+            )
+            for n in spec.parameters
+        }
+        flight = initial.flight_of(spec.stage)
+        self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
+        named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
+        self.optimizer = build_optimizer(job.optimizer, named)
+        self._kept_state = Kept(self.optimizer, named)
+        narrow(self.optimizer, self.parameters, named)
+        self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
+        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
+        for _ in range(initial.updates if self.scheduler is not None else 0):
+            with no_group_empty(self.optimizer):
+                self.optimizer.step()  # no gradient is there yet: only the schedule moves
+            self.scheduler.step()  # type: ignore[union-attr]
+        self._kept_state.restore(self.parameters, initial.optimizer)
+        self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
+        self.tapes: dict[int, StageTape] = {}
+        #: what backwards have left for :meth:`weight_half`, by micro-batch
+        self.debts: dict[int, Debt] = {}
+        #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
+        self.forward_weights: Mapping[str, torch.Tensor] | None = None
+        #: of the batch that is under way
+        self.gradients = Gradients(
+            spec.parameters,
+            self.clip,
+            scaled=LossScale.parse(plan.loss_scale).on,
+            shares=not captured.graph.loss_counts,
+        )
+        self._labels_per_row = captured.graph.labels_per_row
+        resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
+        last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
+        if flight is not None:
+            last = last_steps(flight, place)
+        self._predictions = Predictions(
+            plan.predictor, self.optimizer, self.parameters, self._rates, self.gradients, last
+        )
+        self.in_flight = InFlight(flight, place)
+        self._kept = kept_at(flight, place)  # older versions that a later forward may read
+        self._keep: int | None = None  # the oldest of them
+        #: the weights that the last forward has read, and as what it has read them; until the next update
+        self._leaves: tuple[Mapping[str, torch.Tensor], Sequence[Leaves]] | None = None
+        self._known_state = False
+        self._tape_bytes: dict[tuple[Any, ...], int] = {}
+        self._owed_bytes = 0
+
+    def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+        """Forward of one micro-batch; its tape waits for :meth:`backward`.
+
+        Args:
+            run: the instruction: which version it reads, how far it predicts, what its backward will read.
+            header: of the micro-batch.
+            inputs: the stage's inputs by name.
+            draw: key of the random numbers.
+        """
+        mode: Mode = run.instruction.mode  # type: ignore[assignment]
+        key = tuple([v.shape for v in inputs.values() if isinstance(v, torch.Tensor)])
+        weights = self.forward_weights or self.weights(run)
+        measure = key not in self._tape_bytes
+        kept = self._leaves_of(weights) if mode == "stash" else ()  # other tapes hold no weights
+        outputs, tape = self.function.forward(
+            weights, self.buffers, inputs, draw, mode=mode, measure=measure, kept=kept
+        )
+        tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
+        self.tapes[header.g] = tape
+        if self._keep is not None or run.keep is not None:
+            self._keep = run.keep
+            self._forget()
+        self.in_flight.forwarded(run, header, weights, self.buffers)
+        return outputs
+
+    def backward(
+        self, run: Run, grads: Mapping[str, torch.Tensor | None], scale: float = 1.0
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Backward of one micro-batch, or its first half; its gradients are added to the batch's.
+
+        Args:
+            run: the instruction.
+            grads: of the stage's outputs, by name.
+            scale: of the micro-batch's loss, by which its parameters' gradients are divided.
+
+        Returns:
+            Gradients of the stage's inputs, scaled, and of its parameters, by name.
+        """
+        tape = self.tapes.pop(run.g)
+        of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
+        of_parameters = _unscaled(of_parameters, scale)
+        self.gradients.add(of_parameters)
+        if self.halved:
+            self.debts[run.g] = tape.debt
+            self._owed_bytes = self._owed_bytes or debt_bytes(tape.debt)
+        if run.header is not None:
+            self.gradients.note(run.header)
+        return of_inputs, of_parameters
+
+    def weight_half(self, g: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        """Second half of a backward: the gradients that the first has left out, added to the batch's; by name.
+
+        Args:
+            g: micro-batch.
+            scale: of its loss, by which they are divided.
+        """
+        of_parameters = _unscaled(self.function.weights(self.debts.pop(g)), scale)
+        self.gradients.add(of_parameters)
+        return of_parameters
+
+    def seed(
+        self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0, lacking: float = 0.0
+    ) -> dict[str, torch.Tensor | None]:
+        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled.
+
+        Args:
+            header: of the micro-batch.
+            loss: its loss.
+            scale: what it is multiplied by.
+            lacking: the part of its share that its missing labels would have, as :meth:`lacking` says.
+        """
+        return {
+            LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight - lacking))
+        }
+
+    def lacking(self, header: MicroBatch, labels: float) -> float:
+        """What labels that a micro-batch leaves out, of as many as the sample's rows have, take from its share.
+
+        The batch's shares are then divided by what is left of 1. A batch in one piece lacks nothing: its own mean is
+        the loss.
+
+        Raises:
+            JobError: the loss is no mean over labels this time.
+        """
+        if header.count == 1:
+            return 0.0
+        if math.isnan(labels):
+            raise JobError(
+                "the loss",
+                got="another value than the mean of a cross entropy, which it returned on the first batch",
+                expected="one kind of loss for every batch, by which its micro-batches can be weighed",
+                remedy="Compute the loss alike for every batch, or give --micro-batches 1.",
+            )
+        return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
+
+    def update(self, version: int, norm: float | None = None) -> None:
+        """One optimizer step with the batch's gradients, the one after ``version`` others.
+
+        Args:
+            version: updates made before.
+            norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
+
+        Raises:
+            JobError: the person's program has changed a learning rate or another option by hand.
+
+        Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
+        copy, and the old tensors live exactly as long as somebody needs them.
+        """
+        for name, gradient in self.gradients.whole(norm).items():
+            self.parameters[name].grad = gradient
+        if self._keep is not None and self._keep <= version:
+            self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
+        held, self._leaves = self._held(), None
+        for parameter in self.parameters.values():
+            if parameter.data_ptr() in held:
+                parameter.data = parameter.data.clone()
+        self._rates.check()
+        with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
+            self.optimizer.step()
+        if not self._known_state:  # not only when the first checkpoint is due
+            self._kept_state.entries(self.parameters, copied=False)
+            self._known_state = True
+        self._averages.update()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self._kept_state.settle()
+        self.gradients.clear()
+        self._predictions.clear()
+
+    def _leaves_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Leaves]:
+        """The weights as the next forward reads them: made once for all that read these before the next update."""
+        if self._leaves is None or self._leaves[0] is not weights:
+            self._leaves = weights, self.function.leaves(weights)
+        return self._leaves[1]
+
+    def _held(self) -> set[int]:
+        """Addresses of weights that somebody will read again; a prediction's are copies already."""
+        stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
+        kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
+        return kept | self.in_flight.held() | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+
+    def _forget(self) -> None:
+        """Let versions go that no later forward reads."""
+        if self._kept:
+            self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The newest weights; to be read only."""
+        return self.parameters
+
+    def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
+        """The weights that a pass reads: the newest, older ones, or predicted ones."""
+        if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
+            return again
+        if run.reads != run.version:
+            return self._kept[run.reads]
+        if run.distance <= 0:
+            return self.live()
+        return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
+
+    def tape_bytes(self) -> int:
+        """Most bytes that one forward has left for its backward; parameters are not counted."""
+        return max(self._tape_bytes.values(), default=0)
+
+    def owed_bytes(self) -> int:
+        """Bytes that the first half of a backward has left for the second."""
+        return self._owed_bytes
+
+    def state(self, updates: int = -1) -> tuple[Weights, dict[str, dict[str, Any]], Weights]:
+        """Copies of weights, optimizer state with averages of weights, and buffers, by name, on the CPU.
+
+        The buffers are those behind the last forward that ``updates`` updates have seen, whatever forwards have been
+        run since, if its batch has said that the stage will be asked for them; else those that there are now.
+        """
+        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
+        behind = self.in_flight.buffers(updates)
+        buffers = self.buffers if behind is None else behind
+        state = self._kept_state.entries(self.parameters)
+        for name, entries in self._averages.entries(self.optimizer).items():
+            state[name] = state.get(name, {}) | entries
+        return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+
+    def flight(self, updates: int) -> StageFlight:
+        """What is in flight after so many updates; the next forward and update leave it as it is."""
+        return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
+
+
+def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    return gradients if scale == 1.0 else {name: torch.div(grad, scale) for name, grad in gradients.items()}

@@ -1,0 +1,215 @@
+"""Messages as bytes: what a transport between processes puts on the wire, and how it reads it back.
+
+A frame is a fixed head and a body. A message's body is its layout (the kind of each value, dtype and shape of each
+tensor), its header and numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the
+frame, straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's,
+and every number that sizes memory is checked.
+
+The messages of a channel look alike, so what they have in common is written and read once and remembered: a pure
+function's results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import torch
+
+from roundelay.errors import InternalError
+from roundelay.transport import wire_layout as layouts
+from roundelay.transport.endpoint import MAX_HEADER, Message
+from roundelay.transport.wire_layout import Layout, unreadable
+
+FRAME_BYTES = 65_536
+"""Longest frame; a message's tensors travel inside it while they fit."""
+
+MAX_BODY_BYTES = 2**24
+MAX_REASON_BYTES = 2**15
+"""A longer reason of an abort, a traceback perhaps, is cut."""
+
+MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE, STIR = range(1, 8)
+"""Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it. MORE tells of bytes that lie
+beside, STIR does no more than wake its receiver."""
+
+_HEAD = struct.Struct("<BBHiII")
+HEAD_BYTES = _HEAD.size
+_MORE = struct.Struct("<BBHiIIQ")
+_COUNT = struct.Struct("<Q")
+_REMEMBERED_VALUES = 32
+"""The forms of longer messages are not kept."""
+
+
+@final
+class Head(NamedTuple):
+    """The first bytes of every frame; `layout` and `length`, of the body, in bytes."""
+
+    kind: int
+    header: int = 0
+    unused: int = 0
+    channel: int = 0
+    layout: int = 0
+    length: int = 0
+
+
+class _Form(NamedTuple):
+    """How alike messages are written.
+
+    Args:
+        start: head and layout, the same for all of them.
+        layout: what follows.
+        whole: whether all but the tensors apart fits into a frame.
+    """
+
+    start: bytes
+    layout: Layout
+    whole: bool
+
+
+def grant_frame(channel: int) -> bytearray:
+    """One credit of `channel`."""
+    return bytearray(_HEAD.pack(GRANT, 0, 0, channel, 0, 0))
+
+
+def end_frame(reason: str) -> bytearray:
+    """The sender's last word but ACK; a reason makes it an abort."""
+    body = reason.encode()[:MAX_REASON_BYTES]
+    return bytearray(_HEAD.pack(*Head(END, length=len(body))) + body)
+
+
+def ack_frame() -> bytearray:
+    """The answer to END."""
+    return bytearray(_HEAD.pack(*Head(ACK)))
+
+
+def more_frame(count: int) -> bytearray:
+    """`count` bytes more lie where sender and receiver have agreed."""
+    return bytearray(_MORE.pack(MORE, 0, 0, 0, 0, _COUNT.size, count))
+
+
+def more_of(head: Head, data: bytes, at: int) -> int:
+    """How many bytes a MORE tells of, whose body begins at `at`.
+
+    Raises:
+        InternalError: the body is no such number.
+    """
+    if head.length != _COUNT.size:
+        raise unexpected(head)
+    return int(_COUNT.unpack_from(data, at)[0])
+
+
+def stir_frame() -> bytearray:
+    """Nothing but a reason to wake up."""
+    return bytearray(_HEAD.pack(STIR, 0, 0, 0, 0, 0))
+
+
+def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[torch.Tensor]]:
+    """The frame of `message` and, in order, what follows it: a body too long for it, then tensors likewise.
+
+    Tensors travel inside the frame while that stays within `room` bytes. Bytes are copied by address: the same through
+    tensor operations costs more than all the rest.
+    """
+    channel, header, values = message
+    kinds: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    numbers: list[int | float] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            kinds.append((value.dtype, value.shape))
+            tensors.append(value)
+        else:
+            kinds.append(type(value))
+            if value is not None:
+                numbers.append(value)
+    form_of = _form if len(values) <= _REMEMBERED_VALUES else _form_anew
+    start, layout, whole = form_of(channel, len(header), tuple(kinds), room)
+    parts: list[bytes | ctypes.Array[ctypes.c_char]] = [start, layout.numbers.pack(*header, *numbers)]
+    apart = []
+    for tensor, (_, _, _, nbytes, bytes_at) in zip(tensors, layout.tensors, strict=True):
+        if bytes_at is not None:
+            parts.append(bytes_at(tensor.data_ptr()))
+        elif nbytes:
+            apart.append(tensor)
+    frame = bytearray().join(parts)
+    if whole:
+        return frame, apart
+    return frame[:HEAD_BYTES], [torch.frombuffer(frame, dtype=torch.uint8, offset=HEAD_BYTES), *apart]
+
+
+def read_head(frame: bytearray) -> Head:
+    """The head of a frame.
+
+    Raises:
+        InternalError: it announces what no head may announce.
+    """
+    return head_of(bytes(frame[:HEAD_BYTES]))
+
+
+@lru_cache(maxsize=1024)
+def head_of(frame: bytes) -> Head:
+    """What the bytes of a head say. Raises as `read_head` does."""
+    head = Head._make(_HEAD.unpack(frame))
+    kind, header, _, channel, layout, length = head
+    least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
+    if (
+        not (MESSAGE <= kind <= STIR and channel >= 0 and layout <= length and least <= length <= most)
+        or header > MAX_HEADER
+    ):
+        raise unreadable(str(head))
+    return head
+
+
+def unexpected(head: Head) -> InternalError:
+    """What to raise for a frame that has no place where it came."""
+    return unreadable(f"{head}, out of place")
+
+
+def body_of(head: Head, frame: bytearray) -> memoryview:
+    """The body inside `frame`."""
+    return memoryview(frame)[HEAD_BYTES : HEAD_BYTES + head.length]
+
+
+def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tuple[Message, list[torch.Tensor]]:
+    """The message whose body begins at `at`, and in order those of its tensors that follow it, still unfilled.
+
+    Raises:
+        InternalError: the body is not one that `encode` writes.
+    """
+    count, end = head.header, at + head.length
+    numbers_at = at + head.layout
+    text = bytes(data[at:numbers_at])
+    layout = layouts.read(text, count)
+    at = numbers_at + layout.numbers.size
+    if at + layout.inside_bytes != end or end > len(data):
+        raise unreadable(f"a body of {head.length} bytes, where other lengths are described")
+    numbers = layout.numbers.unpack_from(data, numbers_at)
+    tensors = []
+    for shape, strides, dtype, nbytes, bytes_at in layout.tensors:
+        # in torch's own memory: its alignment decides which kernel runs, and so the last bit of a result
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        tensors.append(tensor)
+        if bytes_at is not None:
+            bytes_at(tensor.data_ptr()).raw = bytes(data[at : at + nbytes])
+            at += nbytes
+    message = Message(head.channel, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
+    return message, _apart(layout, tensors) if layout.apart else []
+
+
+def _apart(layout: Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that travel outside of their frame."""
+    return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.apart]
+
+
+def _form_anew(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Form:
+    """The form of messages on `channel` with so many numbers in the header and values of these kinds."""
+    text = layouts.write(kinds, room - HEAD_BYTES - 8 * header)
+    layout = layouts.read(text, header)
+    length = len(text) + layout.numbers.size + layout.inside_bytes
+    whole = HEAD_BYTES + length <= FRAME_BYTES  # if not, no tensor with any bytes is inside
+    head = _HEAD.pack(MESSAGE if whole else MESSAGE_APART, header, 0, channel, len(text), length)
+    return _Form(head + text, layout, whole)
+
+
+_form = lru_cache(maxsize=1024)(_form_anew)

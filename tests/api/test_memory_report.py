@@ -1,0 +1,71 @@
+"""The optimizer's state is predicted without making it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundelay.api.memory_report import optimizer_bytes
+from roundelay.api.planning import capture, fitted
+from roundelay.api.planning import plan as make_plan
+from roundelay.api.training import Length, Session
+from tests.api.jobs import make
+
+FUSED = (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9))
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("kind", [None, *FUSED], ids=["usual", "adamw", "adam", "sgd"])
+def test_what_is_predicted_of_the_optimizer_is_what_it_holds_after_the_run(kind: Any, ema: float) -> None:
+    job = make() if kind is None else make(optimizer=lambda named: kind(named, lr=0.01, fused=True))
+    captured = capture(job)
+    plan = make_plan(job, captured=captured, workers=2, ema=ema)
+    predicted = optimizer_bytes(job, captured, fitted(captured, plan), plan)
+    assert predicted is not None
+    session = Session(job, captured, plan, 0, Length(steps=3))
+    held = session.run(notify=lambda event: None).snapshot.optimizer
+    by_stage = [
+        sum(
+            v.numel() * v.element_size()
+            for name in stage.parameters
+            for v in held[name].values()
+            if isinstance(v, torch.Tensor)
+        )
+        for stage in session.partition.stages
+    ]
+    assert predicted == by_stage
+    assert all(by_stage)
+
+
+@pytest.mark.parametrize(("predictor", "copies"), [("none", 0), ("improved", 0), ("paper", 1), ("released-code", 1)])
+def test_what_prediction_keeps_of_the_last_update_is_counted(predictor: str, copies: int) -> None:
+    job = make(optimizer=lambda named: torch.optim.SGD(named, lr=0.1), scheduler=None)
+    captured = capture(job)
+    plan = make_plan(job, captured=captured, workers=1)
+    partition = fitted(captured, plan)
+    weights = sum(p.numel() * p.element_size() for p in captured.model.parameters())
+    assert optimizer_bytes(job, captured, partition, replace(plan, predictor=predictor)) == [copies * weights]
+
+
+class Awkward(torch.optim.SGD):
+    """A step that looks at values."""
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing without memory can be looked at."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and float(p.grad.sum()) > 0:
+                    p.data.add_(p.grad, alpha=-0.1)
+
+
+def test_an_optimizer_that_must_see_values_is_not_predicted() -> None:
+    job = make(optimizer=lambda named: Awkward([p for _, p in named], lr=0.1), scheduler=None)
+    captured = capture(job)
+    plan = make_plan(job, captured=captured, workers=1)
+    assert optimizer_bytes(job, captured, fitted(captured, plan), plan) is None
+    assert isinstance(captured.model, nn.Module)

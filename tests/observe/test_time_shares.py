@@ -1,0 +1,123 @@
+"""A worker's time is split into computing, data, bubble and wait, and nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import EdgePlan, Plan
+from roundelay.lower.emit import emit
+from roundelay.observe.time_shares import Shares, gaps_of, shares_of
+from roundelay.observe.trace import Gap, Span
+from roundelay.simulator import simulate
+from tests.lower.plans import FEW, counts_for, edge_of, plan_of, plans
+
+JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
+CHAIN = (edge_of(0, 1, slots=2),)
+
+
+def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
+    """A span whose numbers do not matter here."""
+    return Span(worker, opcode, g, g, 0, 0, start, end, 0, worker)
+
+
+def shares(spans: list[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Shares]:
+    """Shares with the gaps that these edges make."""
+    return shares_of(spans, gaps_of(spans, edges, num_workers), num_workers)
+
+
+def simulated(plan: Plan, counts: list[int]) -> list[Span]:
+    """A simulated run as spans."""
+    intervals = simulate(plan, emit(plan), stream(counts)).intervals
+    return [Span(i.worker, i.opcode, i.g, 0, i.version, i.distance, i.start_s, i.end_s, 0, i.stage) for i in intervals]
+
+
+#: Two stages, one micro-batch: each message takes a second, and worker 0 dawdles half a second before its update.
+BY_HAND = [
+    span(0, "read", 0, 10.0, 11.0),
+    span(0, "forward", 0, 11.0, 12.0),
+    span(1, "forward", 0, 13.0, 14.0),
+    span(1, "backward", 0, 14.0, 16.0),
+    span(1, "update", 0, 16.0, 17.0),
+    span(0, "backward", 0, 17.0, 19.0),
+    span(0, "update", 0, 19.5, 20.0),
+]
+
+
+def test_a_gap_is_bubble_until_the_neighbour_has_ended_and_wait_from_then_on() -> None:
+    assert gaps_of(BY_HAND, CHAIN, 2) == [
+        Gap(0, "bubble", 12.0, 16.0),
+        Gap(0, "wait", 16.0, 17.0),
+        Gap(0, "wait", 19.0, 19.5),
+        Gap(1, "bubble", 10.0, 12.0),
+        Gap(1, "wait", 12.0, 13.0),
+        Gap(1, "bubble", 17.0, 20.0),
+    ]
+
+
+def test_shares_are_of_the_whole_run_s_time() -> None:
+    first, second = shares(BY_HAND, CHAIN, 2)
+    told = {"busy": 0.35, "forward": 0.1, "backward": 0.2, "update": 0.05, "data": 0.1, "bubble": 0.4, "wait": 0.15}
+    assert first.as_json() == pytest.approx(told)
+    assert (second.busy, second.data, second.bubble, second.wait) == pytest.approx((0.4, 0.0, 0.5, 0.1))
+
+
+def test_a_slot_that_is_not_free_is_bubble_until_its_message_has_been_read() -> None:
+    """One slot: the second forward is possible when the neighbour has read the first."""
+    spans = [span(0, "forward", 0, 0, 1), span(0, "forward", 1, 5, 6), span(1, "forward", 0, 2, 4)]
+    assert gaps_of(spans, (edge_of(0, 1, slots=1),), 2)[:2] == [Gap(0, "bubble", 1, 4), Gap(0, "wait", 4, 5)]
+    assert gaps_of(spans, (edge_of(0, 1, slots=2),), 2)[:1] == [Gap(0, "wait", 1, 5)]
+
+
+def test_of_several_neighbours_the_last_one_counts() -> None:
+    spans = [span(0, "forward", 0, 0, 1), span(1, "forward", 0, 1, 3), span(2, "forward", 0, 4, 5)]
+    edges = (edge_of(0, 1), edge_of(0, 2), edge_of(1, 2))
+    assert [gap for gap in gaps_of(spans, edges, 3) if gap.worker == 2] == [
+        Gap(2, "bubble", 0, 3),
+        Gap(2, "wait", 3, 4),
+    ]
+
+
+@pytest.mark.parametrize("offset", [-30.0, 30.0])
+def test_workers_whose_clocks_differ_are_idle_for_reasons_that_nobody_can_tell(offset: float) -> None:
+    moved = [replace(s, start_s=s.start_s + offset * s.worker, end_s=s.end_s + offset * s.worker) for s in BY_HAND]
+    for share in shares(moved, CHAIN, 2):
+        assert (share.wait, share.bubble) == (None, None)
+        assert share.busy + share.data + share.idle == pytest.approx(1.0)
+
+
+def test_nothing_that_ran_has_no_shares() -> None:
+    (share,) = shares([], (), 1)
+    assert (share.busy, share.data, share.idle) == (0.0, 0.0, 0.0)
+
+
+@FEW
+@given(JOBS)
+def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble(job: tuple[Plan, list[int]]) -> None:
+    plan, counts = job
+    simulation = simulate(plan, emit(plan), stream(counts))
+    found = shares(simulated(plan, counts), plan.edges, plan.num_stages)
+    assert [share.wait for share in found] == pytest.approx([0.0] * len(found), abs=1e-9)
+    assert sum(share.bubble or 0.0 for share in found) / len(found) == pytest.approx(simulation.bubble, abs=1e-9)
+
+
+@FEW
+@given(JOBS, st.floats(0.0, 1.0))
+def test_the_six_add_up_to_one_whatever_messages_take(job: tuple[Plan, list[int]], latency_s: float) -> None:
+    plan, counts = job
+    slow = replace(plan, latency_s=latency_s)
+    for share in shares(simulated(slow, counts), slow.edges, slow.num_stages):
+        assert share.busy + share.data + (share.bubble or 0.0) + (share.wait or 0.0) == pytest.approx(1.0)
+        assert min(share.bubble or 0.0, share.wait or 0.0) >= 0.0
+
+
+def test_slower_messages_are_waited_for() -> None:
+    """1F1B on two stages, one micro-batch: two messages on the way of a batch, each waited for by one worker."""
+    plan = replace(plan_of("1f1b", 2, 1, backward="stash"), latency_s=0.5)
+    found = shares(simulated(plan, [1]), plan.edges, 2)
+    assert [share.wait for share in found] == pytest.approx([0.5 / 7.0, 0.5 / 7.0])

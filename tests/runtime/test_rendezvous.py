@@ -1,0 +1,205 @@
+"""A member of a party that does not lead."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
+from roundelay.launchers import Launched
+from roundelay.runtime import control_channel
+from roundelay.runtime import torchrun_worker as members
+from roundelay.runtime.control_channel import Line, OnDeaf, OnLost, messages_of
+from roundelay.runtime.device import Device
+from roundelay.runtime.failure_tracker import failure
+from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.torchrun_worker import attend, lead
+from roundelay.runtime.worker import Task, unchanged
+from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
+from roundelay.transport.memory import memory_endpoints
+
+
+class _Member:
+    """Worker 1 of two, whose connections are queues."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))
+
+    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
+        return Line(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
+
+    def data(self, plan: object, device: object) -> Endpoint:
+        return self.frames[1]
+
+    def told(self) -> Delivery:
+        """What came to the leader's news, beside beats."""
+        while isinstance(delivery := self.news[0].receive(20.0), Granted):
+            pass
+        return delivery
+
+
+TASK = cast(Task, SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0)))
+
+
+@pytest.mark.parametrize("kind", ["finished", "failed"])
+def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = threading.Event()
+
+    def tells_and_leaves_late(task: Task, rank: int, endpoint: Endpoint, report: Reporter, device: object) -> None:
+        report(Report(kind, rank, {}))
+        time.sleep(0.3)
+        endpoint.abort("it has left")
+        left.set()
+
+    monkeypatch.setattr(members, "work", tells_and_leaves_late)
+    assert attend(TASK, cast(Party, _Member()), unchanged) == (kind == "finished")
+    assert left.is_set(), "threads that outlive the main one abort the process while the interpreter shuts down"
+
+
+def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader tells it; what the others would see of it is no cause."""
+
+    def fails(message: Message) -> Report:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(control_channel, "report_of", fails)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: time.sleep(0.1))
+    member = _Member()
+    member.reports[0].send(1, Message(0, (), ()))
+    assert not attend(TASK, cast(Party, member), unchanged)
+    monkeypatch.undo()
+    told = member.told()
+    assert isinstance(told, Arrived)
+    assert control_channel.report_of(told.message)[0].data["subject"] == "the control line of worker 1"
+
+
+def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state of which there is no copy to be had, for one."""
+
+    def fails(report: Report) -> Iterator[Message]:
+        if report.kind == "state":
+            raise RuntimeError("no room")
+        return messages_of(report)
+
+    monkeypatch.setattr(control_channel, "messages_of", fails)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
+    member = _Member()
+    assert not attend(TASK, cast(Party, member), unchanged)
+    told = member.told()
+    assert isinstance(told, Arrived)
+    data = control_channel.report_of(told.message)[0].data
+    assert f"{data['subject']}: {data['got']}".startswith("worker 1, state: RuntimeError: no room at ")
+
+
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError("no room"), "RuntimeError: no"), (MemoryError(), "out of")])
+def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes a state, for one: an error on its way is not hidden by the launcher's signal that follows."""
+
+    class Leader(_Member):
+        rank, size = 0, 2
+
+        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
+            return Line(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
+
+    def listen(report: Report) -> None:
+        raise error
+
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 0, {})))
+    monkeypatch.setattr(members, "num_workers", lambda plan: 2)
+    leader = Leader()
+    with pytest.raises(UserCodeError, match=told):
+        lead(TASK, listen, unchanged, cast(Party, leader))
+    while isinstance(end := leader.news[1].receive(20.0), Granted):
+        pass
+    assert end == Lost(0, "the run has failed; worker 0 tells why")
+
+
+def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile its process hears signals and beats."""
+
+    def fails(plan: object, device: object) -> Endpoint:
+        raise DeadlineError("worker 1 meeting the others", got="nobody", expected="two", remedy="Wait.")
+
+    member = _Member()
+    monkeypatch.setattr(member, "data", fails)
+    assert not attend(TASK, cast(Party, member), unchanged)
+    told = member.told()
+    assert isinstance(told, Arrived)
+    assert control_channel.report_of(told.message)[0].data["got"] == "nobody"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda party: lead(TASK, lambda report: None, unchanged, party),
+        lambda party: attend(TASK, party, unchanged),
+    ],
+    ids=["the leader", "a member"],
+)
+def test_who_lacks_its_device_says_so_before_it_meets_anybody(
+    start: Callable[[Party], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would tell of a lost worker beside it."""
+
+    def none_here(name: str) -> Device:
+        raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
+
+    member = _Member()
+    monkeypatch.setattr(members, "device_of", none_here)
+    monkeypatch.setattr(member, "line", lambda *args: pytest.fail("it met the others"))
+    monkeypatch.setattr(member, "size", 2, raising=False)
+    with pytest.raises(UsageError, match="cuda:7"):
+        start(cast(Party, member))
+
+
+def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    connects, worked = threading.Event(), threading.Event()
+
+    def late(plan: object, device: object) -> Endpoint:
+        connects.wait(10.0)
+        return member.frames[1]
+
+    member = _Member()
+    monkeypatch.setattr(member, "data", late)
+    monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
+    member.news[0].abort("the run has failed; worker 0 tells why")
+    threading.Timer(1.0, connects.set).start()
+    assert not attend(TASK, cast(Party, member), unchanged)
+    assert worked.wait(10.0)
+    assert member.frames[1].aborted, "or it would wait for the others until its deadline"
+
+
+def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own connections to a leader that is killed may break first."""
+    member = _Member()
+
+    def fails(task: Task, rank: int, endpoint: Endpoint, report: Reporter, device: object) -> None:
+        threading.Timer(0.6, member.news[0].abort, ["its connection broke"]).start()
+        report(failure(1, WorkerLostError("worker 0", got="an end", expected="a living worker", remedy="Look.")))
+
+    monkeypatch.setattr(members, "NEWS_S", 20.0)
+    monkeypatch.setattr(members, "work", fails)
+    with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
+        attend(TASK, cast(Party, member), unchanged)
+
+
+@pytest.mark.parametrize(
+    ("host", "deputies"), [(0, [1]), (1, [0])], ids=["beside the leader, the next", "elsewhere the first"]
+)
+def test_a_host_has_one_deputy(host: int, deputies: list[int]) -> None:
+    """It tells of a leader that is lost, where a person looks at that host alone."""
+    place = Launched(
+        rank=0, local_rank=0, host_rank=host, size=6, nodes=2, host="h", port=1, run="r/0", restart=0, interface="eth0"
+    )
+    assert [k for k in range(3) if dataclasses.replace(place, local_rank=k).deputy] == deputies
