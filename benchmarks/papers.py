@@ -25,7 +25,7 @@ from benchmarks import common
 from roundelay.api.comparison import Begun, Compared
 from roundelay.api.comparison_charts import write_comparison
 from roundelay.api.comparison_table import Aims, measure_of
-from roundelay.api.run_results import Outcome
+from roundelay.api.run_results import RunResult
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.job import OptimizerFactory
 
@@ -81,18 +81,18 @@ class Found:
     """
 
     case: Case
-    outcomes: Mapping[str, Sequence[Outcome]]
+    outcomes: Mapping[str, Sequence[RunResult]]
 
-    def values(self, title: str, pick: Callable[[Outcome, str], float]) -> list[float]:
+    def values(self, title: str, pick: Callable[[RunResult, str], float]) -> list[float]:
         """A number of every run of a line that did not diverge."""
         return [pick(o, self.case.metric) for o in self.outcomes.get(title, ()) if o.diverged is None]
 
-    def mean(self, title: str, pick: Callable[[Outcome, str], float]) -> float:
+    def mean(self, title: str, pick: Callable[[RunResult, str], float]) -> float:
         """Over its seeds, in the table's unit; nan without any."""
         values = self.values(title, pick)
         return self.case.scale * statistics.fmean(values) if values else math.nan
 
-    def gap(self, below: str, above: str, pick: Callable[[Outcome, str], float]) -> str:
+    def gap(self, below: str, above: str, pick: Callable[[RunResult, str], float]) -> str:
         """How far one line is above another: mean and standard error over the seeds that both have finished."""
         low, high = (
             {o.seed: self.case.scale * pick(o, self.case.metric) for o in self.outcomes[title] if o.diverged is None}
@@ -103,7 +103,7 @@ class Found:
             return f"{gaps[0]:+.1f}" if gaps else "–"
         return f"{statistics.fmean(gaps):+.1f} ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
 
-    def text(self, title: str, pick: Callable[[Outcome, str], float]) -> str:
+    def text(self, title: str, pick: Callable[[RunResult, str], float]) -> str:
         """Mean ± standard deviation over seeds."""
         values = [self.case.scale * value for value in self.values(title, pick)]
         runs = len(self.outcomes.get(title, ()))
@@ -115,29 +115,29 @@ class Found:
         return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}{lost}"
 
 
-def last(outcome: Outcome, name: str) -> float:
+def last(outcome: RunResult, name: str) -> float:
     """A metric at the end of a run."""
     return measure_of(outcome, name)[-1].value
 
 
-def best(outcome: Outcome, name: str) -> float:
+def best(outcome: RunResult, name: str) -> float:
     """The highest value of a metric in a run."""
     return max(point.value for point in measure_of(outcome, name))
 
 
-def average(outcome: Outcome, name: str) -> float:
+def average(outcome: RunResult, name: str) -> float:
     """A metric's mean over the evaluations of a run, which tells how soon it learns beside how far."""
     return statistics.fmean(point.value for point in measure_of(outcome, name))
 
 
-def updates_to(outcome: Outcome, name: str, target: float) -> float:
+def updates_to(outcome: RunResult, name: str, target: float) -> float:
     """Updates until a metric is at least the target; infinite if it never is."""
     return next((float(p.updates) for p in measure_of(outcome, name) if p.value >= target), math.inf)
 
 
 def run(case: Case, seeds: int, folder: Path) -> Found:
     """Train every line, but for what the folder has; also write tables and curves there, one set for each M."""
-    outcomes: dict[str, Sequence[Outcome]] = {}
+    outcomes: dict[str, Sequence[RunResult]] = {}
     for micro_batches in dict.fromkeys(line.micro_batches for line in case.lines):
         lines = [line for line in case.lines if line.micro_batches == micro_batches]
         place = folder / slug(case.title) / f"M{micro_batches}"
@@ -201,7 +201,7 @@ def _made(named: Any, *, kind: Any, **settings: Any) -> torch.optim.Optimizer:
     return made
 
 
-def beside(found: Iterable[Found], titles: Sequence[str], pick: Callable[[Outcome, str], float]) -> str:
+def beside(found: Iterable[Found], titles: Sequence[str], pick: Callable[[RunResult, str], float]) -> str:
     """A row for every case: of each line ours, and the paper's in brackets."""
     rows = []
     for one in found:

@@ -21,7 +21,7 @@ from roundelay.ir.program import Program
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import check_run, programs_of
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 from roundelay.planner.prove import fired, prove
 from roundelay.schedule_grid import staircase
 from roundelay.schedules import SCHEDULES, actions, num_workers, stages_of, workers_of
@@ -369,7 +369,7 @@ def test_what_stays_on_a_worker_takes_no_time_to_travel() -> None:
 def test_the_ledger_counts_both_stages_of_a_worker() -> None:
     plan = v_plan(2, 4)
     stages = [replace(s, parameter_bytes=10**k, tape_bytes=1, owed_bytes=0) for k, s in enumerate(plan.stages)]
-    first, last = ledger(replace(plan, stages=tuple(stages)), [1, 2, 4, 8])
+    first, last = estimate_memory(replace(plan, stages=tuple(stages)), [1, 2, 4, 8])
     assert (first.weights, first.gradients, first.optimizer, first.versions) == (1001, 1001, 9, 0)
     assert (last.weights, last.optimizer) == (110, 6)
     assert (first.tapes, last.tapes) == (4, 4)  # 2D halves

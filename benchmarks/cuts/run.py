@@ -26,7 +26,7 @@ from roundelay.api.cuts import WAYS, profiled
 from roundelay.api.planning import LINKS
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
-from roundelay.planner.cost_model import Prices, Terms, priced
+from roundelay.planner.cost_model import CostParameters, StageCosts, stage_costs
 
 WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"
 
@@ -110,12 +110,12 @@ def planned(kind: str, cuts: str) -> roundelay.Plan:
 
 
 @functools.cache
-def prices(kind: str) -> Prices:
+def prices(kind: str) -> StageCosts:
     made, captured = captured_job(kind)
     latency_s, bytes_per_s = LINKS[TRANSPORT]
-    terms = Terms(micro_batches=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    terms = CostParameters(micro_batches=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
     profile, _ = profiled(captured, next(iter(made.batches(0))))
-    return priced(captured.graph, profile, terms)
+    return stage_costs(captured.graph, profile, terms)
 
 
 def predicted(kind: str, cuts: str) -> float:

@@ -26,7 +26,7 @@ from benchmarks.stage_functions.run import Attention
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 
 D, WIDTH, LENGTH, BLOCKS = 4, 64, 64, 4
 MIB = 2**20
@@ -66,7 +66,7 @@ def planned(rule: str, backward: str, micro_batches: int, rows: int) -> tuple[ro
 def needed(rule: Sequence[Any], rows: int) -> list[int]:
     """The plan's ledger with Adam's two moments, and the one whole tape that a recomputed forward makes again."""
     plan = planned(rule[0], rule[1], rule[2], rows)[2]
-    found = [one.total for one in ledger(plan, [2 * stage.parameter_bytes for stage in plan.stages])]
+    found = [one.total for one in estimate_memory(plan, [2 * stage.parameter_bytes for stage in plan.stages])]
     if rule[1] != "recompute":
         return found
     whole = planned(rule[0], "stash", rule[2], rows)[2].stages

@@ -23,7 +23,7 @@ from roundelay.cost.compute import BYTES_PER_S, roofline
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 
 MIB = 2**20
 SAME_ROWS = 64
@@ -202,7 +202,7 @@ def needed(model: Model, method: Method, rows: int) -> list[int]:
     if method.backward == "recompute":
         kept = replace(method, rule="gpipe", predictor=None, backward="stash")
         again = [stage.tape_bytes for stage in timed(model, kept, rows).stages]
-    return [one.total + tape for one, tape in zip(ledger(plan, state), again, strict=True)]
+    return [one.total + tape for one, tape in zip(estimate_memory(plan, state), again, strict=True)]
 
 
 def largest(model: Model, method: Method) -> int:

@@ -20,7 +20,7 @@ from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
 from benchmarks.pipeoptim import paper, reckoned
 from benchmarks.tasks import chars, digits, grammar, images
-from roundelay.api.run_results import Outcome
+from roundelay.api.run_results import RunResult
 from roundelay.job import OptimizerFactory
 
 CDP_V2 = "CDP-v2"
@@ -163,7 +163,7 @@ def orderings(what: Asked, make: Callable[[], list[Case]]) -> str:
     return "\n".join([table(["rule", *heads], rows), "", *said])
 
 
-def ordered(found: Found, pick: Callable[[Outcome, str], float]) -> str:
+def ordered(found: Found, pick: Callable[[RunResult, str], float]) -> str:
     """Whether the means stand as the papers tell: stashing < two versions < the rest, and by how much each."""
     rest = (paper.SPECTRAIN, paper.PIPEOPTIM, CDP_V2)
     there = found.outcomes.keys()
@@ -177,7 +177,7 @@ def ordered(found: Found, pick: Callable[[Outcome, str], float]) -> str:
     return said + "."
 
 
-def _verdict(found: Found, rest: Sequence[str], pick: Callable[[Outcome, str], float]) -> str:
+def _verdict(found: Found, rest: Sequence[str], pick: Callable[[RunResult, str], float]) -> str:
     if not {paper.PIPEDREAM, *rest} <= found.outcomes.keys():
         return "is not asked of all rules"
     middle = found.mean(paper.TWO_BW, pick)

@@ -22,7 +22,7 @@ from torch import nn
 import roundelay
 from benchmarks.common import asked, report, table
 from benchmarks.stage_functions.run import BLOCKS, loss
-from roundelay.frontend import Draw
+from roundelay.frontend import RngKey
 from roundelay.frontend.segment import Segment
 from roundelay.frontend.split_backward import settle
 from roundelay.lower.partition import partition
@@ -69,7 +69,7 @@ class Halves:
     def forward(self, segment: Segment) -> Any:
         """Outputs and tape."""
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        return segment.forward(self.parameters, buffers, self.inputs, Draw(0, 0))
+        return segment.forward(self.parameters, buffers, self.inputs, RngKey(0, 0))
 
     def at_once(self) -> tuple[Grads, list[float]]:
         """All gradients, and seconds of forward and backward."""

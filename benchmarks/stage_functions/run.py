@@ -19,7 +19,7 @@ from torch import nn
 import roundelay
 from benchmarks.common import asked, report, table
 from roundelay.errors import CaptureError
-from roundelay.frontend import Captured, Draw
+from roundelay.frontend import Captured, RngKey
 from roundelay.frontend.stage_profiler import compile_for
 from roundelay.ir.graph import LOSS
 from roundelay.lower.partition import partition
@@ -99,7 +99,7 @@ def staged(captured: Captured, batch: dict[str, torch.Tensor], mode: Any) -> Cal
 
     def once() -> None:
         inputs = {name: values[name] for name in function.inputs}
-        _, tape = function.forward(parameters, buffers, inputs, Draw(0, 0), mode=mode)
+        _, tape = function.forward(parameters, buffers, inputs, RngKey(0, 0), mode=mode)
         function.backward(tape, {LOSS: seed}, parameters)
 
     return once

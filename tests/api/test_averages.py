@@ -113,16 +113,16 @@ def test_averages_are_proved_under_every_rule(rule: str) -> None:
 
 
 def test_an_average_that_misses_an_update_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundelay.runtime.weight_averages import Averages
+    from roundelay.runtime.weight_averages import WeightAverages
 
-    real, calls = Averages.update, list[int]()
+    real, calls = WeightAverages.update, list[int]()
 
-    def misses(self: Averages) -> None:
+    def misses(self: WeightAverages) -> None:
         calls.append(1)
         if len(calls) != 3:
             real(self)
 
-    monkeypatch.setattr(Averages, "update", misses)
+    monkeypatch.setattr(WeightAverages, "update", misses)
     plan = roundelay.plan(make(), workers=2, rule="1f1b", ema=DECAY, cuts="equal")
     result = roundelay.verify(make(), plan=plan, steps=4)
     assert not result.equal

@@ -23,7 +23,7 @@ from roundelay.api.comparison import Begun, Compared, Ended, Resumed
 from roundelay.api.comparison_charts import charts_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
-from roundelay.api.run_results import Outcome, Point
+from roundelay.api.run_results import Point, RunResult
 from roundelay.api.state_gather import Saved, Updated
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import UsageError
@@ -50,7 +50,7 @@ def compared(folder: Path, make: Callable[[int], roundelay.Job] = job, **changes
     return roundelay.compare(make, out=folder, **(usual | changes))
 
 
-def losses(outcome: Outcome) -> list[float]:
+def losses(outcome: RunResult) -> list[float]:
     return [point.value for point in outcome.curves["loss"]]
 
 
@@ -171,7 +171,7 @@ def weighed(seed: int) -> roundelay.Job:
     return jobs.make(network(), batches=slowly, evaluate=size)
 
 
-def values(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
+def values(outcome: RunResult) -> dict[str, list[tuple[int, float]]]:
     return {name: [(point.updates, point.value) for point in points] for name, points in outcome.curves.items()}
 
 
@@ -357,10 +357,10 @@ def test_an_optimizer_is_the_one_of_its_name(name: str) -> None:
 def by_hand() -> Compared:
     """Three runs of known numbers: the loss of seed s falls from 3 by 0.1 (s + 1) an update, one second each."""
 
-    def outcome(seed: int, diverged: int | None = None) -> Outcome:
+    def outcome(seed: int, diverged: int | None = None) -> RunResult:
         loss = tuple(Point(u + 1, float(u), 3.0 - 0.1 * (seed + 1) * u) for u in range(20))
         score = (Point(10, 9.0, 0.5 + seed), Point(20, 19.0, 0.25 + seed))
-        return Outcome(
+        return RunResult(
             variant="job/async",
             seed=seed,
             curves={"loss": loss, "score": score},

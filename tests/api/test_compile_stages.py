@@ -13,7 +13,7 @@ from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
 from roundelay.errors import PlanError
-from roundelay.frontend.compiled_segment import Compiled, _key
+from roundelay.frontend.compiled_segment import CompiledSegment, _key
 from roundelay.frontend.precision import DTYPES
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -50,13 +50,13 @@ def test_a_compiled_run_equals_the_reference_bit_for_bit_where_its_shapes_are_kn
     job, captured, chosen = planned
     plain: list[int] = []
     found: list[int] = []
-    original = Compiled.__call__
+    original = CompiledSegment.__call__
 
-    def counted(self: Compiled, *args: Any) -> Any:
+    def counted(self: CompiledSegment, *args: Any) -> Any:
         (found if _key(args) in self.known else plain).append(args[-2].shape[0])
         return original(self, *args)
 
-    monkeypatch.setattr(Compiled, "__call__", counted)
+    monkeypatch.setattr(CompiledSegment, "__call__", counted)
     session = Session(job, captured, dataclasses.replace(chosen, transport=transport), 0, Length(steps=STEPS))
     result = verify_session(session)
     assert result.equal, result.difference
@@ -95,14 +95,14 @@ def test_a_model_that_is_compiled_in_two_precisions_computes_in_each(monkeypatch
 def _dtypes_made(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, torch.dtype]]:
     """Filled with what segments give from now on: whether compiled, and the dtype."""
     made: set[tuple[bool, torch.dtype]] = set()
-    original = Compiled.__call__
+    original = CompiledSegment.__call__
 
-    def noted(self: Compiled, *args: Any) -> Any:
+    def noted(self: CompiledSegment, *args: Any) -> Any:
         results = original(self, *args)
         made.update((_key(args) in self.known, result.dtype) for result in results)
         return results
 
-    monkeypatch.setattr(Compiled, "__call__", noted)
+    monkeypatch.setattr(CompiledSegment, "__call__", noted)
     return made
 
 

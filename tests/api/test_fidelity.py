@@ -24,7 +24,7 @@ import roundelay
 from roundelay.api import fidelity, fidelity_children, fidelity_precheck
 from roundelay.api.fidelity import Fidelity, judge
 from roundelay.api.fidelity_differences import Difference, Judgement
-from roundelay.api.shared_tensors import Room
+from roundelay.api.shared_tensors import SharedTensors
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
@@ -312,7 +312,7 @@ def test_what_is_unbroken_is_verified_in_both_links() -> None:
 
 
 def test_an_average_that_moves_apart_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundelay.runtime.weight_averages.Averages.update", lambda _: None)
+    monkeypatch.setattr("roundelay.runtime.weight_averages.WeightAverages.update", lambda _: None)
     result = found(job(layers()), ema=0.9)
     assert (result.kind, "moving average" in result.difference) == ("optimizer", True)
 
@@ -365,7 +365,7 @@ def test_tensors_of_every_kind_are_left_and_taken() -> None:
         "number": torch.tensor(7),
         "sparse": torch.eye(3).to_sparse(),
     }
-    room = Room(1000, len(kinds))
+    room = SharedTensors(1000, len(kinds))
     taken = room.take(room.leave(kinds))
     assert all(torch.equal(taken[name], kind.to_dense() if name == "sparse" else kind) for name, kind in kinds.items())
     with pytest.raises(RunError, match="more than"):
@@ -509,7 +509,7 @@ def test_a_side_that_hangs_or_is_killed_is_told_in_words() -> None:
 
 
 def test_the_captured_side_that_fails_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity_children, "Beside", lambda *_: 1 / 0)
+    monkeypatch.setattr(fidelity_children, "CapturedStepper", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in found(job(layers())).unchecked
 
 

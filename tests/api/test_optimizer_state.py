@@ -16,7 +16,7 @@ import roundelay
 from roundelay.checkpoint.checkpoint import load, save
 from roundelay.errors import CheckpointError
 from roundelay.runtime.batch_reader import Extent, read_batches
-from roundelay.runtime.optimizer_state import WHOLE, Kept
+from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
 from roundelay.runtime.stage_optimizer import build_optimizer, narrow
 from tests.api.jobs import make
 from tests.resume.cuts import every_checkpoint
@@ -259,19 +259,19 @@ def test_an_optimizer_that_does_not_wrap_what_the_checkpoint_s_did_is_refused() 
     named = list(small().named_parameters())
     for made, other in (("lookahead", "forwarding"), ("two in one", "forwarding")):
         one, two = (build_optimizer(KINDS[kind], named) for kind in (made, other))
-        kept = Kept(one, named)
+        kept = OptimizerState(one, named)
         for _, parameter in named:
             parameter.grad = torch.ones_like(parameter)
         with kept.stepping():
             one.step()
         told = kept.entries(dict(named))
         again = build_optimizer(KINDS[made], named)
-        Kept(again, named).restore(dict(named), told)
-        found = Kept(again, named)
+        OptimizerState(again, named).restore(dict(named), told)
+        found = OptimizerState(again, named)
         found.changed |= kept.changed
         assert found.entries(dict(named)).keys() == told.keys()
         with pytest.raises(CheckpointError, match="the optimizer that the run goes on with"):
-            Kept(two, named).restore(dict(named), told)
+            OptimizerState(two, named).restore(dict(named), told)
         for _, parameter in named:
             parameter.grad = None
 

@@ -18,7 +18,7 @@ from benchmarks.papers import Case, Found, Line, optimizer
 from benchmarks.pipeoptim import paper, reckoned
 from benchmarks.pipeoptim import run as pipeoptim
 from benchmarks.tasks import digits
-from roundelay.api.run_results import Outcome, Point
+from roundelay.api.run_results import Point, RunResult
 from roundelay.errors import UsageError
 
 SGDM = optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -44,9 +44,9 @@ def case(**changes: object) -> Case:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def outcome(*values: float, diverged: int | None = None) -> Outcome:
+def outcome(*values: float, diverged: int | None = None) -> RunResult:
     points = tuple(Point(10 * (n + 1), float(n), value) for n, value in enumerate(values))
-    return Outcome(variant="x", seed=0, curves={"accuracy": points}, samples_per_second=1.0, diverged=diverged)
+    return RunResult(variant="x", seed=0, curves={"accuracy": points}, samples_per_second=1.0, diverged=diverged)
 
 
 def test_lines_of_different_m_are_trained_and_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

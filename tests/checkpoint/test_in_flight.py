@@ -11,15 +11,15 @@ import torch
 
 from roundelay.checkpoint import stored_files
 from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until, load, save
-from roundelay.checkpoint.in_flight import ANY, Flight, StageFlight, decode, encode
+from roundelay.checkpoint.in_flight import ANY, InFlight, StageInFlight, decode, encode
 from roundelay.errors import CheckpointError
 from roundelay.weight_prediction import LastStep
 
 
-def stage() -> StageFlight:
+def stage() -> StageInFlight:
     """One of everything; a weight that two versions share, and one that is a scalar."""
     frozen, scalar = torch.randn(3), torch.tensor(2.5, dtype=torch.float64)
-    return StageFlight(
+    return StageInFlight(
         versions={7: 3, 8: 4},
         weights={
             (3, 0, ANY): {"a": torch.randn(2, 3), "b": frozen},
@@ -33,14 +33,14 @@ def stage() -> StageFlight:
     )
 
 
-def checkpoint(flight: Flight | None) -> Checkpoint:
+def checkpoint(flight: InFlight | None) -> Checkpoint:
     """A small one."""
     position = Position(updates=5, micro_batches=7, epoch=1, batches_into_epoch=0)
     weights = {"a": torch.randn(2, 3)}
     return Checkpoint(weights, {}, {}, position, 0, "print", "mine", 2, flight, Until(updates=9), (2.0**-24, 7))
 
 
-def assert_same(a: StageFlight, b: StageFlight) -> None:
+def assert_same(a: StageInFlight, b: StageInFlight) -> None:
     """Assert equal bits."""
     for one, other in (
         (a.versions, b.versions),
@@ -69,7 +69,7 @@ def test_it_comes_back_and_a_memory_that_two_share_is_stored_once() -> None:
 
 
 def test_it_survives_a_checkpoint_and_goes_with_the_next_that_has_none(tmp_path: Path) -> None:
-    flight = Flight({"rule": "mine"}, 2, (stage(), stage()))
+    flight = InFlight({"rule": "mine"}, 2, (stage(), stage()))
     save(tmp_path / "c", checkpoint(flight), {})
     found = load(tmp_path / "c")
     assert found.flight is not None
@@ -88,7 +88,7 @@ def test_it_survives_a_checkpoint_and_goes_with_the_next_that_has_none(tmp_path:
 
 
 def test_it_is_refused_where_it_is_damaged_or_gone(tmp_path: Path) -> None:
-    save(tmp_path / "c", checkpoint(Flight({}, 0, (stage(),))), {})
+    save(tmp_path / "c", checkpoint(InFlight({}, 0, (stage(),))), {})
     file = tmp_path / "c" / stored_files.FLIGHT
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roundelay.cli.job_file import job_maker
-from roundelay.cli.places import Places
+from roundelay.cli.places import PathResolver
 from roundelay.errors import JobError
 from tests.cli.harness import finish, here, job_file, start
 
@@ -162,7 +162,7 @@ def test_so_it_is_when_it_goes_there_to_make_the_job(workplace: Path) -> None:
 
 def test_a_path_is_as_it_was_given_where_nobody_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    places = Places()
+    places = PathResolver()
     assert places.of(Path("a")) == Path("a")
     assert places.of(None) is None
     (tmp_path / "b").mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.cli.output_streams import Tolerant
+from roundelay.cli.output_streams import TolerantStream
 from roundelay.runtime.user_errors import out_of_threads, unexpected
 from tests.cli.harness import MLP, PROGRAM, environment, here, one_screen
 
@@ -51,7 +51,7 @@ def test_a_reader_that_has_had_enough_is_no_fault(workplace: Path) -> None:
 
 def test_what_fails_once_goes_nowhere_from_then_on(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        stream = Tolerant(full)
+        stream = TolerantStream(full)
         stream.write("a" * 100_000)
         stream.flush()
         assert stream.fault is not None

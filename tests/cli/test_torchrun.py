@@ -589,7 +589,7 @@ def test_processes_with_a_device_each_talk_over_nccl(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices_here)
-    monkeypatch.setattr(options, "Party", lambda place: None)
+    monkeypatch.setattr(options, "ProcessGroup", lambda place: None)
     choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | said))
     assert options.joined(choices, 0)[1].transport == transport
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roundelay.actor.machine import Run
-from roundelay.frontend.deferred_wgrad import Owed
+from roundelay.frontend.deferred_wgrad import PendingWgrad
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained
@@ -47,7 +47,7 @@ def test_a_second_half_that_goes_wrong_is_found_with_its_stage_and_micro_batch(
 ) -> None:
     def broken(context: Context, run: Run) -> MicroBatch | None:
         if (context.worker, run.g) == (2, 2):
-            debt: list[tuple[list[Owed], Any]] = context.stage.debts[run.g]
+            debt: list[tuple[list[PendingWgrad], Any]] = context.stage.debts[run.g]
             spoil(way, debt, context.stage.debts.get(run.g + 1, []))
         return do_backward_weight(context, run)
 
@@ -58,7 +58,7 @@ def test_a_second_half_that_goes_wrong_is_found_with_its_stage_and_micro_batch(
     assert (found.stage, "backward of micro-batch 2" in found.difference) == (2, True)
 
 
-def spoil(way: str, debt: list[tuple[list[Owed], Any]], later: list[tuple[list[Owed], Any]]) -> None:
+def spoil(way: str, debt: list[tuple[list[PendingWgrad], Any]], later: list[tuple[list[PendingWgrad], Any]]) -> None:
     """Break what a second half is given."""
     if way == "left out":
         debt.clear()

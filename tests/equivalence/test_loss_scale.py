@@ -25,7 +25,7 @@ from roundelay.job import Named
 from roundelay.lower.emit import channels_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.loss_scaler import LossScaler
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_clipping import used_norms
 from tests.lower.plans import plan_of
@@ -208,18 +208,18 @@ def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.Monkey
     carried = trained(place, plan, 12).micro_scales
     assert any(carried[3 * t] != carried[3 * t + 2] for t in range(12))
     newest: dict[int, float] = {}
-    keep = Scales.keep
+    keep = LossScaler.keep
 
-    def noting(scales: Scales, header: MicroBatch, scale: float) -> None:
+    def noting(scales: LossScaler, header: MicroBatch, scale: float) -> None:
         newest[id(scales)] = scale
         keep(scales, header, scale)
 
-    def last(scales: Scales, g: int) -> float:
+    def last(scales: LossScaler, g: int) -> float:
         scales._carried.pop(g, None)
         return newest[id(scales)]
 
-    monkeypatch.setattr(Scales, "keep", noting)
-    monkeypatch.setattr(Scales, "done", last)
+    monkeypatch.setattr(LossScaler, "keep", noting)
+    monkeypatch.setattr(LossScaler, "done", last)
     assert not place.verify(plan, steps=12).equal
 
 

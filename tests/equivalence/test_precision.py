@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 import roundelay
 from roundelay.api.training import Length, Session
 from roundelay.errors import CaptureError, PlanError
-from roundelay.frontend import Draw
+from roundelay.frontend import RngKey
 from roundelay.job import Named
 from roundelay.lower.partition import partition
 from roundelay.planner.prove import prove
@@ -107,7 +107,7 @@ def backward(mode: Any, then: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     stage = captured.stage(partition(captured.graph, [[captured.graph.ops[-1].name]]).stages[0])
     first = {n: p.detach() for n, p in job.model.named_parameters()}
     batch: Any = next(iter(job.batches(0)))
-    outputs, tape = stage.forward(first, {}, captured.values(batch), Draw(0, 0), mode=mode)
+    outputs, tape = stage.forward(first, {}, captured.values(batch), RngKey(0, 0), mode=mode)
     return stage.backward(tape, {"loss": torch.ones_like(outputs["loss"])}, then)[1]
 
 

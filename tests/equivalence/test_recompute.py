@@ -19,7 +19,7 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
 from roundelay.lower.partition import partition
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 from tests.equivalence.cells import VARIANTS, Bench, assert_same
 from tests.frontend.cutting import DRAW, captured_of, differing, run, sample, weights_of
 from tests.zoo.dense import class_loss
@@ -142,7 +142,7 @@ def test_the_bytes_that_tapes_hold_are_fewer_and_those_that_the_plan_foretells(r
         assert told == [stage.tape_bytes for stage in plan.stages]
     for without, with_it in zip(*(plan.stages for plan in plans), strict=True):
         assert with_it.tape_bytes < 0.6 * without.tape_bytes
-    for without, with_it in zip(*(ledger(plan, [0, 0]) for plan in plans), strict=True):
+    for without, with_it in zip(*(estimate_memory(plan, [0, 0]) for plan in plans), strict=True):
         assert with_it.tapes < 0.7 * without.tapes
 
 

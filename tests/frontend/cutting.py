@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundelay.frontend import Captured, Draw, Mode, StageFunction, StageTape, capture
+from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape, capture
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.partition import partition
@@ -20,7 +20,7 @@ from tests.zoo import ZOO, Batch, Entry, arguments, rows
 
 Tensors = dict[str, Tensor]
 ROWS = 4
-DRAW = Draw(11, 5)
+DRAW = RngKey(11, 5)
 MODES: tuple[Mode, ...] = ("stash", "recompute", "mixed")
 
 
@@ -182,7 +182,7 @@ def run(captured: Captured, cut: Partition, batch: Batch, params: Tensors, **opt
 class Reseeded(TorchFunctionMode):
     """Seeds torch's own generator before every random operation, with the key of its place in the order of calls."""
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: RngKey) -> None:
         super().__init__()
         self._draw = draw
         self._position = 0
@@ -216,7 +216,7 @@ class Eager:
     buffers: Tensors
 
 
-def eager(entry: Entry, batch: Batch, params: Tensors, draw: Draw = DRAW) -> Eager:
+def eager(entry: Entry, batch: Batch, params: Tensors, draw: RngKey = DRAW) -> Eager:
     """The person's own module with weights ``params`` and the loss; random operations keyed as ours are."""
     model = entry.build(0)
     named = dict(model.named_parameters())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roundelay.frontend import capture
-from roundelay.frontend.batch_divisibility import Parts, classify, counts_add_up
+from roundelay.frontend.batch_divisibility import Divisibility, batch_divisibility, counts_add_up
 
 Loss = Callable[[Any, Any], Any]
 
@@ -78,8 +78,8 @@ def zeroed(model: Layered) -> Layered:
     return model
 
 
-def classed(model: nn.Module, batch: Any, loss: Loss = entropy, micro_batches: int = 4) -> Parts:
-    return classify(capture(model, loss, batch), [batch], micro_batches)
+def classed(model: nn.Module, batch: Any, loss: Loss = entropy, micro_batches: int = 4) -> Divisibility:
+    return batch_divisibility(capture(model, loss, batch), [batch], micro_batches)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ NOISES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NOISES)
 def test_draws_of_the_model_make_no_job_another(name: str) -> None:
-    assert classed(Layered(NOISES[name]), rows()) == Parts("mean")
+    assert classed(Layered(NOISES[name]), rows()) == Divisibility("mean")
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -121,7 +121,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_over_positions_keep_rows_apart(name: str) -> None:
     tokens = torch.randint(20, (8, 12))
-    assert classed(Tokens(LAYERS[name]()), (tokens, tokens)) == Parts("mean")
+    assert classed(Tokens(LAYERS[name]()), (tokens, tokens)) == Divisibility("mean")
 
 
 LOSSES: dict[str, Loss] = {
@@ -139,22 +139,22 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_means_of_every_kind_are_seen_to_be_means(name: str) -> None:
-    assert classed(Layered(), rows(), LOSSES[name]) == Parts("mean")
+    assert classed(Layered(), rows(), LOSSES[name]) == Divisibility("mean")
 
 
 def test_a_model_that_returns_its_own_loss_and_one_in_16_bits() -> None:
     tokens = torch.randint(20, (8, 12))
     batch = {"x": tokens, "labels": tokens.where(tokens > 6, -100)}
-    assert classed(Tokens(nn.Identity()), batch, lambda o, _: o["loss"]) == Parts("mean")
+    assert classed(Tokens(nn.Identity()), batch, lambda o, _: o["loss"]) == Divisibility("mean")
     x, y = rows()
-    assert classed(Layered().bfloat16(), (x.bfloat16(), y)) == Parts("mean")
+    assert classed(Layered().bfloat16(), (x.bfloat16(), y)) == Divisibility("mean")
 
 
 def test_batch_norm_is_told_apart_from_another_loss() -> None:
     x, y = rows(3, 8, 8)
-    assert classed(Images(), (x, y)) == Parts("statistics")
+    assert classed(Images(), (x, y)) == Divisibility("statistics")
     untracked = nn.BatchNorm1d(16, track_running_stats=False)
-    assert classed(Layered(torch.relu, untracked), rows()) == Parts("statistics")
+    assert classed(Layered(torch.relu, untracked), rows()) == Divisibility("statistics")
     summed = classed(Images(), (x, y), lambda o, b: F.cross_entropy(o, b[1], reduction="sum"))
     assert summed.kind == "other"
 
@@ -184,7 +184,7 @@ def test_a_head_of_zeros_hides_nothing() -> None:
     """All rows have the same loss then, and a mean over some of them is that over all."""
     batch = torch.randn(8, 6), torch.tensor([0, 1, 0, 1, 2, 3, 1, 2])
     assert classed(zeroed(Layered()), batch, OTHERS["a mean of its own"]).kind == "other"
-    assert classed(zeroed(Layered()), batch) == Parts("mean")
+    assert classed(zeroed(Layered()), batch) == Divisibility("mean")
     tokens = torch.randint(20, (8, 12))
     own = Tokens(nn.Identity())
     nn.init.zeros_(own.head.weight)
@@ -213,7 +213,7 @@ def test_time_first_and_what_cannot_be_cut() -> None:
     assert "1 row," in classed(Layered(), (torch.randn(1, 6), torch.tensor([1]))).why
     uneven = {"x": torch.randn(8, 6), "edges": torch.zeros(2, 3)}
     captured = capture(Layered(), lambda o, b: o.mean() + b["edges"].sum(), uneven, lambda b: ((b["x"],), {}))
-    seen = classify(captured, [uneven], 4)
+    seen = batch_divisibility(captured, [uneven], 4)
     assert seen.kind == "whole"
     assert "different numbers of rows" in seen.why
 

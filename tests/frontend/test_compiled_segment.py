@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.errors import CaptureError, PlanError
-from roundelay.frontend import Captured, Draw, Mode, capture
-from roundelay.frontend.compiled_segment import Compiled, check_compiler
+from roundelay.frontend import Captured, Mode, RngKey, capture
+from roundelay.frontend.compiled_segment import CompiledSegment, check_compiler
 from roundelay.frontend.stage_profiler import compile_for
 from roundelay.ir.stage import Partition
 from tests.frontend.cutting import Done, cut_after, differing, run, weights_of
@@ -78,12 +78,12 @@ def test_every_mode_computes_what_it_does_uncompiled_at_any_weights_and_with_the
 ) -> None:
     captured, stages = compiled(mode)
     first, later = weights_of(captured, FAR), weights_of(captured, FAR, seed=9)
-    for draw in (Draw(11, 5), Draw((1 << 64) - 3, 6), Draw(-4, 1 << 40)):
+    for draw in (RngKey(11, 5), RngKey((1 << 64) - 3, 6), RngKey(-4, 1 << 40)):
         ours = run(captured, stages, BATCH, first, later=later, mode=mode, draw=draw)
         again = run(captured, stages, BATCH, first, later=later, mode=mode, draw=draw)
         theirs = run(plain()[0], stages, BATCH, first, later=later, mode=mode, draw=draw)
         assert near(ours, theirs)
-        assert not near(ours, run(plain()[0], stages, BATCH, first, later=later, mode=mode, draw=Draw(11, 7)))
+        assert not near(ours, run(plain()[0], stages, BATCH, first, later=later, mode=mode, draw=RngKey(11, 7)))
         assert differing(ours.grads, again.grads) == []
         assert differing(ours.buffers, again.buffers) == []
     other = run(plain()[0], stages, BATCH, first, later=later, mode="stash" if mode != "stash" else "mixed", draw=draw)
@@ -153,14 +153,14 @@ def test_a_random_operation_that_cannot_be_compiled_is_refused_by_its_name() -> 
 
 def test_an_error_inside_the_compiler_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(Compiled, "_compiled", lambda self, args: _fails)
+    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _fails)
     with pytest.raises(CaptureError, match=r"TypeError: no such kernel.*Leave --compile out"):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def test_an_interrupt_inside_the_compiler_is_none_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(Compiled, "_compiled", lambda self, args: _is_interrupted)
+    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _is_interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 

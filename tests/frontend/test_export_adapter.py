@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import JobError
-from roundelay.frontend.export_adapter import CallShape, Face, Opaque, OutputShape, default_inputs
+from roundelay.frontend.export_adapter import CallShape, ExportAdapter, Opaque, OutputShape, default_inputs
 
 ONE, TWO, THREE = torch.zeros(1), torch.zeros(2), torch.zeros(3)
 
@@ -66,7 +66,7 @@ def test_a_result_comes_back_with_opaque_leaves_where_no_tensor_can_travel() -> 
             return {"x": x, "more": (x + 1, 3, None, Cache())}
 
     _, call = CallShape.flatten((ONE,), {})
-    face = Face(Returns(), call)
+    face = ExportAdapter(Returns(), call)
     assert face.output_shape is None
     made = face(ONE)
     assert [t.item() for t in made] == [0, 1]

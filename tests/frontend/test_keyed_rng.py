@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundelay.errors import DeadlineError
-from roundelay.frontend import Draw, keyed_rng
+from roundelay.frontend import RngKey, keyed_rng
 from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, keyed_attention, keyed_call, keyed_dropout
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import (
@@ -44,16 +44,16 @@ def test_the_same_key_draws_the_same_whatever_the_stages_and_repetitions_and_ano
     captured, batch = captured_of(name), sample(name)
     params = weights_of(captured)
 
-    def loss(num_stages: int, draw: Draw) -> float:
+    def loss(num_stages: int, draw: RngKey) -> float:
         made = forwards(captured, even_cuts(captured, num_stages), batch, params, buffers_of(captured), draw=draw)
         return float(made[-1].outputs[LOSS])
 
-    wanted = loss(1, Draw(0, 3))
-    assert [loss(n, Draw(0, 3)) for n in (1, 2, 4)] == [wanted] * 3
+    wanted = loss(1, RngKey(0, 3))
+    assert [loss(n, RngKey(0, 3)) for n in (1, 2, 4)] == [wanted] * 3
     torch.manual_seed(99)
-    assert loss(2, Draw(0, 3)) == wanted
-    assert loss(2, Draw(0, 4)) != wanted
-    assert loss(2, Draw(1, 3)) != wanted
+    assert loss(2, RngKey(0, 3)) == wanted
+    assert loss(2, RngKey(0, 4)) != wanted
+    assert loss(2, RngKey(1, 3)) != wanted
 
 
 def test_a_repeated_forward_of_one_tape_draws_the_same() -> None:
@@ -66,14 +66,14 @@ def test_a_repeated_forward_of_one_tape_draws_the_same() -> None:
 @given(st.tuples(st.integers(0, 2**70), st.integers(0, 2**40), st.integers(0, 10**6)))
 def test_keys_of_neighbours_differ(key: tuple[int, int, int]) -> None:
     seed, g, position = key
-    keys = {Draw(s, m).key(p) for s in (seed, seed + 1) for m in (g, g + 1) for p in (position, position + 1)}
+    keys = {RngKey(s, m).key(p) for s in (seed, seed + 1) for m in (g, g + 1) for p in (position, position + 1)}
     assert len(keys) == 8
     assert all(0 <= k < 2**63 for k in keys)
 
 
 def test_swapping_seed_micro_batch_and_position_gives_other_keys() -> None:
     orders = [(1, 2, 3), (1, 3, 2), (2, 1, 3), (2, 3, 1), (3, 1, 2), (3, 2, 1)]
-    assert len({Draw(s, g).key(p) for s, g, p in orders}) == 6
+    assert len({RngKey(s, g).key(p) for s, g, p in orders}) == 6
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
@@ -212,7 +212,7 @@ def test_two_threads_that_draw_at_once_get_what_they_get_one_after_the_other() -
     params, cut = weights_of(captured), even_cuts(captured, 1)
 
     def losses(seed: int) -> list[float]:
-        draws = [Draw(seed, g) for g in range(25)]
+        draws = [RngKey(seed, g) for g in range(25)]
         made = [forwards(captured, cut, batch, params, {}, draw=draw)[-1] for draw in draws]
         return [float(one.outputs[LOSS]) for one in made]
 
@@ -241,7 +241,7 @@ def test_on_a_device_its_own_generator_is_seeded_and_put_back_beside_the_cpus(mo
     def drawn(g: int) -> list[torch.Tensor]:
         return keyed_call(
             lambda: [torch.rand(3, generator=own), torch.rand(3)],
-            draw=Draw(1, g),
+            draw=RngKey(1, g),
             position=2,
             on=torch.device("cuda", 1),
         )
@@ -265,10 +265,10 @@ def test_the_default_generator_is_not_waited_for_without_end(monkeypatch: pytest
     thread.start()
     assert taken.wait(20)
     with pytest.raises(DeadlineError, match="default generator"):
-        keyed_call(torch.rand, 3, draw=Draw(1, 0), position=0)
+        keyed_call(torch.rand, 3, draw=RngKey(1, 0), position=0)
     over.set()
     thread.join()
-    assert keyed_call(torch.rand, 3, draw=Draw(1, 0), position=0).shape == (3,)
+    assert keyed_call(torch.rand, 3, draw=RngKey(1, 0), position=0).shape == (3,)
 
 
 def takes_it_in_a_child(leave: bool) -> bool:
@@ -307,7 +307,7 @@ def test_what_the_forking_thread_holds_its_child_holds_as_well() -> None:
         assert takes_it_in_a_child(leave=True)
 
 
-PLAINLY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Draw], Tensor]]] = {
+PLAINLY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, RngKey], Tensor]]] = {
     "dropout": (
         lambda x: aten.dropout.default(x, 0.4, True),
         lambda x, draw: keyed_dropout(x, 0.4, True, draw=draw, position=0),
@@ -330,7 +330,7 @@ def test_plain_draws_are_torchs_own_and_come_again_when_a_forward_does(name: str
     theirs, ours = PLAINLY[name]
     x = torch.randn(2, 3, 5, 5)
     x = x.transpose(1, 3) if turned else x
-    draw = Draw.plain(0, 1)
+    draw = RngKey.plain(0, 1)
     torch.manual_seed(7)
     wanted, behind = theirs(x), torch.rand(3)
     torch.manual_seed(7)
@@ -339,7 +339,7 @@ def test_plain_draws_are_torchs_own_and_come_again_when_a_forward_does(name: str
     torch.manual_seed(8)
     assert torch.equal(ours(x, draw), wanted)  # again, whatever has been drawn since
     assert torch.equal(torch.rand(3), _first_of(8))  # and nothing of what is drawn next
-    assert not torch.equal(ours(x, Draw.plain(0, 1)), wanted)
+    assert not torch.equal(ours(x, RngKey.plain(0, 1)), wanted)
 
 
 def _first_of(seed: int) -> Tensor:

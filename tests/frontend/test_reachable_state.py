@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import roundelay
-from roundelay.frontend.reachable_state import World
+from roundelay.frontend.reachable_state import ReachableState
 from tests.programs.table import Body, entropy, job
 
 
@@ -69,7 +69,7 @@ def shown(holder: Holder) -> Any:
 def test_what_a_call_changes_is_found_and_put_back_more_than_once(change: Any) -> None:
     holder = Holder()
     before, whole = shown(holder), holder.items
-    world = World([("loss", lambda: holder)])
+    world = ReachableState([("loss", lambda: holder)])
     assert world.changes() == []
     for _ in range(2):
         change(holder)
@@ -82,7 +82,7 @@ def test_what_a_call_changes_is_found_and_put_back_more_than_once(change: Any) -
 
 def test_a_hook_that_a_call_registers_is_taken_away_again() -> None:
     model = Body()
-    world = World([("model", model)])
+    world = ReachableState([("model", model)])
     model.b.register_forward_hook(lambda *_: None)
     world.restore()
     assert not model.b._forward_hooks

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundelay.frontend import Mode, StageFunction, capture
-from roundelay.frontend.retarget_device import placed
+from roundelay.frontend.retarget_device import retarget
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import DRAW, buffers_of, captured_of, even_cuts, run, sample, weights_of
 from tests.zoo import ZOO
@@ -114,8 +114,8 @@ def test_an_operation_that_is_not_told_where_is_told() -> None:
     made = graph.call_function(torch.ops.aten.zeros.default, ([2],))
     graph.output((made,))
     piece = torch.fx.GraphModule(nn.Module(), graph)
-    assert placed(piece, META)()[0].device == META
-    assert placed(piece, torch.device("cpu")) is piece
+    assert retarget(piece, META)()[0].device == META
+    assert retarget(piece, torch.device("cpu")) is piece
 
 
 def test_autocast_is_that_of_the_devices_kind() -> None:
@@ -131,5 +131,5 @@ def test_autocast_is_that_of_the_devices_kind() -> None:
 
     captured = capture(Cast(), lambda outputs, batch: outputs.square().mean(), (torch.randn(4, 4), torch.randn(4)))
     piece = captured.stage(even_cuts(captured, 1).stages[0]).segments[0].call.__self__  # type: ignore[attr-defined]
-    starts = [n for n in placed(piece, torch.device("cuda", 0)).graph.nodes if "autocast" in str(n.target)]
+    starts = [n for n in retarget(piece, torch.device("cuda", 0)).graph.nodes if "autocast" in str(n.target)]
     assert [node.args[0] for node in starts] == ["cuda"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundelay.frontend import Captured, Draw, Mode, capture
+from roundelay.frontend import Captured, Mode, RngKey, capture
 from roundelay.ir.graph import LOSS, WEIGHT
 from roundelay.lower.partition import partition
 from tests.frontend.cutting import (
@@ -219,11 +219,12 @@ def test_two_forwards_then_two_backwards_change_buffers_twice_and_equal_one_afte
     params, cut = weights_of(captured, 0.05), even_cuts(captured, 3)
     wanted, buffers = [], buffers_of(captured)
     for g, batch in enumerate(batches):
-        done = run(captured, cut, batch, params, buffers=buffers, draw=Draw(0, g), mode=mode)
+        done = run(captured, cut, batch, params, buffers=buffers, draw=RngKey(0, g), mode=mode)
         wanted.append(done.grads)
     together = buffers_of(captured)
     made = [
-        forwards(captured, cut, batch, params, together, draw=Draw(0, g), mode=mode) for g, batch in enumerate(batches)
+        forwards(captured, cut, batch, params, together, draw=RngKey(0, g), mode=mode)
+        for g, batch in enumerate(batches)
     ]
     after = snapshot(together)
     for one, grads in zip(made, wanted, strict=True):

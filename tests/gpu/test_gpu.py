@@ -13,7 +13,7 @@ import torch
 import roundelay
 from roundelay.api.training import Length, Session
 from roundelay.checkpoint.checkpoint import load
-from roundelay.runtime.device import Accelerated
+from roundelay.runtime.device import AcceleratorDevice
 from roundelay.transport.cuda import Cuda
 from tests.api.jobs import make, mlp
 
@@ -72,7 +72,7 @@ def test_spans_on_the_device_are_those_of_its_work() -> None:
 @ONE
 def test_a_copy_ahead_overlaps_with_the_work_of_the_worker() -> None:
     """The copy of the next micro-batch has ended on the device before the work that was given before it has."""
-    device = Accelerated(torch.device("cuda", 0), Cuda())
+    device = AcceleratorDevice(torch.device("cuda", 0), Cuda())
     ahead = torch.cuda.Event()
     rows = torch.zeros(1 << 20)
 

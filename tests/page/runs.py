@@ -14,7 +14,7 @@ from roundelay.lower.emit import emit
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 from roundelay.simulator import Simulation, simulate
 from tests.lower.plans import plan_of
 
@@ -88,7 +88,7 @@ def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
         ],
         "memory": [
             {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}
-            for part in ledger(plan, [200] * plan.num_stages)
+            for part in estimate_memory(plan, [200] * plan.num_stages)
         ],
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.page.run_page import page
+from roundelay.page.run_page import run_page
 from tests.page.runs import finished
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -58,7 +58,7 @@ def rendered(folder: Path, text: str, width: int = 1400) -> tuple[str, list[str]
 
 
 def test_a_page_renders_and_its_console_stays_silent(tmp_path: Path) -> None:
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     dom, console = rendered(tmp_path, text)
     assert console == []
     assert dom.count("<svg") == text.count("<svg") > 20
@@ -68,7 +68,7 @@ def test_a_page_renders_and_its_console_stays_silent(tmp_path: Path) -> None:
 
 
 def test_values_are_shown_below_the_cursor(tmp_path: Path) -> None:
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     dom, console = rendered(tmp_path, text.replace("</body>", POINT))
     assert len(console) == 0
     (cursor,) = re.findall(r'<g class="cursor".*?</g>', dom)
@@ -78,6 +78,6 @@ def test_values_are_shown_below_the_cursor(tmp_path: Path) -> None:
 
 def test_the_browser_refuses_whatever_the_page_would_load(tmp_path: Path) -> None:
     """Guards the guard: a picture that is smuggled in is not fetched, and the console says so."""
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     _, console = rendered(tmp_path, text.replace("<footer>", '<img src="http://127.0.0.1:9/x.png"><footer>'))
     assert any("Content Security Policy" in line for line in console)

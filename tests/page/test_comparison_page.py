@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from roundelay.page.comparison_page import COLOURS, DASHES, Chart, comparison, style_of
+from roundelay.page.comparison_page import COLOURS, DASHES, Chart, comparison_page, style_of
 from roundelay.page.png import drawer, picture
 from tests.page.runs import EVIL
 
@@ -22,20 +22,20 @@ def charts(lines: int, evil: str = "") -> list[Chart]:
 def test_every_line_has_a_look_of_its_own() -> None:
     count = len(COLOURS) * len(DASHES)
     assert len({style_of(i) for i in range(count)}) == count
-    page = comparison("t", [], [["rule"], ["x"]], charts(15))
+    page = comparison_page("t", [], [["rule"], ["x"]], charts(15))
     looks = set(re.findall(r'class="curve (line\d+)"', page))
     assert looks == {f"line{i}" for i in range(17)}
     assert all(f".curve.{look} {{" in page for look in looks)
 
 
 def test_what_comes_from_outside_is_escaped() -> None:
-    page = comparison(EVIL, [EVIL], [[EVIL], [EVIL]], charts(2, EVIL))
+    page = comparison_page(EVIL, [EVIL], [[EVIL], [EVIL]], charts(2, EVIL))
     assert EVIL not in page
     assert page.count("<script>") == 1
 
 
 def test_the_page_needs_nothing_but_itself() -> None:
-    page = comparison("t", ["about"], [["rule"], ["x"]], charts(2))
+    page = comparison_page("t", ["about"], [["rule"], ["x"]], charts(2))
     assert not re.search(r"https?://|<link(?! rel=\"icon\")|src=", page)
     assert "default-src 'none'" in page
 

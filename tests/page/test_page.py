@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roundelay.errors import RoundelayError, UsageError
-from roundelay.page.run_page import page
+from roundelay.page.run_page import run_page
 from roundelay.page.trace_window import read_window, shown
 from tests.page.runs import EVIL, append, begun, edit, finished, planned, simulated, spans_of
 
@@ -57,7 +57,7 @@ class Read(HTMLParser):
 
 
 def test_a_finished_run_has_every_section_and_figure(tmp_path: Path) -> None:
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     read = Read(text)
     assert read.heads == HEADINGS
     figures = {"loss": 2, "metrics": 2, "evaluations": 2, "throughput": 1, "shares": 1, "schedule": 2, "memory": 1}
@@ -71,14 +71,14 @@ def test_a_finished_run_has_every_section_and_figure(tmp_path: Path) -> None:
 
 
 def test_what_comes_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     assert EVIL not in text
     assert text.count("<script>") == 1
     assert "&lt;script&gt;alert(" in text
 
 
 def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    text = page(finished(tmp_path).path)
+    text = run_page(finished(tmp_path).path)
     assert Read(text).links == ["data:,"]
     assert "default-src 'none'" in text
     for loads in ("http://", "https://", "@import", "url(", "fetch(", "XMLHttp", "import("):
@@ -86,7 +86,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_ended_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
-    read = Read(page(begun(tmp_path, 12).path))
+    read = Read(run_page(begun(tmp_path, 12).path))
     words = " ".join(read.words)
     assert read.heads == [head for head in HEADINGS if head != "Evaluations"]
     assert "not finished" in words
@@ -97,12 +97,12 @@ def test_a_run_that_has_not_ended_says_what_is_missing_and_how_to_get_it(tmp_pat
 def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
     append(folder.metrics, '{"update": 3, "lo')
-    assert "updates</dt><dd>3</dd>" in page(folder.path)
+    assert "updates</dt><dd>3</dd>" in run_page(folder.path)
 
 
 def test_a_metric_beside_the_loss_is_a_curve_and_without_any_there_is_no_section(tmp_path: Path) -> None:
     folder = begun(tmp_path, 40)
-    text = page(folder.path)
+    text = run_page(folder.path)
     (part,) = re.findall(r"<h2>Metrics</h2>.*?</section>", text)
     assert re.findall(r"<h3>(.*?)</h3>", part) == [f"right {escape(EVIL)}", "never"]
     drawn = re.findall(r'<path class="curve (thin|a)" data-name="(.*?)" d="(.*?)"', part)
@@ -113,36 +113,36 @@ def test_a_metric_beside_the_loss_is_a_curve_and_without_any_there_is_no_section
     assert [path for _, name, path in drawn if name == "never"] == [""] * 3
     lines = [{**json.loads(line), "metrics": None} for line in folder.metrics.read_text().splitlines()]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "Metrics" not in Read(page(folder.path)).heads
+    assert "Metrics" not in Read(run_page(folder.path)).heads
 
 
 def test_more_metrics_than_there_is_room_for_are_told(tmp_path: Path) -> None:
     folder = begun(tmp_path, 2)
     many = {f"metric {n}": 0.5 for n in range(9)}
     append(folder.metrics, json.dumps({"update": 2, "loss": 1.0, "metrics": many}) + "\n")
-    assert "The first 6 of 11 are drawn." in page(folder.path)
+    assert "The first 6 of 11 are drawn." in run_page(folder.path)
 
 
 def test_numbers_that_are_missing_or_null_are_gaps(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
     append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "samples_per_second": "fast"}\n')
-    Read(page(folder.path))
+    Read(run_page(folder.path))
 
 
 def test_a_summary_of_another_time_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     edit(folder.summary, shares=None, memory="much", plain_samples_per_second=None, wall_s="long")
-    assert "Not there." in page(folder.path)
+    assert "Not there." in run_page(folder.path)
     odd = {"predicted": ["much"], "private_bytes": "x"}
     edit(folder.summary, shares=[{"busy": None}] * 3, memory=[odd] * 3, plain_samples_per_second={"1": "fast", "2": 0})
-    Read(page(folder.path))
+    Read(run_page(folder.path))
 
 
 def test_clocks_that_differ_are_told(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     row = {"forward": 0.2, "backward": 0.3, "update": 0.1, "data": 0.0, "bubble": None, "wait": None, "busy": 0.6}
     edit(folder.summary, shares=[row] * 3)
-    text = page(folder.path)
+    text = run_page(folder.path)
     assert "clocks differ" in text
     assert "idle: 40%" in text
 
@@ -154,7 +154,7 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
         for t in range(60_000)
     ]
     folder.metrics.write_text("".join(lines))
-    text = page(folder.path)
+    text = run_page(folder.path)
     assert len(text.encode()) < 1_000_000
     assert all(len(path) < 14 * 1500 for path in re.findall(r' d="([^"]*)"', text))
 
@@ -162,7 +162,7 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize(("rule", "workers"), [("gpipe", 1), ("1f1b", 2), ("pipeoptim", 4), ("pipedream", 40)])
 def test_the_smallest_runs_have_a_page_too(tmp_path: Path, updates: int, rule: str, workers: int) -> None:
-    Read(page(finished(tmp_path, updates, plan=planned(rule, workers, 1)).path))
+    Read(run_page(finished(tmp_path, updates, plan=planned(rule, workers, 1)).path))
 
 
 def test_the_window_lies_in_the_middle_and_holds_every_worker(tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_what_the_reader_loads_stands_above_the_workers(tmp_path: Path) -> None:
         assert (load.start_s, load.end_s) == pytest.approx(real[load.batch][2:], abs=1e-8)
         assert load.start_s < window.end_s
         assert load.end_s > window.start_s
-    text = page(folder.path)
+    text = run_page(folder.path)
     assert text.count(">reader</text>") == 6  # as it ran and as predicted, at three widths
     assert "reader of worker 0: batch" in text
     (folder.trace).write_text("".join(x for x in folder.trace.read_text().splitlines(True) if '"load' not in x))
-    assert page(folder.path).count(">reader</text>") == 3
+    assert run_page(folder.path).count(">reader</text>") == 3
 
 
 def broken(folder: Path, what: str) -> None:
@@ -231,7 +231,7 @@ def test_a_damaged_folder_is_refused_with_a_remedy(tmp_path: Path, what: str) ->
     folder = finished(tmp_path)
     broken(folder.path, what)
     with pytest.raises(RoundelayError) as caught:
-        page(folder.path)
+        run_page(folder.path)
     assert caught.value.remedy
 
 
@@ -239,4 +239,4 @@ def test_no_folder_and_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, got in (("nowhere", "no such folder"), ("file", "a file")):
         with pytest.raises(UsageError, match=got):
-            page(tmp_path / name)
+            run_page(tmp_path / name)

@@ -10,7 +10,7 @@ from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 from roundelay.simulator import simulate
 from tests.lower.plans import edge_of, plan_of
 
@@ -23,18 +23,18 @@ def priced(rule: str, num_stages: int, micro_batches: int, **changes: str) -> Pl
 
 
 def test_a_rule_that_flushes_holds_one_version_and_as_many_tapes_as_its_schedule_says() -> None:
-    gpipe, one = (ledger(priced(rule, 2, 4), [0, 0]) for rule in ("gpipe", "1f1b"))
+    gpipe, one = (estimate_memory(priced(rule, 2, 4), [0, 0]) for rule in ("gpipe", "1f1b"))
     assert [w.versions for w in (*gpipe, *one)] == [0, 0, 0, 0]
     assert [w.tapes for w in gpipe] == [40, 40]
     assert [w.tapes for w in one] == [20, 10]
 
 
 def test_stashing_holds_a_version_for_every_forward_that_waits() -> None:
-    assert [w.versions for w in ledger(priced("pipedream", 3, 1), [0, 0, 0])] == [200, 100, 0]
+    assert [w.versions for w in estimate_memory(priced("pipedream", 3, 1), [0, 0, 0])] == [200, 100, 0]
 
 
 def test_the_total_is_the_sum_of_its_items() -> None:
-    first, second = ledger(priced("pipedream", 2, 1), [200, 300])
+    first, second = estimate_memory(priced("pipedream", 2, 1), [200, 300])
     assert first.items() == {
         "weights": 100, "gradients": 100, "optimizer": 200, "versions": 100, "tapes": 20, "messages": 10,
     }  # fmt: skip
@@ -46,11 +46,11 @@ def test_longer_runs_hold_no_more(rule: str) -> None:
     """The peaks have been reached in the batches that are simulated."""
     plan = priced(rule, 4, 3)
     long = simulate(plan, emit(plan), stream([3] * 40)).workers
-    told = ledger(plan, [0] * 4)
+    told = estimate_memory(plan, [0] * 4)
     assert [(w.tapes, w.messages) for w in told] == [(w.tape_bytes_peak, w.unread_bytes_peak) for w in long]
     assert [w.versions for w in told] == [100 * (w.versions_held_peak - 1) for w in long]
 
 
 def test_one_number_per_stage_is_asked_for() -> None:
     with pytest.raises(UsageError, match="2, one per stage"):
-        ledger(priced("1f1b", 2, 2), [1])
+        estimate_memory(priced("1f1b", 2, 2), [1])

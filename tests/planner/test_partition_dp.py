@@ -15,11 +15,11 @@ from roundelay.ir.profile import Profile
 from roundelay.ir.stage import Edge, Partition
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
-from roundelay.planner.cost_model import Cuts, Prices, Terms, priced
+from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
 from roundelay.planner.partition_dp import TIE, choose_cuts, equal_cuts, names_of, nearest_cuts
 from tests.lower.graphs import IDS, LABELS, Step, graph_of, graphs
 
-FREE = Terms(micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
+FREE = CostParameters(micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Setting:
 
     graph: Graph
     profile: Profile
-    terms: Terms
+    terms: CostParameters
 
     @property
-    def prices(self) -> Prices:
-        return priced(self.graph, self.profile, self.terms)
+    def prices(self) -> StageCosts:
+        return stage_costs(self.graph, self.profile, self.terms)
 
 
 @st.composite
@@ -47,7 +47,7 @@ def settings(draw: st.DrawFn) -> Setting:
     cuts = tuple(cut for cut in graph.cuts if draw(st.integers(0, 3)) and cut < len(graph.ops) - 1)
     seconds = st.lists(st.integers(0, 20), min_size=len(graph.ops) + 1, max_size=len(graph.ops) + 1)
     profile = Profile(*(tuple(map(float, draw(seconds))) for _ in range(3)))
-    terms = Terms(
+    terms = CostParameters(
         micro_batches=draw(st.sampled_from([1, 2, 9])),
         latency_s=draw(st.sampled_from([0.0, 3.0])),
         bytes_per_s=draw(st.sampled_from([20.0, 400.0])),
@@ -181,7 +181,7 @@ def test_among_equally_good_cuts_the_fewest_bytes_win() -> None:
 def test_a_skip_is_paid_for_by_the_stages_that_read_it_and_by_no_stage_between() -> None:
     steps = [Step("a0", [IDS]), Step("a1", ["a0"]), Step("a2", ["a1"]), Step("a3", ["a2", "a0"])]
     graph = graph_of(steps, cuts=[0, 1, 2])
-    prices = priced(graph, Profile(*[(0.0,) * 5] * 3), dataclasses.replace(FREE, bytes_per_s=1.0))
+    prices = stage_costs(graph, Profile(*[(0.0,) * 5] * 3), dataclasses.replace(FREE, bytes_per_s=1.0))
     assert [prices.bytes_in(i, i + 1) for i in (1, 2)] == [32, 32]  # 16 bytes there, 16 back
     assert prices.bytes_in(3, 5) == 64 + 16  # also the labels, for which nothing comes back
     assert prices.bytes_out(0, 1) == 32 + 16
@@ -192,7 +192,7 @@ def test_a_parameter_used_again_travels_whole_with_every_micro_batch() -> None:
     steps = [Step("a0", [IDS], ["w"]), Step("a1", ["a0"], ["w"])]
     graph = graph_of(steps, cuts=[0])
     terms = dataclasses.replace(FREE, micro_batches=4)
-    prices = priced(graph, Profile(*[(0.0,) * 3] * 3), terms)
+    prices = stage_costs(graph, Profile(*[(0.0,) * 3] * 3), terms)
     assert prices.bytes_in(1, 3) / prices.share == 2 * 16 + (2 * 16 + 16) / 4
     edge = partition(graph, [["a0"], ["a1"]]).edges[0]
     assert edge.values == ("a0", LABELS, WEIGHT + "w")

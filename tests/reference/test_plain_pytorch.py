@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from roundelay.frontend import Captured, Draw, capture
+from roundelay.frontend import Captured, RngKey, capture
 from roundelay.frontend.batch import num_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import rule_named
@@ -75,7 +75,7 @@ def by_reference(cap: Captured, depth: int, micro_batches: int, rule: str, **opt
     mode, labels = options.get("mode", "stash"), cap.graph.labels_per_row
     setting = Setting(rule_named(rule), "none", mode, labels_per_row=labels)
     return run_reference(
-        setting, stages, named, buffers, stream, options["optimizer"], options["scheduler"], lambda g: Draw(0, g)
+        setting, stages, named, buffers, stream, options["optimizer"], options["scheduler"], lambda g: RngKey(0, g)
     )
 
 

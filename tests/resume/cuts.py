@@ -32,7 +32,7 @@ def every_checkpoint(monkeypatch: Any, folder: Path) -> Iterator[None]:
     saving = store.save
     with monkeypatch.context() as patched:
         patched.setattr(checkpointing.store, "save", save)
-        patched.setattr(checkpointing.Keeper, "keep", _each)
+        patched.setattr(checkpointing.Checkpointer, "keep", _each)
         yield
 
 
@@ -42,7 +42,7 @@ def _each(keeper: Any, snapshot: Any, epoch_starts: Any) -> None:
     _keep(keeper, snapshot, epoch_starts)
 
 
-_keep = checkpointing.Keeper.keep
+_keep = checkpointing.Checkpointer.keep
 
 
 @dataclasses.dataclass(frozen=True)

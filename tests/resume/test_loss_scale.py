@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roundelay.api.reference_start import First
+from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.training import Length, Saving, Session, Trained
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import Checkpoint, load
@@ -94,7 +94,7 @@ def test_with_empty_stages_it_goes_on_with_the_scale_that_it_had(variant: str, t
     assert start.loss_scale == whole.snapshot.loss_scale != (2.0**28, 0)
     place.restore()
     session = Session(place.job(), place.captured, plan, 0, Length(steps=5), start)
-    found = verify_session(session, first=First.of(place.captured))
+    found = verify_session(session, first=ReferenceStart.of(place.captured))
     assert found.equal, found.difference
     rest = Session(place.job(), place.captured, plan, 0, Length(steps=5), start).run(notify=lambda event: None)
     assert start.loss_scale is not None

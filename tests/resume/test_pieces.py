@@ -11,7 +11,7 @@ import torch
 
 from roundelay.api.training import Saving
 from roundelay.checkpoint.checkpoint import Checkpoint, load
-from roundelay.checkpoint.in_flight import StageFlight
+from roundelay.checkpoint.in_flight import StageInFlight
 from roundelay.errors import UserCodeError
 from roundelay.weight_prediction import LastStep
 from tests.equivalence.cells import VARIANTS
@@ -19,7 +19,7 @@ from tests.resume.cuts import differences, every_checkpoint
 from tests.resume.test_rules import trip
 
 Change = Callable[[Checkpoint], Checkpoint]
-Spoil = Callable[[StageFlight], StageFlight]
+Spoil = Callable[[StageInFlight], StageInFlight]
 
 
 def each(spoil: Spoil) -> Change:
@@ -36,7 +36,7 @@ def each(spoil: Spoil) -> Change:
 def newest(start: Checkpoint) -> Checkpoint:
     """In place of the weights that forwards in flight have read, the newest ones."""
 
-    def spoil(stage: StageFlight) -> StageFlight:
+    def spoil(stage: StageInFlight) -> StageInFlight:
         weights = {key: {n: start.parameters[n] for n in named} for key, named in stage.weights.items()}
         return dataclasses.replace(stage, weights=weights)
 
@@ -48,7 +48,7 @@ def drained(start: Checkpoint) -> Checkpoint:
     return dataclasses.replace(start, flight=None)
 
 
-def other_versions(stage: StageFlight) -> StageFlight:
+def other_versions(stage: StageInFlight) -> StageInFlight:
     """As if what is in flight had been forwarded one update later, with the same weights."""
     later = {g: version + 1 for g, version in stage.versions.items()}
     weights = {(v, d, g): named for (v, d, g), named in stage.weights.items()}
@@ -56,13 +56,13 @@ def other_versions(stage: StageFlight) -> StageFlight:
     return dataclasses.replace(stage, versions=later, weights=weights)
 
 
-def without_last(stage: StageFlight) -> StageFlight:
+def without_last(stage: StageInFlight) -> StageInFlight:
     """As a checkpoint from which a run starts with empty stages: nothing is known of the last update."""
     nothing = {name: LastStep(rate=0.0, displacement=None, gradient=None) for name in stage.last}
     return dataclasses.replace(stage, last=nothing)
 
 
-def no_displacement(stage: StageFlight) -> StageFlight:
+def no_displacement(stage: StageInFlight) -> StageInFlight:
     """The last update led nowhere."""
     still = {
         name: LastStep(last.rate, torch.zeros_like(last.displacement), last.gradient)
@@ -72,7 +72,7 @@ def no_displacement(stage: StageFlight) -> StageFlight:
     return dataclasses.replace(stage, last=stage.last | still)
 
 
-def no_gradient(stage: StageFlight) -> StageFlight:
+def no_gradient(stage: StageInFlight) -> StageInFlight:
     """The last update had no gradient."""
     still = {
         name: LastStep(last.rate, last.displacement, torch.zeros_like(last.gradient))
@@ -82,7 +82,7 @@ def no_gradient(stage: StageFlight) -> StageFlight:
     return dataclasses.replace(stage, last=stage.last | still)
 
 
-def kept_away(stage: StageFlight) -> StageFlight:
+def kept_away(stage: StageInFlight) -> StageInFlight:
     """Without older versions for forwards to come."""
     return dataclasses.replace(stage, keep=None)
 

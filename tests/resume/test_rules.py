@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from roundelay.api import checkpointing
 from roundelay.api.planning import capture, plan
-from roundelay.api.reference_start import First
+from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import changed
 from roundelay.api.state_gather import Drained, Updated
 from roundelay.api.training import Length, Saving, Session, load_checkpoint
@@ -237,7 +237,7 @@ def test_what_follows_a_checkpoint_is_proved_from_the_first_update_on(
     with every_checkpoint(monkeypatch, tmp_path):
         made.whole(Saving(path=tmp_path, every=1))
     made.restore()
-    first = First.of(made.captured)
+    first = ReferenceStart.of(made.captured)
     start = load_checkpoint(tmp_path / "4", made.captured)
     found = verify_session(Session(made.job(), made.captured, made.plan, 0, Length(steps=4), start), first=first)
     assert found.equal, found.difference

@@ -12,7 +12,7 @@ import torch
 
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError
 from roundelay.runtime import control_channel
-from roundelay.runtime.control_channel import Line, messages_of, report_of
+from roundelay.runtime.control_channel import ControlChannel, messages_of, report_of
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Delivery, Endpoint, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
@@ -25,15 +25,15 @@ class Ends:
         self.reports, self.news = memory_endpoints(3), memory_endpoints(3)
         self.heard: list[tuple[int, str]] = []
         self.lost: list[str] = []
-        self._lines: list[Line] = []
+        self._lines: list[ControlChannel] = []
 
-    def open(self, rank: int, news: Endpoint | None = None, on_report: Reporter | None = None) -> Line:
+    def open(self, rank: int, news: Endpoint | None = None, on_report: Reporter | None = None) -> ControlChannel:
         """The line of one process: 0 watches the others, who watch 0."""
 
         def lost(other: int, error: RoundelayError) -> None:
             self.lost.append(f"{rank}: {error.subject}: {error.got}")
 
-        opened = Line(
+        opened = ControlChannel(
             self.reports[rank],
             news or self.news[rank],
             (1, 2) if rank == 0 else (0,),

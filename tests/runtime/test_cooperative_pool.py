@@ -18,7 +18,7 @@ from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime import cooperative_pool as pool_module
-from roundelay.runtime.cooperative_pool import Pool
+from roundelay.runtime.cooperative_pool import CooperativePool
 from roundelay.runtime.handlers import Context, Handler, do_forward
 from roundelay.runtime.worker import Loop, Wrap
 from roundelay.transport.endpoint import Arrived, Granted, Message
@@ -31,7 +31,7 @@ Make = Callable[[MemoryEndpoint, Callable[[Any, Any], Any]], Loop]
 
 def play(loops: list[Make], act: Callable[[Any, Any], Any], deadline_s: float = FAR_S) -> list[threading.Thread]:
     """Run loops that do ``act`` between what they send and receive, to their end; all threads."""
-    pool = Pool(len(loops), deadline_s)
+    pool = CooperativePool(len(loops), deadline_s)
     endpoints = memory_endpoints(len(loops), pool.wake)
     made = [loop(end, pool.yielding({"act": act})["act"]) for loop, end in zip(loops, endpoints, strict=True)]
     threads = pool.threads(endpoints, made)
@@ -144,10 +144,10 @@ def test_nobody_waits_long_behind_an_instruction_that_was_expected_to_be_short(m
 def test_what_was_quick_once_is_soon_known_to_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was slow once is not."""
     monkeypatch.setattr(pool_module, "RECENT", 3)
-    pool = Pool(1, FAR_S)
+    pool = CooperativePool(1, FAR_S)
     pool._by_identity[threading.get_ident()] = pool._seats[0]
     left: list[int] = []
-    monkeypatch.setattr(Pool, "_leave", lambda pool, seat: left.append(1))
+    monkeypatch.setattr(CooperativePool, "_leave", lambda pool, seat: left.append(1))
 
     def leaves(seconds: list[float]) -> list[int]:
         """Whether it was left to another thread to go on, by execution."""
@@ -187,7 +187,7 @@ def until(ready: Callable[[], object]) -> None:
 
 def test_a_credit_resumes_only_who_wants_one() -> None:
     resumed: list[bool] = []
-    pool = Pool(2, FAR_S)
+    pool = CooperativePool(2, FAR_S)
     ends = memory_endpoints(2, pool.wake)
 
     def taker(wanted: bool) -> Loop:
@@ -223,7 +223,7 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
 def test_a_wake_up_with_nothing_left_to_see_resumes_nobody() -> None:
     """A sender puts a message down; the receiver, at work, takes it and pauses again; only then the sender tells it."""
     resumed: list[bool] = []
-    pool = Pool(2, FAR_S)
+    pool = CooperativePool(2, FAR_S)
     ends = memory_endpoints(2, pool.wake)
 
     def taker() -> Loop:
@@ -249,7 +249,7 @@ def test_a_wake_up_with_nothing_left_to_see_resumes_nobody() -> None:
 def test_a_worker_that_nobody_was_told_of_is_carried_on_at_the_next_look() -> None:
     """A thread that counted as away for a moment, outside of its instructions, tells nobody what it sends."""
     gone_on = threading.Event()
-    pool = Pool(2, FAR_S)
+    pool = CooperativePool(2, FAR_S)
     ends = memory_endpoints(2, lambda worker, credit: None)
 
     def taker() -> Loop:
@@ -307,7 +307,7 @@ def test_a_worker_that_nothing_comes_for_is_told() -> None:
 
 
 def test_threads_that_wait_end_when_the_run_is_given_up() -> None:
-    pool = Pool(2, FAR_S)
+    pool = CooperativePool(2, FAR_S)
     endpoints = memory_endpoints(2, pool.wake)
     threads = pool.threads(endpoints, [waits(), waits()])
     for thread in threads:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roundelay.runtime.cuda_handoff import streamed
-from roundelay.runtime.device import HOST, Accelerated, Device
+from roundelay.runtime.device import HOST, AcceleratorDevice, Device
 from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.memory import memory_endpoints
 from tests.runtime.accelerator import Fake
@@ -47,7 +47,7 @@ def arrived(endpoint: Endpoint) -> Message:
 
 def test_the_receivers_stream_comes_behind_what_the_sender_had_given_to_its_own() -> None:
     driver = Fake()
-    a, b = Accelerated(ONE, driver), Accelerated(ONE, driver)
+    a, b = AcceleratorDevice(ONE, driver), AcceleratorDevice(ONE, driver)
     left, right = pair(a, b, driver=driver)
     one, two = torch.empty(3, device=ONE), torch.empty(4, device=ONE)
     own: Any = b.stream
@@ -68,7 +68,7 @@ def test_the_receivers_stream_comes_behind_what_the_sender_had_given_to_its_own(
 
 def test_a_message_to_another_device_is_copied_behind_the_senders_work(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
-    a, b = Accelerated(OTHER, driver), Accelerated(ONE, driver)
+    a, b = AcceleratorDevice(OTHER, driver), AcceleratorDevice(ONE, driver)
     left, right = pair(a, b, driver=driver)
     sent = torch.ones(3).as_subclass(Elsewhere)
     places: list[Any] = []
@@ -90,7 +90,7 @@ def test_a_message_to_another_device_is_copied_behind_the_senders_work(monkeypat
 
 def test_the_host_waits_only_where_the_receiver_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
-    left, right = pair(Accelerated(torch.device("cpu"), driver), HOST, driver=driver)
+    left, right = pair(AcceleratorDevice(torch.device("cpu"), driver), HOST, driver=driver)
     notes = []
     make = driver.event
     monkeypatch.setattr(driver, "event", lambda timing=False: notes.append(make()) or notes[-1])
@@ -104,7 +104,7 @@ def test_the_host_waits_only_where_the_receiver_is_the_cpu(monkeypatch: pytest.M
 
 def test_grants_ends_and_counts_are_those_of_the_endpoint_inside() -> None:
     driver = Fake()
-    left, right = pair(Accelerated(ONE, driver), HOST, driver=driver)
+    left, right = pair(AcceleratorDevice(ONE, driver), HOST, driver=driver)
     right.grant(0, 3)
     assert left.receive(1.0).source == 1
     right.send(0, Message(0, (), (torch.ones(2),)))

@@ -14,7 +14,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.runtime import threaded_workers
-from roundelay.runtime.device import HOST, Accelerated, Spans, named
+from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, named
 from roundelay.runtime.handlers import HANDLERS
 from tests.api.jobs import make, mlp
 from tests.runtime.accelerator import Fake
@@ -90,7 +90,7 @@ class Source:
 
 def test_the_next_micro_batch_is_copied_when_the_one_before_it_begins_and_no_other() -> None:
     driver, source = Fake(), Source(5)
-    fed = Accelerated(PLACE, driver).feed(source.data)
+    fed = AcceleratorDevice(PLACE, driver).feed(source.data)
     own, copies = driver.streams
     seen = []
     for g, (header, values) in enumerate(fed):
@@ -107,7 +107,7 @@ def test_the_next_micro_batch_is_copied_when_the_one_before_it_begins_and_no_oth
 
 def test_data_that_is_left_early_is_closed() -> None:
     source = Source(5)
-    fed = Accelerated(PLACE, Fake()).feed(source.data)
+    fed = AcceleratorDevice(PLACE, Fake()).feed(source.data)
     next(fed)
     fed.close()
     assert source.closed
@@ -117,7 +117,7 @@ def test_copies_are_made_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatc
     driver, source, places = Fake(), Source(2), []
     pinned = driver.pinned
     monkeypatch.setattr(driver, "pinned", lambda tensor: places.append(driver.current) or pinned(tensor))
-    device = Accelerated(PLACE, driver)
+    device = AcceleratorDevice(PLACE, driver)
     with device.active():
         list(device.feed(source.data))
     assert {place.number for place in places if place} == {1}
@@ -166,7 +166,7 @@ def test_work_that_the_device_has_not_done_yet_is_not_counted() -> None:
 def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
     plain = roundelay.verify(make(mlp()), steps=3)
-    monkeypatch.setattr(threaded_workers, "device_of", lambda name: Accelerated(PLACE, driver))
+    monkeypatch.setattr(threaded_workers, "device_of", lambda name: AcceleratorDevice(PLACE, driver))
     monkeypatch.setattr(threaded_workers, "Cuda", lambda: driver)
     streamed = roundelay.verify(make(mlp()), steps=3)
     assert plain.equal

@@ -16,9 +16,9 @@ import roundelay
 from roundelay.api import training
 from roundelay.errors import InternalError, RunError
 from roundelay.runtime import forked_workers
-from roundelay.runtime.worker_messages import Incoming, Report
+from roundelay.runtime.worker_messages import Report, ReportAssembler
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.shm_resources import Wiring
+from roundelay.transport.shm_resources import ShmResources
 from tests.api.jobs import make
 from tests.conftest import alive
 from tests.runtime.interrupts import bystander, give, handled
@@ -55,12 +55,12 @@ def test_a_pipe_holds_much_and_all_of_them_not_too_much(workers: int, size: int)
 def test_a_launcher_that_cannot_read_a_report_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread that reads them is gone, and would be waited for without end."""
 
-    def fails(incoming: Incoming, size: int) -> Iterator[Report]:
+    def fails(incoming: ReportAssembler, size: int) -> Iterator[Report]:
         raise MemoryError("no room for a state")
 
     job = make()
     monkeypatch.setattr(training, "check_transport", lambda transport: None)  # which hears a child, too
-    monkeypatch.setattr(Incoming, "filled", fails)
+    monkeypatch.setattr(ReportAssembler, "filled", fails)
     with pytest.raises(InternalError, match="the launcher: got MemoryError: no room for a state"):
         roundelay.train(job, plan=roundelay.plan(job, workers=2, transport="shm"), steps=4, check="off")
 
@@ -151,7 +151,7 @@ def test_a_worker_that_cannot_connect_tells_what_it_met(monkeypatch: pytest.Monk
     """As it is where a process may have so many threads and no more: what a library raises is no bug of ours."""
     endpoint = forked_workers.ShmEndpoint
 
-    def full(worker: int, wiring: Wiring, deadline_s: float) -> Endpoint:
+    def full(worker: int, wiring: ShmResources, deadline_s: float) -> Endpoint:
         if worker == 1:
             raise RuntimeError("can't start new thread")
         return endpoint(worker, wiring, deadline_s)

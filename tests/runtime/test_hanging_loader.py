@@ -30,7 +30,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.runtime import prefetch
 from roundelay.runtime.child_process import keep_children
-from roundelay.runtime.failure_tracker import GRACE_S, Tally, failure
+from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker, failure
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.loader_probe import first_batch, reading_s
 from roundelay.runtime.worker_messages import Report
@@ -312,7 +312,7 @@ def aborted(worker: int) -> Report:
     ],
 )
 def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Report]) -> None:
-    tally = Tally(5, lambda report: None)
+    tally = FailureTracker(5, lambda report: None)
     for each in failures[:-1]:
         tally.take(each)
         assert not tally.over(10.0)
@@ -326,6 +326,6 @@ def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Re
 
 @pytest.mark.parametrize("cause", [own(0), data(0)])
 def test_what_a_worker_met_itself_ends_the_run_at_once(cause: Report) -> None:
-    tally = Tally(5, lambda report: None)
+    tally = FailureTracker(5, lambda report: None)
     tally.take(cause)
     assert tally.over(0.0)

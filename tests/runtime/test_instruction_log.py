@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from roundelay.actor.machine import Run
 from roundelay.ir.program import Instruction
-from roundelay.runtime.instruction_log import Log
+from roundelay.runtime.instruction_log import InstructionLog
 
 
-def kept(order: list[int], number: int) -> Log:
-    log = Log(number)
+def kept(order: list[int], number: int) -> InstructionLog:
+    log = InstructionLog(number)
     for at, g in enumerate(order):
         log.add((Run(Instruction("forward", 0), g, None, 0, 0, None, 0, (), (), 0), 0, float(at), float(at), 0))
     return log

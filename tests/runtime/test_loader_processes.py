@@ -32,7 +32,7 @@ from roundelay.job import Job
 from roundelay.runtime.batch_reader import Extent, read_batches
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.loader_processes import forget_loaders, loaders_unheard
-from roundelay.runtime.prefetch import Registers, ahead
+from roundelay.runtime.prefetch import Registers, prefetch
 from roundelay.runtime.user_errors import loading_failed
 from tests.conftest import alive, nothing_left_behind
 
@@ -97,7 +97,9 @@ def test_a_second_reading_asks_the_processes_of_the_first() -> None:
     def live() -> None:
         loader = DataLoader(Rows(), batch_size=32, num_workers=1, persistent_workers=True)
         for _ in range(2):
-            with closing(ahead(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))) as source:
+            with closing(
+                prefetch(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))
+            ) as source:
                 count = len(list(source))
             os.write(writing, f"{count} by {loader._iterator._workers[0].pid}\n".encode())
             time.sleep(0.2)
@@ -115,7 +117,7 @@ def test_with_a_killed_worker_end_processes_whose_reader_has_finished() -> None:
 
     def live() -> None:
         loader = DataLoader(Rows(), batch_size=32, num_workers=1, persistent_workers=True)
-        with closing(ahead(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))) as source:
+        with closing(prefetch(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))) as source:
             list(source)
         os.kill(loader._iterator._workers[0].pid, signal.SIGSTOP)  # it cannot look whether its parent lives
         os.write(writing, str(loader._iterator._workers[0].pid).encode())
@@ -149,7 +151,7 @@ def used_in_a_child_of_a_user(ends: Callable[[], object]) -> tuple[int, int, lis
         own = DataLoader(
             Rows(), batch_size=32, num_workers=1, persistent_workers=True, multiprocessing_context="forkserver"
         )
-        with closing(ahead(read_batches(lambda epoch: own, 0, Extent(epochs=1)), Registers(1, 60.0))) as source:
+        with closing(prefetch(read_batches(lambda epoch: own, 0, Extent(epochs=1)), Registers(1, 60.0))) as source:
             count = len(list(source))
         process = own._iterator._workers[0].pid
         server = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
@@ -306,7 +308,7 @@ def failing(breaks: Callable[[], object], num_workers: int) -> UserCodeError:
     loader = DataLoader(Rows(40, breaks), batch_size=8, num_workers=num_workers)
 
     def read() -> None:
-        with closing(ahead(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))) as source:
+        with closing(prefetch(read_batches(lambda epoch: loader, 0, Extent(epochs=1)), Registers(1, 20.0))) as source:
             list(source)
 
     with nothing_left_behind():

@@ -13,12 +13,12 @@ from roundelay.errors import DivergedError
 from roundelay.ir.loss_scale import HOPELESS, LEAST, MOST, LossScale
 from roundelay.ir.micro_batch import stream
 from roundelay.reference.scale import ScaleTable
-from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.loss_scaler import LossScaler
 
 
 def given_scales(rule: LossScale, finite: Sequence[bool], count: int = 1, late: int = 0) -> list[float]:
     """What the micro-batches of equal batches carry, if stage 0 runs each backward ``late`` behind its forward."""
-    scales, carried, headers = Scales(rule, None, None), [], stream([count] * len(finite))
+    scales, carried, headers = LossScaler(rule, None, None), [], stream([count] * len(finite))
     for g, header in enumerate(headers):
         carried.append(scales.give(header))
         if g >= late and headers[g - late].ends_batch:

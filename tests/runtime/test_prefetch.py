@@ -29,7 +29,7 @@ from roundelay.lower import emit
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime import prefetch as module
 from roundelay.runtime.handlers import Context, do_forward, do_read
-from roundelay.runtime.prefetch import Registers, ahead
+from roundelay.runtime.prefetch import Registers, prefetch
 from tests.api.jobs import Noisy, make
 from tests.conftest import nothing_left_behind
 
@@ -66,14 +66,14 @@ def counted(made: list[int], count: int = 9) -> Generator[int, None, None]:
 
 def test_nothing_is_lost_doubled_or_out_of_order() -> None:
     made: list[int] = []
-    assert list(ahead(counted(made), two())) == list(range(9))
+    assert list(prefetch(counted(made), two())) == list(range(9))
     assert made[-1] == -1
     assert not readers()
 
 
 def test_one_is_made_while_another_is_in_use_and_no_more() -> None:
     made: list[int] = []
-    source = ahead(counted(made), two())
+    source = prefetch(counted(made), two())
     assert next(source) == 0
     assert until(lambda: made == [0, 1])
     time.sleep(0.1)
@@ -88,7 +88,7 @@ def test_one_is_made_while_another_is_in_use_and_no_more() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_as_many_are_made_as_there_are_registers(count: int) -> None:
     made: list[int] = []
-    with closing(ahead(counted(made), Registers(count, SECONDS))) as source:
+    with closing(prefetch(counted(made), Registers(count, SECONDS))) as source:
         assert next(source) == 0
         assert until(lambda: made == list(range(count)))
         time.sleep(0.1)
@@ -102,7 +102,7 @@ def test_what_was_loaded_is_noted_with_its_time() -> None:
             yield number
 
     registers, begin = two(), time.perf_counter()
-    assert list(ahead(slow(), registers)) == [0, 1, 2]
+    assert list(prefetch(slow(), registers)) == [0, 1, 2]
     assert [number for number, _, _ in registers.loads] == [0, 1, 2]
     assert all(end - start >= 0.029 for _, start, end in registers.loads)
     times = [at for _, start, end in registers.loads for at in (start, end)]
@@ -116,7 +116,7 @@ def test_a_failure_comes_in_its_place() -> None:
         yield from range(3)
         raise UserCodeError("the loader", got="a hole", expected="data", remedy="Fill it.")
 
-    source = ahead(failing(), two())
+    source = prefetch(failing(), two())
     assert [next(source), next(source), next(source)] == [0, 1, 2]
     with pytest.raises(UserCodeError, match="a hole"):
         next(source)
@@ -132,7 +132,7 @@ def test_a_loader_that_hangs_is_told_in_time_and_left_behind(monkeypatch: pytest
         let_go.wait(SECONDS)
         yield 1
 
-    source = ahead(hanging(), Registers(2, 0.2))
+    source = prefetch(hanging(), Registers(2, 0.2))
     assert next(source) == 0
     with pytest.raises(DeadlineError, match=r"the data: got no batch from the loader for 0.2 s.*raise deadline_s"):
         next(source)

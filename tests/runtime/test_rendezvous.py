@@ -15,11 +15,11 @@ from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLos
 from roundelay.launchers import Launched
 from roundelay.runtime import control_channel
 from roundelay.runtime import torchrun_worker as members
-from roundelay.runtime.control_channel import Line, OnDeaf, OnLost, messages_of
+from roundelay.runtime.control_channel import ControlChannel, OnDeaf, OnLost, messages_of
 from roundelay.runtime.device import Device
 from roundelay.runtime.failure_tracker import failure
-from roundelay.runtime.rendezvous import Party
-from roundelay.runtime.torchrun_worker import attend, lead
+from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.runtime.torchrun_worker import run_follower, run_leader
 from roundelay.runtime.worker import Task, unchanged
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
@@ -34,8 +34,8 @@ class _Member:
     def __init__(self) -> None:
         self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))
 
-    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
-        return Line(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
+    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
+        return ControlChannel(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
 
     def data(self, plan: object, device: object) -> Endpoint:
         return self.frames[1]
@@ -61,7 +61,7 @@ def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch
         left.set()
 
     monkeypatch.setattr(members, "work", tells_and_leaves_late)
-    assert attend(TASK, cast(Party, _Member()), unchanged) == (kind == "finished")
+    assert run_follower(TASK, cast(ProcessGroup, _Member()), unchanged) == (kind == "finished")
     assert left.is_set(), "threads that outlive the main one abort the process while the interpreter shuts down"
 
 
@@ -75,7 +75,7 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: time.sleep(0.1))
     member = _Member()
     member.reports[0].send(1, Message(0, (), ()))
-    assert not attend(TASK, cast(Party, member), unchanged)
+    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     monkeypatch.undo()
     told = member.told()
     assert isinstance(told, Arrived)
@@ -93,7 +93,7 @@ def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.M
     monkeypatch.setattr(control_channel, "messages_of", fails)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
     member = _Member()
-    assert not attend(TASK, cast(Party, member), unchanged)
+    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     told = member.told()
     assert isinstance(told, Arrived)
     data = control_channel.report_of(told.message)[0].data
@@ -109,8 +109,8 @@ def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
     class Leader(_Member):
         rank, size = 0, 2
 
-        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
-            return Line(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
+        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
+            return ControlChannel(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
 
     def listen(report: Report) -> None:
         raise error
@@ -119,7 +119,7 @@ def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
     monkeypatch.setattr(members, "num_workers", lambda plan: 2)
     leader = Leader()
     with pytest.raises(UserCodeError, match=told):
-        lead(TASK, listen, unchanged, cast(Party, leader))
+        run_leader(TASK, listen, unchanged, cast(ProcessGroup, leader))
     while isinstance(end := leader.news[1].receive(20.0), Granted):
         pass
     assert end == Lost(0, "the run has failed; worker 0 tells why")
@@ -133,7 +133,7 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     member = _Member()
     monkeypatch.setattr(member, "data", fails)
-    assert not attend(TASK, cast(Party, member), unchanged)
+    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     told = member.told()
     assert isinstance(told, Arrived)
     assert control_channel.report_of(told.message)[0].data["got"] == "nobody"
@@ -142,13 +142,13 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "start",
     [
-        lambda party: lead(TASK, lambda report: None, unchanged, party),
-        lambda party: attend(TASK, party, unchanged),
+        lambda party: run_leader(TASK, lambda report: None, unchanged, party),
+        lambda party: run_follower(TASK, party, unchanged),
     ],
     ids=["the leader", "a member"],
 )
 def test_who_lacks_its_device_says_so_before_it_meets_anybody(
-    start: Callable[[Party], object], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ProcessGroup], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the others would tell of a lost worker beside it."""
 
@@ -160,7 +160,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
     monkeypatch.setattr(member, "line", lambda *args: pytest.fail("it met the others"))
     monkeypatch.setattr(member, "size", 2, raising=False)
     with pytest.raises(UsageError, match="cuda:7"):
-        start(cast(Party, member))
+        start(cast(ProcessGroup, member))
 
 
 def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeyp
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
     member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()
-    assert not attend(TASK, cast(Party, member), unchanged)
+    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     assert worked.wait(10.0)
     assert member.frames[1].aborted, "or it would wait for the others until its deadline"
 
@@ -191,7 +191,7 @@ def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(mo
     monkeypatch.setattr(members, "NEWS_S", 20.0)
     monkeypatch.setattr(members, "work", fails)
     with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
-        attend(TASK, cast(Party, member), unchanged)
+        run_follower(TASK, cast(ProcessGroup, member), unchanged)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from roundelay.runtime.worker_messages import Incoming, Report, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
 
 TENSORS = {
     "float": torch.randn(3, 5),
@@ -25,7 +25,7 @@ TENSORS = {
 }
 
 
-def heard(incoming: Incoming, data: bytes, sizes: Iterable[int]) -> Iterator[Report]:
+def heard(incoming: ReportAssembler, data: bytes, sizes: Iterable[int]) -> Iterator[Report]:
     """What comes out of bytes that are read in parts of these sizes, the last of them again and again."""
     for size in sizes:
         if not data:
@@ -56,7 +56,7 @@ SHORT = Report("progress", 0, {"update": 1})
 
 
 def test_no_more_rooms_are_offered_than_one_call_of_the_system_takes() -> None:
-    incoming = Incoming()
+    incoming = ReportAssembler()
     pieces = pieces_of(Report("state", 0, {}, {str(n): torch.zeros(1) for n in range(2000)}))
     reading, writing = os.pipe()
     try:
@@ -75,7 +75,7 @@ def test_no_more_rooms_are_offered_than_one_call_of_the_system_takes() -> None:
 @pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])
 def test_reports_come_out_of_their_bytes_as_they_were(size: int) -> None:
     sent = [SHORT, STATE, STATE, SHORT, SHORT]
-    got = list(heard(Incoming(), bytes_of(*sent), itertools.repeat(size)))
+    got = list(heard(ReportAssembler(), bytes_of(*sent), itertools.repeat(size)))
     assert len(got) == len(sent)
     for pair in zip(got, sent, strict=True):
         same(*pair)
@@ -89,20 +89,20 @@ def test_reports_come_out_of_bytes_in_parts_of_any_size() -> None:
         draw = random.Random(seed)
         sent = [draw.choice([SHORT, STATE, large, many]) for _ in range(10)]
         sizes = (draw.choice([1, 100, 5_000, 200_000]) for _ in itertools.count())
-        got = list(heard(Incoming(), bytes_of(*sent), sizes))
+        got = list(heard(ReportAssembler(), bytes_of(*sent), sizes))
         assert len(got) == len(sent)
         for pair in zip(got, sent, strict=True):
             same(*pair)
 
 
 def test_a_report_is_there_with_its_last_byte() -> None:
-    data, incoming = bytes_of(STATE), Incoming()
+    data, incoming = bytes_of(STATE), ReportAssembler()
     assert not list(heard(incoming, data[:-1], itertools.repeat(1000)))
     assert [report.kind for report in heard(incoming, data[-1:], [1])] == ["state"]
 
 
 def test_the_bytes_of_a_large_tensor_are_read_to_where_it_stays() -> None:
-    sent, incoming = Report("state", 0, {}, {"x": torch.randn(100_000)}), Incoming()
+    sent, incoming = Report("state", 0, {}, {"x": torch.randn(100_000)}), ReportAssembler()
     pieces = pieces_of(sent)
     assert not list(heard(incoming, b"".join(pieces[:-1]), [1000]))
     (room,) = incoming.rooms()
@@ -119,5 +119,5 @@ def test_what_is_sent_lies_in_the_tensors_own_memory() -> None:
     tensor = torch.zeros(8)
     pieces = pieces_of(Report("state", 0, {}, {"x": tensor}))
     tensor.fill_(1.0)
-    (got,) = heard(Incoming(), b"".join(pieces), [1000])
+    (got,) = heard(ReportAssembler(), b"".join(pieces), [1000])
     assert torch.equal(got.tensors["x"], tensor)

@@ -21,7 +21,7 @@ from roundelay.transport import shm_resources
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import Arrived, Delivery, Message
 from roundelay.transport.shm_ring import HEAD, LEAST_BYTES, Ring
-from roundelay.transport.shm_stream import CHUNK_BYTES, Inlet, Outlet
+from roundelay.transport.shm_stream import CHUNK_BYTES, FrameReader, FrameWriter
 
 PIPE_BYTES = 4096  # a narrow one: a page
 
@@ -34,8 +34,8 @@ class Link:
         fcntl.fcntl(self.pipe.writing, fcntl.F_SETPIPE_SZ, pipe_bytes)
         self.freed = 0
         self.come: deque[Delivery] = deque()
-        self.outlet = Outlet(self.pipe.writing, self.ring)
-        self.inlet = Inlet(5, self.pipe.reading, self.ring, self.tell)
+        self.outlet = FrameWriter(self.pipe.writing, self.ring)
+        self.inlet = FrameReader(5, self.pipe.reading, self.ring, self.tell)
 
     def tell(self) -> None:
         self.freed += 1

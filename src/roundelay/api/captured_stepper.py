@@ -18,8 +18,8 @@ from roundelay.actor.machine import Run
 from roundelay.api.fidelity_differences import Judgement
 from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.api.resume import initial
-from roundelay.api.shared_tensors import Room
-from roundelay.frontend import Captured, Draw
+from roundelay.api.shared_tensors import SharedTensors
+from roundelay.frontend import Captured, RngKey
 from roundelay.ir.averages import EMA
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
@@ -29,14 +29,14 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
-from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
 
 Tensors = dict[str, torch.Tensor]
 
 
 @final
-class Beside:
+class CapturedStepper:
     """The stages of a plan, trained on what plain PyTorch was trained on.
 
     Args:
@@ -48,7 +48,9 @@ class Beside:
         room: where plain PyTorch has left its tensors.
     """
 
-    def __init__(self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, room: Room) -> None:
+    def __init__(
+        self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, room: SharedTensors
+    ) -> None:
         self._captured, self._plan, self._seed, self._room = captured, plan, seed, room
         start = initial(captured, None, None)
         self.stages = [Stage(captured, spec, job, plan, start) for spec in stages.stages]
@@ -57,7 +59,7 @@ class Beside:
         self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
         self._untouched: Tensors = {n: t.detach() for n, t in (*own, *captured.model.named_buffers())}
         rule = LossScale.parse(plan.loss_scale)
-        self._scaled, self._scales = rule.on, Scales(rule, None, None)
+        self._scaled, self._scales = rule.on, LossScaler(rule, None, None)
         self._clip = Clip.parse(plan.clip)
         self.judgement = Judgement(captured.graph, plan)
 
@@ -122,7 +124,7 @@ class Beside:
         """Up and down; returns what the last stage has made, and what stands for torch's generator at the top."""
         scale = self._scales.give(header) if self._scaled else 1.0
         torch.manual_seed(seed_of(self._seed, header.g))
-        draw = Draw.plain(self._seed, header.g)
+        draw = RngKey.plain(self._seed, header.g)
         outputs: dict[str, Any] = {}
         for stage in self.stages:
             inputs = {name: values[name] for name in stage.function.inputs}

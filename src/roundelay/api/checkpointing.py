@@ -18,7 +18,7 @@ from roundelay.api.resume import laid_out
 from roundelay.api.state_gather import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until
-from roundelay.checkpoint.in_flight import Flight
+from roundelay.checkpoint.in_flight import InFlight
 from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
@@ -27,7 +27,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, StopTraining
 from roundelay.runtime.batch_reader import Extent
-from roundelay.runtime.run_control import Control
+from roundelay.runtime.run_control import RunControl
 from roundelay.runtime.stage_state import Initial
 
 ABANDON_S = 3.0
@@ -63,7 +63,7 @@ class Kept(Protocol):
     extent: Extent
     order: dict[str, str]
     since: int
-    control: Control
+    control: RunControl
     initial: Initial
     waits: bool
     optimizer_kind: str
@@ -75,7 +75,7 @@ class Kept(Protocol):
 
 
 @final
-class Keeper:
+class Checkpointer:
     """Takes snapshots in order; puts each into the person's model, saves it and evaluates it, in the background.
 
     Args:
@@ -198,7 +198,7 @@ class Keeper:
             numbers=tuple(self.numbers),
             optimizer_kind=session.optimizer_kind,
             began=session.began,
-            flight=None if snapshot.flight is None else Flight(session.order, session.since, snapshot.flight),
+            flight=None if snapshot.flight is None else InFlight(session.order, session.since, snapshot.flight),
         )
         try:
             store.save(path, made, _aliases(session.captured.model))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from roundelay.api.comparison_variants import Variant, variants
-from roundelay.api.partial_run import UnderWay
+from roundelay.api.partial_run import PartialRun
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
-from roundelay.api.run_results import LOSS, TRAINING, Outcome, Point, Results, write
+from roundelay.api.run_results import LOSS, TRAINING, Point, Results, RunResult, write
 from roundelay.api.state_gather import Evaluated, Event, Updated, samples_per_second
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
@@ -59,7 +59,7 @@ class Begun:
 class Ended:
     """A run of the comparison has ended, and is kept."""
 
-    outcome: Outcome
+    outcome: RunResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Compared:
     seeds: tuple[int, ...]
     plans: Mapping[str, Plan] = field(hash=False)
     refused: Mapping[str, str] = field(hash=False)
-    outcomes: Mapping[tuple[str, int], Outcome] = field(hash=False)
+    outcomes: Mapping[tuple[str, int], RunResult] = field(hash=False)
 
     def __repr__(self) -> str:
         diverged = sum(outcome.diverged is not None for outcome in self.outcomes.values())
@@ -98,7 +98,7 @@ class Compared:
             f"refused={len(self.refused)})"
         )
 
-    def of(self, variant: Variant) -> list[Outcome]:
+    def of(self, variant: Variant) -> list[RunResult]:
         """The runs of a line, by seed."""
         return [self.outcomes[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.outcomes]
 
@@ -251,7 +251,7 @@ class _Comparison:
 
     def run_all(
         self, lines: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Told
-    ) -> dict[tuple[str, int], Outcome]:
+    ) -> dict[tuple[str, int], RunResult]:
         """Every run that the folder does not have yet, seed by seed; and those that it has."""
         wanted = [(line, seed) for seed in seeds for line in lines]
         found = {(line.name, seed): self._results.find(line, seed) for line, seed in wanted}
@@ -269,7 +269,7 @@ class _Comparison:
                     updates=self._extent.batches,
                 )
             )
-            with UnderWay(self._results.under_way(line, seed)) as so_far:
+            with PartialRun(self._results.under_way(line, seed)) as so_far:
                 outcome = self._run(line, seed, plans[line.rule_text], so_far, notify)
                 self._results.keep(line, outcome)
                 so_far.remove()
@@ -277,7 +277,7 @@ class _Comparison:
             notify(Ended(outcome))
         return outcomes
 
-    def _run(self, line: Variant, seed: int, plan: Plan, so_far: UnderWay, notify: Told) -> Outcome:
+    def _run(self, line: Variant, seed: int, plan: Plan, so_far: PartialRun, notify: Told) -> RunResult:
         """One run, or what is left of it, with a job of its own: nothing that another run has changed is met again."""
         job, factory = self._made(seed), line.factory()
         job = job if factory is None else replace(job, optimizer=factory)
@@ -295,7 +295,7 @@ class _Comparison:
         except DivergedError:
             diverged = True
         updates = [event for event in so_far.events if isinstance(event, Updated)]
-        return Outcome(
+        return RunResult(
             variant=line.name,
             seed=seed,
             curves=_curves(updates, [event for event in so_far.events if isinstance(event, Evaluated)]),

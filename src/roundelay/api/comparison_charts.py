@@ -21,10 +21,10 @@ from roundelay.api.comparison_table import (
     table,
 )
 from roundelay.api.comparison_variants import OWN
-from roundelay.api.run_results import Outcome, Point, each_update, write
+from roundelay.api.run_results import Point, RunResult, each_update, write
 from roundelay.checkpoint.atomic_files import replacing_bytes
 from roundelay.errors import UsageError
-from roundelay.page.comparison_page import Chart, comparison
+from roundelay.page.comparison_page import Chart, comparison_page
 from roundelay.page.line_chart import Points
 from roundelay.page.png import drawer, picture
 
@@ -64,7 +64,7 @@ def write_comparison(compared: Compared, folder: Path, aims: Aims) -> Written:
         "table.md": markdown(rows) + "\n" + "".join(f"{line}\n" for line in about),
         "table.csv": spreadsheet(rows),
         "curves.csv": curves_csv(compared),
-        "curves.html": comparison(TITLE, about, told, charts),
+        "curves.html": comparison_page(TITLE, about, told, charts),
     }
     for name, text in texts.items():
         write(folder / name, text)
@@ -118,7 +118,7 @@ def _chart(compared: Compared, name: str) -> Chart:
     return Chart(name, over_updates, over_time, dots=not each_update(name))
 
 
-def mean_curve(outcomes: Sequence[Outcome], name: str) -> list[Point]:
+def mean_curve(outcomes: Sequence[RunResult], name: str) -> list[Point]:
     """The mean over seeds, of value and of seconds, where all have a point; of those that did not diverge, if any."""
     whole = [outcome for outcome in outcomes if outcome.diverged is None] or list(outcomes)
     curves = [{p.updates: p for p in measure_of(outcome, name)} for outcome in whole]

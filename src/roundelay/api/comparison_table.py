@@ -17,7 +17,7 @@ from typing import Any
 
 from roundelay.api.comparison import Compared
 from roundelay.api.comparison_variants import OWN, Variant
-from roundelay.api.run_results import LOSS, Outcome, Point, each_update
+from roundelay.api.run_results import LOSS, Point, RunResult, each_update
 from roundelay.api.simulating import simulate
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
@@ -100,7 +100,7 @@ def settled(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def measure_of(outcome: Outcome, name: str) -> Sequence[Point]:
+def measure_of(outcome: RunResult, name: str) -> Sequence[Point]:
     """A curve as numbers are taken from it: of what each update tells, such as the loss, its running mean."""
     points = outcome.curves.get(name, ())
     return settled(points) if each_update(name) else points
@@ -163,7 +163,7 @@ def rounded(mean: float, spread: float) -> str:
     return f"{short(mean)} ± {short(spread)}"
 
 
-def _time_to(name: str, outcomes: Sequence[Outcome], aims: Aims) -> Iterator[Cell]:
+def _time_to(name: str, outcomes: Sequence[RunResult], aims: Aims) -> Iterator[Cell]:
     """Medians over the seeds that came there, and how many did."""
     goal = f"{name} {'≤' if aims.low(name) else '≥'} {short(aims.targets[name])}"
     found = [p for outcome in outcomes if (p := aims.reached(name, measure_of(outcome, name))) is not None]
@@ -199,7 +199,7 @@ def _memory(plan: Plan | None) -> Iterator[Cell]:
         yield Cell(COST, title, "" if amount is None else size(amount), ((column, amount),))
 
 
-def _note(compared: Compared, variant: Variant, outcomes: Sequence[Outcome]) -> str:
+def _note(compared: Compared, variant: Variant, outcomes: Sequence[RunResult]) -> str:
     if variant.rule_text in compared.refused:
         return f"refused: {compared.refused[variant.rule_text]}"
     first = [f"{o.diverged} (seed {o.seed})" for o in outcomes if o.diverged is not None]

@@ -21,7 +21,7 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.profile import Profile
 from roundelay.lower.dataflow import share
 from roundelay.observe.profile_cache import keep, kept, machine, place
-from roundelay.planner.cost_model import Cuts, Prices, Terms, priced
+from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, names_of
 from roundelay.runtime.forked_call import apart
 
@@ -83,7 +83,7 @@ def _names(graph: Graph, asked: str) -> list[str]:
     return names if names[-1] == last else [*names, last]
 
 
-def cut(captured: Captured, asked: str, num_stages: int, terms: Terms, sample: Callable[[], Batch]) -> Cut:
+def cut(captured: Captured, asked: str, num_stages: int, terms: CostParameters, sample: Callable[[], Batch]) -> Cut:
     """Choose the stages.
 
     Args:
@@ -106,7 +106,7 @@ def cut(captured: Captured, asked: str, num_stages: int, terms: Terms, sample: C
         profile, how = profiled(captured, sample())
     else:
         profile, how = roofline(graph, share(graph, terms.micro_batches)), "predicted with fixed constants (roofline)"
-    prices = priced(graph, profile, terms)
+    prices = stage_costs(graph, profile, terms)
     chosen = choose_cuts(prices, num_stages)
     return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *_told(prices, chosen, equal)))
 
@@ -115,7 +115,7 @@ def _as_stages(ends: Sequence[str], reasons: tuple[str, ...]) -> Cut:
     return Cut(tuple((end,) for end in ends), reasons)
 
 
-def _told(prices: Prices, chosen: Cuts, equal: Cuts) -> Iterator[str]:
+def _told(prices: StageCosts, chosen: Cuts, equal: Cuts) -> Iterator[str]:
     """What was predicted for the chosen cuts, and for the equal ones."""
     times = [prices.stage_s(start, stop) for start, stop in pairwise(chosen)]
     for k, (start, stop) in enumerate(pairwise(chosen)):

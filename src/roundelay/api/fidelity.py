@@ -18,7 +18,7 @@ from typing import Any
 
 from roundelay.api.fidelity_children import Judged, beside, evaluated_apart, plainly
 from roundelay.api.planning import fitted
-from roundelay.api.shared_tensors import Room
+from roundelay.api.shared_tensors import SharedTensors
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
@@ -134,7 +134,7 @@ def judge(  # noqa: PLR0913  a comparison is of this many things
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _room(judged: Judged) -> Room:
+def _room(judged: Judged) -> SharedTensors:
     """Room for what plain PyTorch leaves: gradients, weights and buffers of every update, and averages at the end."""
     model, updates = judged.job.model, len(judged.batches)
     weights, buffers = [*model.parameters()], [*model.buffers()]
@@ -142,10 +142,10 @@ def _room(judged: Judged) -> Room:
     besides = sum(t.numel() * t.element_size() for t in buffers)
     copies = 3 if Clip.parse(judged.plan.clip).by == "global" else 2
     tensors = (3 * updates + 6) * (len(weights) + len(buffers) + 64)
-    return Room((copies * updates + 5) * held + (updates + 3) * (2 * besides + (1 << 20)), tensors)
+    return SharedTensors((copies * updates + 5) * held + (updates + 3) * (2 * besides + (1 << 20)), tensors)
 
 
-def _compared(judged: Judged, room: Room, stages: Partition, limit_s: float) -> Fidelity:
+def _compared(judged: Judged, room: SharedTensors, stages: Partition, limit_s: float) -> Fidelity:
     try:
         found = _both(judged, room, stages, limit_s)
         if found["difference"] and found["shifted"]:
@@ -156,7 +156,7 @@ def _compared(judged: Judged, room: Room, stages: Partition, limit_s: float) -> 
     return _fidelity(judged, found)
 
 
-def _both(judged: Judged, room: Room, stages: Partition, limit_s: float) -> dict[str, Any]:
+def _both(judged: Judged, room: SharedTensors, stages: Partition, limit_s: float) -> dict[str, Any]:
     """What both sides, one after the other, have found.
 
     Raises:

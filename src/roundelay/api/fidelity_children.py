@@ -15,12 +15,12 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundelay.api.captured_stepper import Beside
+from roundelay.api.captured_stepper import CapturedStepper
 from roundelay.api.checkpointing import averages, evaluate, holding_averages, put
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.fidelity_differences import Difference, same
-from roundelay.api.plain_stepper import Part, Plain, Update, seed_of
-from roundelay.api.shared_tensors import Index, Room
+from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
+from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
@@ -101,11 +101,11 @@ class _SameDraws(TorchDispatchMode):
 _SEED = 20_260_101
 
 
-def plainly(judged: Judged, room: Room) -> dict[str, Any]:
+def plainly(judged: Judged, room: SharedTensors) -> dict[str, Any]:
     """What plain PyTorch does."""
     with _quiet(judged):
         each = judged.captured.graph.labels_per_row
-        plain = Plain(judged.job, judged.plan, judged.seed, room, labels_per_row=each)
+        plain = PlainStepper(judged.job, judged.plan, judged.seed, room, labels_per_row=each)
         made = [asdict(plain.update(parts)) for parts in _parts(judged, plainly=True)]
         found: dict[str, Any] = {"updates": made, "averages": room.leave(plain.averages), "end": room.end}
         if not judged.evaluates:
@@ -128,7 +128,7 @@ def _evaluated(judged: Judged) -> dict[str, Any]:
     return {"evaluated": found.metrics}
 
 
-def beside(judged: Judged, room: Room, stages: Partition, plain: Mapping[str, Any]) -> dict[str, Any]:
+def beside(judged: Judged, room: SharedTensors, stages: Partition, plain: Mapping[str, Any]) -> dict[str, Any]:
     """What the captured job does, compared with it."""
     plan, captured = judged.plan, for_plan(judged.captured, judged.plan)
     draws = any(op.draws >= 0 for op in captured.graph.ops)
@@ -140,7 +140,7 @@ def beside(judged: Judged, room: Room, stages: Partition, plain: Mapping[str, An
         kept = Clip.parse(plan.clip).by == "global"
         computed = plan if kept else replace(plan, clip="none")
         with torch.no_grad():
-            trained = Beside(judged.job, captured, computed, stages, judged.seed, room)
+            trained = CapturedStepper(judged.job, captured, computed, stages, judged.seed, room)
             found = _held(judged, trained, room, plain)
     judgement = trained.judgement
     return found | {
@@ -157,7 +157,7 @@ def beside(judged: Judged, room: Room, stages: Partition, plain: Mapping[str, An
     }
 
 
-def _held(judged: Judged, beside: Beside, room: Room, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _held(judged: Judged, beside: CapturedStepper, room: SharedTensors, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The first difference, if there is one; what ``evaluate`` says, or what it is to be asked of elsewhere."""
     try:
         for parts, told in zip(_parts(judged, plainly=False), plain["updates"], strict=True):
@@ -180,13 +180,13 @@ def _same_averages(own: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Te
             raise Difference("optimizer", f"the moving average of parameter {name!r}")
 
 
-def _final(judged: Judged, beside: Beside) -> Snapshot:
+def _final(judged: Judged, beside: CapturedStepper) -> Snapshot:
     """The state at the end, as a run hands it over to be evaluated."""
     header = MicroBatch(0, len(judged.batches) - 1, 0, 1, 1, 1, judged.batches[-1][1], 1, 1)
     return Snapshot(header, beside.weights(), beside.buffers(), beside.states())
 
 
-def _left(final: Snapshot, room: Room) -> dict[str, Index]:
+def _left(final: Snapshot, room: SharedTensors) -> dict[str, Index]:
     found = averages(final.optimizer)
     return {
         "parameters": room.leave(final.parameters),
@@ -195,7 +195,9 @@ def _left(final: Snapshot, room: Room) -> dict[str, Index]:
     }
 
 
-def evaluated_apart(judged: Judged, room: Room, found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+def evaluated_apart(
+    judged: Judged, room: SharedTensors, found: Mapping[str, Any], plain: Mapping[str, Any]
+) -> dict[str, Any]:
     """Evaluate in a process in which no stage was trained, as where a run's workers are processes."""
     left = {name: room.take(index) for name, index in found["final"].items()}
     header = MicroBatch(0, len(judged.batches) - 1, 0, 1, 1, 1, judged.batches[-1][1], 1, 1)

@@ -13,7 +13,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
-from roundelay.planner.memory_model import ledger
+from roundelay.planner.memory_model import estimate_memory
 from roundelay.runtime.optimizer_wrappers import all_states
 from roundelay.runtime.stage_optimizer import build_optimizer, groups_of
 from roundelay.weight_prediction import needs_displacement, needs_gradient
@@ -61,7 +61,7 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
     return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
 
 
-def memory_of(
+def memory_report(
     plan: Plan, of_optimizer: Sequence[int] | None, workers: Mapping[int, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each worker what is predicted, item by item, and what was measured; as JSON knows it.
@@ -73,7 +73,7 @@ def memory_of(
     """
     pids = Counter(data["pid"] for data in workers.values())
     rows = []
-    for k, predicted in enumerate(ledger(plan, of_optimizer or [0] * plan.num_stages)):
+    for k, predicted in enumerate(estimate_memory(plan, of_optimizer or [0] * plan.num_stages)):
         data = workers[k]
         known = of_optimizer is not None
         rows.append(

@@ -10,7 +10,7 @@ from roundelay.api.threads import one_thread
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
-from roundelay.frontend.batch_divisibility import Parts, classify, counts_add_up
+from roundelay.frontend.batch_divisibility import Divisibility, batch_divisibility, counts_add_up
 from roundelay.frontend.loss_metrics import no_count
 from roundelay.ir.rule import UpdateRule
 from roundelay.runtime.forked_call import apart
@@ -55,7 +55,7 @@ def choose_parts(
         return Chosen(micro_batches)
     batches = first()
     with users_code(_LOOKING), one_thread():
-        seen = Parts(**apart(lambda: asdict(classify(captured, batches, micro_batches)), _LOOKING))
+        seen = Divisibility(**apart(lambda: asdict(batch_divisibility(captured, batches, micro_batches)), _LOOKING))
     if seen.kind == "mean":
         return Chosen(micro_batches)
     if seen.kind == "statistics":
@@ -81,7 +81,7 @@ def choose_parts(
     return Chosen(1, f"1 micro-batch for each batch, not {micro_batches}, as {seen.why}{remedy}")
 
 
-def _remedy(seen: Parts, micro_batches: int) -> str:
+def _remedy(seen: Divisibility, micro_batches: int) -> str:
     if seen.kind == "whole":
         return "batches that can be cut by rows"
     if seen.kind == "counts":

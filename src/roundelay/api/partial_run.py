@@ -22,7 +22,7 @@ Told = Updated | Evaluated
 
 
 @final
-class UnderWay:
+class PartialRun:
     """The folder of a run that is not finished. Entered it exists; it stays until :meth:`remove`.
 
     Args:
@@ -105,7 +105,7 @@ class UnderWay:
             remedy="Remove this folder: its run then begins anew, and no other.",
         )
 
-    def __enter__(self) -> UnderWay:
+    def __enter__(self) -> PartialRun:
         return self
 
     def __exit__(

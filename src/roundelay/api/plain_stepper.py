@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from roundelay.api.shared_tensors import Index, Room
-from roundelay.frontend import Draw
+from roundelay.api.shared_tensors import Index, SharedTensors
+from roundelay.frontend import RngKey
 from roundelay.frontend.batch import Batch, fresh
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.label_counts import LabelWatch
@@ -70,7 +70,7 @@ class _Told:
 
 
 @final
-class Plain:
+class PlainStepper:
     """One training in plain PyTorch.
 
     Args:
@@ -81,7 +81,7 @@ class Plain:
         labels_per_row: where the loss is a mean over labels, by whose number parts of a batch are weighed; else 0.
     """
 
-    def __init__(self, job: Job, plan: Plan, seed: int, room: Room, *, labels_per_row: float = 0.0) -> None:
+    def __init__(self, job: Job, plan: Plan, seed: int, room: SharedTensors, *, labels_per_row: float = 0.0) -> None:
         self._labels_per_row = labels_per_row
         self._job, self._plan, self._seed, self._room = job, plan, seed, room
         self.model = job.model
@@ -173,7 +173,7 @@ class Plain:
 
 def seed_of(seed: int, g: int) -> int:
     """Under which seed of torch's own generator both sides run micro-batch ``g``, or the step of update ``-1 - g``."""
-    return Draw(seed, g & ((1 << 62) - 1)).key(0)
+    return RngKey(seed, g & ((1 << 62) - 1)).key(0)
 
 
 def generator_now() -> int:

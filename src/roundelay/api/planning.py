@@ -39,7 +39,7 @@ from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
-from roundelay.planner.cost_model import Terms, boundaries_of
+from roundelay.planner.cost_model import CostParameters, boundaries_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove import prove
 from roundelay.runtime.device import named
@@ -337,7 +337,7 @@ def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
 
 
 def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
-    terms = Terms(
+    terms = CostParameters(
         again=again(captured.graph, draft),
         micro_batches=draft.micro_batches,
         latency_s=draft.latency_s,

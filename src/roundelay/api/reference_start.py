@@ -18,24 +18,24 @@ Note = tuple[tuple[str, int, int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class First:
+class ReferenceStart:
     """The model's own tensors, by name, before a checkpoint takes their place."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
 
     @staticmethod
-    def of(captured: Captured) -> First:
+    def of(captured: Captured) -> ReferenceStart:
         """Copies of what the model holds now."""
         parameters = {n: p.detach().clone() for n, p in captured.model.named_parameters()}
-        return First(parameters, {n: b.clone() for n, b in captured.buffers().items()})
+        return ReferenceStart(parameters, {n: b.clone() for n, b in captured.buffers().items()})
 
 
 FARTHEST = 512
 """Updates before a checkpoint up to which a reference makes them again though the stages were empty at it."""
 
 
-def begins_anew(session: Session, first: First | None) -> bool:
+def begins_anew(session: Session, first: ReferenceStart | None) -> bool:
     """Whether the reference begins with the first update of all, and not with what a checkpoint says.
 
     It does where the session goes on in mid-flight; and where the rule flushes, the checkpoint lies no more than
@@ -51,7 +51,7 @@ def begins_anew(session: Session, first: First | None) -> bool:
     return session.began.startswith(values_digest({**first.parameters, **first.buffers}) + "/")
 
 
-def origin_of(session: Session, first: First | None) -> First:
+def reference_start_of(session: Session, first: ReferenceStart | None) -> ReferenceStart:
     """Where the reference begins: with the session, or with the first update; see :func:`begins_anew`.
 
     Raises:
@@ -61,10 +61,10 @@ def origin_of(session: Session, first: First | None) -> First:
         assert first is not None
         return first
     if session.initial.flight is None:
-        now = First.of(session.captured)
+        now = ReferenceStart.of(session.captured)
         start = session.start
         parameters = now.parameters if start is None else {n: start.parameters[n].clone() for n in now.parameters}
-        return First(parameters, {n: b.clone() for n, b in session.initial.buffers.items()})
+        return ReferenceStart(parameters, {n: b.clone() for n, b in session.initial.buffers.items()})
     if session.since or first is None:
         raise UsageError(
             "verifying from a checkpoint in mid-flight",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from roundelay.checkpoint.checkpoint import Checkpoint
-from roundelay.checkpoint.in_flight import Flight, StageFlight
+from roundelay.checkpoint.in_flight import InFlight, StageInFlight
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -82,7 +82,7 @@ def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, see
     return hashlib.sha256(repr((dict(order), by, rates.kinds, options, ahead)).encode()).hexdigest()[:16]
 
 
-def changed(flight: Flight, order: Mapping[str, str]) -> str:
+def changed(flight: InFlight, order: Mapping[str, str]) -> str:
     """What of the order is another than the checkpoint's, for people; empty if nothing is."""
     known = flight.order if TRAINED in flight.order else {**flight.order, TRAINED: order.get(TRAINED, "")}
     was = {name: known.get(name, "nothing") for name in order}
@@ -95,7 +95,7 @@ def changed(flight: Flight, order: Mapping[str, str]) -> str:
     return "the plan changed: " + ("other cuts" if "cuts" in odd else "what the rule's programs say")
 
 
-def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFlight, ...] | None) -> Initial:
+def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageInFlight, ...] | None) -> Initial:
     """Where stages start: with the model's own tensors, or a checkpoint's, which are laid out as the model's are.
 
     A file holds them contiguous, and other strides can mean another kernel, hence other last bits.
@@ -123,7 +123,7 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageFli
     return Initial(parameters, buffers, optimizer, start.position.updates, stages, start.loss_scale, start.numbers)
 
 
-def _flight_laid_out(own: Mapping[str, torch.Tensor], stage: StageFlight) -> StageFlight:
+def _flight_laid_out(own: Mapping[str, torch.Tensor], stage: StageInFlight) -> StageInFlight:
     return replace(stage, weights={key: _all_laid_out(own, weights) for key, weights in stage.weights.items()})
 
 

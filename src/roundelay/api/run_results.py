@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunResult:
     """What one run came to.
 
     Args:
@@ -71,7 +71,7 @@ class Outcome:
         return strict_json({"format": FORMAT, **fields, "samples_per_second": self.samples_per_second}) + "\n"
 
     @staticmethod
-    def parse(text: str) -> Outcome:
+    def parse(text: str) -> RunResult:
         """What :meth:`text` has written.
 
         Raises:
@@ -84,7 +84,7 @@ class Outcome:
             name: tuple(Point(int(updates), _number(at), _number(value)) for updates, at, value in points)
             for name, points in data.pop("curves").items()
         }
-        return Outcome(curves=curves, samples_per_second=_number(data.pop("samples_per_second")), **data)
+        return RunResult(curves=curves, samples_per_second=_number(data.pop("samples_per_second")), **data)
 
 
 def _number(value: float | None) -> float:
@@ -145,7 +145,7 @@ class Results:
         """Where the plan of a rule, as it was asked for, lies."""
         return self.path / "plans" / f"{_file_name(rule)}.toml"
 
-    def find(self, variant: Variant, seed: int) -> Outcome | None:
+    def find(self, variant: Variant, seed: int) -> RunResult | None:
         """The finished run, or None.
 
         Raises:
@@ -155,7 +155,7 @@ class Results:
         if not path.exists():
             return None
         try:
-            found = Outcome.parse(path.read_text(encoding="utf-8"))
+            found = RunResult.parse(path.read_text(encoding="utf-8"))
             if (found.variant, found.seed) != (variant.name, seed):
                 raise ValueError(f"the run {found.variant}, seed {found.seed}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -167,7 +167,7 @@ class Results:
             ) from error
         return found
 
-    def keep(self, variant: Variant, outcome: Outcome) -> None:
+    def keep(self, variant: Variant, outcome: RunResult) -> None:
         """Write a finished run, whole or not at all.
 
         Raises:

@@ -17,7 +17,7 @@ Index = dict[str, list[Any]]
 
 
 @final
-class Room:
+class SharedTensors:
     """Memory for so many bytes of tensors; nothing is taken from the system before it is written.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from roundelay.checkpoint.in_flight import StageFlight, decode
+from roundelay.checkpoint.in_flight import StageInFlight, decode
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.worker_messages import Report
 
@@ -142,11 +142,11 @@ class Snapshot:
     parameters: dict[str, torch.Tensor] = field(hash=False)
     buffers: dict[str, torch.Tensor] = field(hash=False)
     optimizer: dict[str, dict[str, Any]] = field(hash=False)
-    flight: tuple[StageFlight, ...] | None = field(default=None, hash=False)
+    flight: tuple[StageInFlight, ...] | None = field(default=None, hash=False)
     loss_scale: tuple[float, int] | None = None
 
 
-class Gatherer:
+class StateGatherer:
     """Takes reports in the order they come.
 
     Args:
@@ -286,7 +286,7 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
-    flight: list[StageFlight] = []
+    flight: list[StageInFlight] = []
     scale: tuple[float, int] | None = None
     for part in parts:
         for name, tensor in part.tensors.items():

@@ -18,7 +18,7 @@ from roundelay.frontend.batch import Batch, in_step, num_rows, replace, split
 from roundelay.frontend.cross_call_state import refuse_state
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.reachable_state import Change, World
+from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.source_lines import users_line
 from roundelay.job import Job, Peekable
 from roundelay.runtime.forked_call import isolated
@@ -34,14 +34,14 @@ LIMIT_S = 120.0
 """Seconds that the calls may take in all."""
 
 
-def world_of(job: Job) -> World:
+def world_of(job: Job) -> ReachableState:
     """All that the person's model and functions reach, and the generators of random numbers that there are anyway.
 
     Batches are not among them: they are read once, and go on.
     """
     functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
     roots = [("model", job.model), *((name, call) for name, call in functions if call is not None)]
-    return World([*roots, *_GENERATORS], job.model)
+    return ReachableState([*roots, *_GENERATORS], job.model)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _check_apart(job: Job, changes: Sequence[Change]) -> None:
     if not changes:
         return
     given = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
-    world = World([("batches", given)])
+    world = ReachableState([("batches", given)])
     names = world.names_read()
     for change in changes:
         if change.slot.place in world.slots and change.slot.name in names:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.checkpointing import Keeper, Saving, averages, position_of
+from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.api.fidelity_precheck import check_known, checked_before
 from roundelay.api.planning import captured_and_planned, fitted
@@ -18,9 +18,9 @@ from roundelay.api.state_gather import (
     Drained,
     Evaluated,
     Event,
-    Gatherer,
     Notify,
     Snapshot,
+    StateGatherer,
     Stopping,
     Updated,
     samples_per_second,
@@ -46,12 +46,12 @@ from roundelay.runtime.handlers import Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
 from roundelay.runtime.loader_epoch import forget
-from roundelay.runtime.rendezvous import Party
-from roundelay.runtime.run_control import Control
+from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.runtime.run_control import RunControl
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 from roundelay.runtime.stage_optimizer_check import check_narrowing
 from roundelay.runtime.stage_state import Initial
-from roundelay.runtime.torchrun_worker import attend
+from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
 from roundelay.schedules import num_workers, stages_of
@@ -237,7 +237,7 @@ def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
     )
 
 
-def check_alone(party: Party | None) -> None:
+def check_alone(party: ProcessGroup | None) -> None:
     """Refuse a learning rate that waits for evaluations where the workers are a launcher's, which meet once.
 
     Raises:
@@ -268,7 +268,7 @@ class Session:
         self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
     ) -> None:
         self.job, self.plan, self.seed, self.start = job, plan, seed, start
-        self.control = Control()
+        self.control = RunControl()
         #: why ``evaluate`` or ``on_update`` has had the run end early, if one has
         self.stopped = ""
         self.captured = for_plan(captured, plan)
@@ -302,7 +302,7 @@ class Session:
         #: updates that had been made when the stages were last empty
         self.since = self.initial.updates if reason or flight is None else flight.since
 
-    def check(self, asked: str | None, party: Party | None = None) -> str:
+    def check(self, asked: str | None, party: ProcessGroup | None = None) -> str:
         """Hold the captured job to plain PyTorch before the run, as :func:`train` says; returns how, in one line.
 
         Raises:
@@ -341,7 +341,7 @@ class Session:
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
-        party: Party | None = None,
+        party: ProcessGroup | None = None,
     ) -> Trained:
         """Train to the end; see :func:`train`.
 
@@ -358,14 +358,16 @@ class Session:
         prepare = self._compile(party)
         notify = self._ending_early(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
-        keeper = Keeper(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
+        keeper = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
 
         def listen(report: Report) -> None:
             gatherer.take(report)
             keeper.pass_on(notify)
 
         kept = sys.maxsize if audit else KEPT_MICRO_BATCHES
-        gatherer = Gatherer(self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at, kept)
+        gatherer = StateGatherer(
+            self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at, kept
+        )
         if self.drained is not None:
             notify(self.drained)
         try:
@@ -399,7 +401,7 @@ class Session:
         named = without_gradients(self.captured.model)
         return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
 
-    def _parts(self, keeper: Keeper, gatherer: Gatherer, party: Party | None) -> Iterator[Part]:
+    def _parts(self, keeper: Checkpointer, gatherer: StateGatherer, party: ProcessGroup | None) -> Iterator[Part]:
         """The run's parts: one; or an epoch each where the next one's learning rate waits for its evaluation."""
         part, whole = Part(self.initial, self.extent), self.extent
         if not self.waits:
@@ -446,7 +448,7 @@ class Session:
 
         return passed_on
 
-    def attend(self, party: Party) -> bool:
+    def run_follower(self, party: ProcessGroup) -> bool:
         """Run one worker of a party that another process leads; whether all went well here.
 
         Raises:
@@ -456,7 +458,7 @@ class Session:
             check_alone(party)
         self._compile(party)
         with one_thread():
-            return attend(self._task(Part(self.initial, self.extent), False, {}, None), party, unchanged)
+            return run_follower(self._task(Part(self.initial, self.extent), False, {}, None), party, unchanged)
 
     def compile(self) -> None:
         """Compile all stages in this process, if the plan says so."""
@@ -466,7 +468,7 @@ class Session:
     def _compiler(self) -> Compile:
         return stage_compiler(self.job, self.captured, self.plan, self.partition, self.seed)
 
-    def _compile(self, party: Party | None) -> Prepare | None:
+    def _compile(self, party: ProcessGroup | None) -> Prepare | None:
         """Compile what runs in this process, or in forks of it; what these must do themselves, if anything.
 
         A party goes on when all its members have compiled.

@@ -15,13 +15,13 @@ from roundelay.api.cuts import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
-from roundelay.api.reference_start import First, Note, begins_anew, behind, from_the_first, origin_of
+from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
 from roundelay.api.statelessness import world_of
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.threads import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import JobError, UsageError
-from roundelay.frontend import Captured, Draw, StageFunction
+from roundelay.frontend import Captured, RngKey, StageFunction
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import Graph
@@ -38,7 +38,7 @@ from roundelay.runtime.device import repeatable
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_epoch import alike
 from roundelay.runtime.loader_probe import first_batch
-from roundelay.runtime.optimizer_state import WHOLE, Kept, told
+from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, told
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.tamper import WAYS, tampered
 from roundelay.runtime.worker import Wrap
@@ -128,7 +128,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     """
     check_way(tamper)
     captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
-    first = First.of(captured)
+    first = ReferenceStart.of(captured)
     length = length_of(steps, epochs)
     fidelity = judged(job, captured, chosen, seed, length, resumed=resume is not None)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
@@ -168,7 +168,7 @@ def verify_session(
     session: Session,
     tamper: str | None = None,
     wrap: Wrap | None = None,
-    first: First | None = None,
+    first: ReferenceStart | None = None,
     fidelity: Fidelity | None = None,
 ) -> Verification:
     """Verify a session; see :func:`verify`.
@@ -181,7 +181,7 @@ def verify_session(
         fidelity: how the captured job compares with plain PyTorch, if that has been found out.
     """
     check_way(tamper)
-    origin, anew = origin_of(session, first), begins_anew(session, first)
+    origin, anew = reference_start_of(session, first), begins_anew(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     kept = world_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
     with repeatable(session.plan.devices):
@@ -203,7 +203,7 @@ def verify_session(
     return result
 
 
-def _judged(session: Session, origin: First, anew: bool, trained: Trained) -> dict[str, Any]:
+def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Trained) -> dict[str, Any]:
     """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
@@ -272,7 +272,9 @@ def _victim(session: Session, way: str) -> int:
     )
 
 
-def _reference(session: Session, origin: First, anew: bool, trained: Trained, notes: list[Note]) -> ReferenceResult:
+def _reference(
+    session: Session, origin: ReferenceStart, anew: bool, trained: Trained, notes: list[Note]
+) -> ReferenceResult:
     """The literal equations, on copies, with digests of everything in causal order; in parts, as the run was."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
@@ -314,7 +316,7 @@ def _reference(session: Session, origin: First, anew: bool, trained: Trained, no
             stream,
             kept.make,
             job.scheduler,
-            lambda g: Draw(session.seed, g),
+            lambda g: RngKey(session.seed, g),
             audit=audit,
             start=None if states is None else partial(kept.restore, states),
         )
@@ -382,14 +384,14 @@ class _Kept:
 
     def __init__(self, job: Job, like: Mapping[str, Any]) -> None:
         self._make, self._changed = job.optimizer, told(like)
-        self._made: dict[int, tuple[Kept, dict[str, torch.nn.Parameter]]] = {}
+        self._made: dict[int, tuple[OptimizerState, dict[str, torch.nn.Parameter]]] = {}
         #: of the last run: the one that trains, before those that look ahead for rates
-        self._first: tuple[Kept, dict[str, torch.nn.Parameter]] | None = None
+        self._first: tuple[OptimizerState, dict[str, torch.nn.Parameter]] | None = None
 
     def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """An optimizer of the job's."""
         optimizer = self._make(named)
-        kept = Kept(optimizer, named), dict(named)
+        kept = OptimizerState(optimizer, named), dict(named)
         self._made[id(optimizer)] = kept
         self._first = self._first or kept
         return optimizer

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from roundelay.checkpoint.atomic_files import replacing_folder, unwritten
-from roundelay.checkpoint.in_flight import Flight, decode, encode
-from roundelay.checkpoint.stored_files import FILES, MANIFEST, Stored, damaged, read, write
+from roundelay.checkpoint.in_flight import InFlight, decode, encode
+from roundelay.checkpoint.stored_files import FILES, MANIFEST, StoredFiles, damaged, read, write
 from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.averages import EMA, EVALUATED
 
@@ -97,7 +97,7 @@ class Checkpoint:
     fingerprint: str
     rule: str
     num_stages: int
-    flight: Flight | None = None
+    flight: InFlight | None = None
     until: Until = Until()
     loss_scale: tuple[float, int] | None = None
     numbers: tuple[float, ...] = ()
@@ -224,7 +224,7 @@ def _refuse_foreign(place: Path) -> None:
         )
 
 
-def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
+def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
     tensors: dict[str, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in checkpoint.optimizer.items():
@@ -249,7 +249,9 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Stored:
         "aliases": dict(aliases),
         "optimizer": states,
     }
-    return Stored(manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint))
+    return StoredFiles(
+        manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint)
+    )
 
 
 def _encode_flight(manifest: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Tensor] | None:
@@ -280,7 +282,7 @@ def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
         raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
 
 
-def _decode(stored: Stored) -> Checkpoint:
+def _decode(stored: StoredFiles) -> Checkpoint:
     manifest = stored.manifest
     return Checkpoint(
         parameters={name: stored.model[name] for name in manifest["parameters"]},
@@ -300,10 +302,10 @@ def _decode(stored: Stored) -> Checkpoint:
     )
 
 
-def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> Flight | None:
+def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> InFlight | None:
     if table is None or tensors is None:
         return None
-    return Flight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
+    return InFlight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
 
 
 def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:

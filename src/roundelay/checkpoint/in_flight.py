@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageFlight:
+class StageInFlight:
     """What one stage needs, besides its weights, its optimizer's state and its buffers, to go on in mid-flight.
 
     Args:
@@ -47,7 +47,7 @@ class StageFlight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class InFlight:
     """What all stages have in flight.
 
     Args:
@@ -58,7 +58,7 @@ class Flight:
 
     order: dict[str, str]
     since: int
-    stages: tuple[StageFlight, ...]
+    stages: tuple[StageInFlight, ...]
 
     @property
     def micro_batches(self) -> int:
@@ -66,7 +66,7 @@ class Flight:
         return len(self.stages[0].versions)
 
 
-def encode(flight: StageFlight, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A stage's flight as values that JSON can hold, and tensors by name; each memory once.
 
     Args:
@@ -89,7 +89,7 @@ def encode(flight: StageFlight, prefix: str) -> tuple[dict[str, Any], dict[str, 
     return table, pool.tensors
 
 
-def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlight:
+def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageInFlight:
     """The flight that :func:`encode` took apart."""
 
     def named(names: Mapping[str, str]) -> Weights:
@@ -98,7 +98,7 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageFlig
     def maybe(key: str | None) -> Tensor | None:
         return None if key is None else tensors[key]
 
-    return StageFlight(
+    return StageInFlight(
         versions={int(g): version for g, version in table["versions"].items()},
         weights={(version, distance, g): named(names) for version, distance, g, names in table["weights"]},
         keep=table["keep"],

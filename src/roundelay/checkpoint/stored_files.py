@@ -36,7 +36,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class StoredFiles:
     """What the files hold.
 
     Args:
@@ -52,7 +52,7 @@ class Stored:
     flight: dict[str, Tensor] | None = None
 
 
-def write(folder: Path, stored: Stored) -> None:
+def write(folder: Path, stored: StoredFiles) -> None:
     """Write the files into an empty folder.
 
     Raises:
@@ -85,7 +85,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> StoredFiles:
     """What the files at ``path`` hold: all of one save, though another may replace them meanwhile.
 
     Raises:
@@ -94,13 +94,15 @@ def read(path: Path) -> Stored:
     return _read(path, path.resolve(), _TRIES)
 
 
-def _read(path: Path, place: Path, tries: int) -> Stored:
+def _read(path: Path, place: Path, tries: int) -> StoredFiles:
     text = _bytes(path, present(place) / MANIFEST)
     try:
         manifest = _manifest(path, place, text)
         model, optimizer = (_tensors(path, present(place) / name, manifest) for name in (MODEL, OPTIMIZER))
         flies = FLIGHT in manifest["sha256"]
-        return Stored(manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if flies else None)
+        return StoredFiles(
+            manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if flies else None
+        )
     except CheckpointError:
         if tries == 1 or _bytes(path, present(place) / MANIFEST) == text:
             raise

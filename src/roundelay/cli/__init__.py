@@ -9,7 +9,7 @@ import sys
 from roundelay.cli.output_streams import tolerate
 from roundelay.env import better_malloc, by_torchrun, launched_as
 from roundelay.runtime.child_process import die_with
-from roundelay.runtime.stop_watchdog import start_sentry
+from roundelay.runtime.stop_watchdog import start_watchdog
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     if (name := launched_as()) is not None:
         if by_torchrun():
             die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
-        start_sentry(name)
+        start_watchdog(name)
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken

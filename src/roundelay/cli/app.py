@@ -20,7 +20,7 @@ from roundelay.api import simulate
 from roundelay.api.fidelity_precheck import check_known
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
-from roundelay.api.reference_start import First
+from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import check_way, judged, length_of, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
@@ -29,11 +29,11 @@ from roundelay.cli.compare_command import compare_command
 from roundelay.cli.doctor_command import doctor
 from roundelay.cli.job_file import load_job, own_arguments
 from roundelay.cli.output_streams import lost
-from roundelay.cli.places import Places
+from roundelay.cli.places import PathResolver
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
-from roundelay.cli.train_command import RUNS, attend_job, train_job
+from roundelay.cli.train_command import RUNS, follow_job, train_job
 from roundelay.cli.utilization import ends_of, gaps_between
 from roundelay.cli.version import show_version
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
@@ -41,7 +41,7 @@ from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.observe.trace import Span, write_trace
-from roundelay.page.run_page import page
+from roundelay.page.run_page import run_page
 from roundelay.runtime.tamper import WAYS
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
@@ -121,7 +121,7 @@ def train(
         SIGNALS.join()
         o.exclusive(steps, epochs)
         check_known(check)
-        places = Places()
+        places = PathResolver()
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
         plan_file, resume, out = places.of(plan_file), places.of(resume), places.of(out)
@@ -134,7 +134,7 @@ def train(
         grace = Grace(grace_s, (signal.SIGTERM, signal.SIGUSR1) if usr1 else (signal.SIGTERM,))
         if party is not None and not party.leads:
             with SIGNALS.gracefully(grace, lambda: None, lambda: party.met):
-                return attend_job(
+                return follow_job(
                     job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
                 )
         summary = train_job(
@@ -173,7 +173,7 @@ def plan_command(
 ) -> None:
     """Write the plan of a job: readable, editable, versioned text."""
     o.alone("plan")
-    places = Places()
+    places = PathResolver()
     job = load_job(job_file, seed)
     job_file, output = places.of(job_file), places.of(output)
     captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
@@ -239,11 +239,11 @@ def verify_command(
     o.exclusive(steps, epochs)
     o.alone("verify")
     check_way(tamper)
-    places = Places()
+    places = PathResolver()
     job = load_job(job_file, seed)
     plan_file, resume = places.of(plan_file), places.of(resume)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
-    first, length = First.of(captured), length_of(steps, epochs)
+    first, length = ReferenceStart.of(captured), length_of(steps, epochs)
     announce("Training in plain PyTorch, and as captured ...", as_json)
     fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
@@ -267,7 +267,7 @@ def report_command(
     as_json: o.Json = False,
 ) -> None:
     """Draw a run as one HTML page: loss, throughput, timeline, memory."""
-    text, path = page(run), output or run / "report.html"
+    text, path = run_page(run), output or run / "report.html"
     write_text(path, text)
     if as_json:
         show_json({"path": str(path), "bytes": len(text.encode())})

@@ -19,7 +19,7 @@ from roundelay.api.comparison_variants import OPTIMIZERS, numbers, pairs
 from roundelay.api.state_gather import Event, Updated
 from roundelay.cli import options as o
 from roundelay.cli.job_file import job_maker
-from roundelay.cli.places import Places
+from roundelay.cli.places import PathResolver
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.errors import RunError
 from roundelay.page.scale import seconds as duration
@@ -101,7 +101,7 @@ def compare_command(
         "devices": devices,
         "deadline_s": deadline_s,
     }
-    places, source = Places(), _digest(job_file)
+    places, source = PathResolver(), _digest(job_file)
     lasting = folder.absolute()  # jobs are made in it, one for each seed, and each may go elsewhere
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)

@@ -30,7 +30,7 @@ from roundelay.runtime.device import named, present
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.loader_probe import DEADLINE_S
-from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.schedules import num_workers
 
 _T = TypeVar("_T")
@@ -196,7 +196,7 @@ def planned(
     seed: int,
     plan_file: Path | None,
     quiet: bool,
-    party: Party | None = None,
+    party: ProcessGroup | None = None,
     resume: Path | None = None,
     restarted: Path | None = None,
 ) -> tuple[Captured, Plan, tuple[str, ...]]:
@@ -287,7 +287,7 @@ def same_in_all() -> Iterator[None]:
 
 
 @contextmanager
-def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Choices]]:
+def together(choices: Choices, restarts: int) -> Iterator[tuple[ProcessGroup | None, Choices]]:
     """:func:`joined`, and what then goes wrong before all have met is told once.
 
     Raises:
@@ -300,7 +300,7 @@ def together(choices: Choices, restarts: int) -> Iterator[tuple[Party | None, Ch
         yield party, choices
 
 
-def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
+def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choices]:
     """The party that this process belongs to, if a launcher has started it, and the choices that follow from it.
 
     Raises:
@@ -322,7 +322,7 @@ def joined(choices: Choices, restarts: int) -> tuple[Party | None, Choices]:
             raise UsageError(
                 f"{name} under a launcher", got=str(given), expected=f"{right}: {why}", remedy=f"Leave {name} out."
             )
-    return Party(place), replace(choices, workers=place.size, transport=transport)
+    return ProcessGroup(place), replace(choices, workers=place.size, transport=transport)
 
 
 def _between(choices: Choices, processes: int) -> str:

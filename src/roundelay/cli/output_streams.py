@@ -9,7 +9,7 @@ from typing import Any, TextIO, final
 
 
 @final
-class Tolerant:
+class TolerantStream:
     """A stream that goes on when nothing more can be written to it; the rest goes nowhere.
 
     Args:
@@ -60,14 +60,14 @@ def tolerate() -> None:
 
 
 def _tolerant(stream: Any, number: int) -> Any:
-    if isinstance(stream, Tolerant):
+    if isinstance(stream, TolerantStream):
         return stream
-    return Tolerant(open(number, "w", closefd=False) if stream is None else stream)
+    return TolerantStream(open(number, "w", closefd=False) if stream is None else stream)
 
 
 def lost() -> str:
     """Why stdout does not hold all that was written to it; empty if it does, or if its reader has had enough."""
-    fault = sys.stdout.fault if isinstance(sys.stdout, Tolerant) else None
+    fault = sys.stdout.fault if isinstance(sys.stdout, TolerantStream) else None
     if fault is None or fault.errno == errno.EPIPE:
         return ""
     return fault.strerror or str(fault)

@@ -7,7 +7,7 @@ from typing import final, overload
 
 
 @final
-class Places:
+class PathResolver:
     """Where the command was given: the folder that is the current one now."""
 
     def __init__(self) -> None:

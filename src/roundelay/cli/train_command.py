@@ -36,7 +36,7 @@ from roundelay.cli.debug_output import show_run
 from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.tensorboard_points import draw
-from roundelay.cli.utilization import accounts, gaps_between, loads_of, show_accounts, spans_of, stage_names
+from roundelay.cli.utilization import gaps_between, loads_of, show_utilization, spans_of, stage_names, utilization
 from roundelay.errors import UsageError, UserCodeError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -47,7 +47,7 @@ from roundelay.observe.metrics_file import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.tensorboard import Curves, CurveWriter
 from roundelay.observe.trace import write_trace
-from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.schedules import num_workers
 
 _NO_GRACE = Grace()
@@ -73,7 +73,7 @@ def train_job(
     restarts: int,
     checkpoint_every: int,
     quiet: bool,
-    party: Party | None = None,
+    party: ProcessGroup | None = None,
     reasons: Sequence[str] = (),
     curves: CurveWriter | None = None,
     grace: Grace = _NO_GRACE,
@@ -119,18 +119,18 @@ def train_job(
     show_run(trained)
     spans = spans_of(trained)
     gaps = gaps_between(spans, plan)
-    summary = _summary(plan, trained, plain, folder) | accounts(session, trained, spans, gaps) | {"check": checked}
+    summary = _summary(plan, trained, plain, folder) | utilization(session, trained, spans, gaps) | {"check": checked}
     folder.write_summary(summary)  # first: should the disk be full, the trace is the larger, and the least loss
     write_trace(folder.trace, spans, gaps=gaps, loads=loads_of(trained), names=stage_names(session))
     if not quiet:
         _show(plan, trained, summary)
-        show_accounts(summary)
+        show_utilization(summary)
         _showcase(job, captured, trained.snapshot.optimizer)
         stderr.print(f"Run folder: {folder.path} ({runs}/latest points at it)" if out is None else f"Run folder: {out}")
     return summary
 
 
-def _begun(session: Session, out: Path | None, runs: Path, party: Party | None) -> tuple[Session, RunFolder]:
+def _begun(session: Session, out: Path | None, runs: Path, party: ProcessGroup | None) -> tuple[Session, RunFolder]:
     """The session and its folder; both go on where they were if the launcher has restarted everybody."""
     if out is not None and party is not None and party.restart and (out / "plan.toml").is_file():
         return _rest(session, out, party), RunFolder.reopen(out)
@@ -139,7 +139,7 @@ def _begun(session: Session, out: Path | None, runs: Path, party: Party | None) 
     return session, RunFolder.create(root, name, point=inside)
 
 
-def _rest(session: Session, out: Path | None, party: Party) -> Session:
+def _rest(session: Session, out: Path | None, party: ProcessGroup) -> Session:
     """What is left to do after a launcher's restart; without a folder of a fixed name, everything."""
     if out is None or not party.restart:
         return session
@@ -154,11 +154,11 @@ def _rest(session: Session, out: Path | None, party: Party) -> Session:
     return rest
 
 
-def attend_job(
+def follow_job(
     job: Job,
     captured: Captured,
     plan: Plan,
-    party: Party,
+    party: ProcessGroup,
     *,
     seed: int,
     steps: int | None,
@@ -174,7 +174,7 @@ def attend_job(
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
     try:
-        return 0 if _rest(session, out, party).attend(party) else 1
+        return 0 if _rest(session, out, party).run_follower(party) else 1
     except WorkerLostError:
         if party.deputy:
             raise
@@ -201,7 +201,7 @@ def _trained(
     restarts: int,
     every: int,
     quiet: bool,
-    party: Party | None,
+    party: ProcessGroup | None,
     writer: CurveWriter | None,
     grace: Grace,
 ) -> Trained:
@@ -223,7 +223,7 @@ def _trained(
 
         def run(session: Session, notify: Notify) -> Trained:
             saving = Saving(path=folder.checkpoint, every=every)
-            ending = GoodEnd(session, notify, folder)
+            ending = GracefulStop(session, notify, folder)
             with SIGNALS.gracefully(grace, ending.ask, ending.ready):
                 return session.run(notify=ending.heard, saving=saving, party=party)
 
@@ -231,7 +231,7 @@ def _trained(
 
 
 @final
-class GoodEnd:
+class GracefulStop:
     """The end of a run that a signal has asked for: a checkpoint in mid-flight, and then the interrupt.
 
     Args:

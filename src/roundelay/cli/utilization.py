@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from roundelay.api.memory_report import memory_of, optimizer_bytes
+from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.training import Session, Trained
 from roundelay.cli.screen import amount, stdout, table
 from roundelay.ir.load import Load
@@ -45,7 +45,7 @@ def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
     return [end for k in stages for end in plan.stages[k].segments]
 
 
-def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
+def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
     """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
     plan = trained.plan
     shares = shares_of(spans, gaps, num_workers(plan))
@@ -54,11 +54,11 @@ def accounts(session: Session, trained: Trained, spans: Sequence[Span], gaps: Se
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
         "busy": [share.busy for share in shares],
         "shares": [share.as_json() for share in shares],
-        "memory": memory_of(plan, of_optimizer, trained.workers),
+        "memory": memory_report(plan, of_optimizer, trained.workers),
     }
 
 
-def show_accounts(summary: dict[str, Any]) -> None:
+def show_utilization(summary: dict[str, Any]) -> None:
     """Both as tables."""
     kinds = ["forward", "backward", "update", "data", "bubble", "wait"]
     columns = ["", "busy", *kinds]

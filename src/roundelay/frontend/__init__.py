@@ -4,7 +4,7 @@ Nothing outside of this package may know that ``torch.export`` and ``torch.fx`` 
 """
 
 from roundelay.frontend.capture import Captured, capture
-from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, Draw
+from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, RngKey
 from roundelay.frontend.stage_function import Mode, StageFunction, StageTape
 
-__all__ = ["DEFAULT_GENERATOR_LOCK", "Captured", "Draw", "Mode", "StageFunction", "StageTape", "capture"]
+__all__ = ["DEFAULT_GENERATOR_LOCK", "Captured", "Mode", "RngKey", "StageFunction", "StageTape", "capture"]

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from roundelay.errors import RoundelayError
 from roundelay.frontend.batch import Batch, in_step, num_rows, part_rows, rows_between
 from roundelay.frontend.capture import Captured
-from roundelay.frontend.micro_batch_forwards import Runs, Seen
+from roundelay.frontend.micro_batch_forwards import MicroBatchForwards, Seen
 
 Kind = Literal["mean", "statistics", "other", "counts", "whole"]
 
@@ -45,7 +45,7 @@ COARSE = 1000.0, 25.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Divisibility:
     """What was seen of a batch and its parts.
 
     Args:
@@ -57,7 +57,7 @@ class Parts:
     why: str = ""
 
 
-def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -> Parts:
+def batch_divisibility(captured: Captured, batches: Sequence[Batch], micro_batches: int) -> Divisibility:
     """The class of a job, as its first batches show it; changes nothing.
 
     Args:
@@ -67,13 +67,17 @@ def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -
     """
     batch = batches[0]
     if not in_step(batch):
-        return Parts("whole", "the tensors of the first batch have different numbers of rows, so it cannot be cut")
+        return Divisibility(
+            "whole", "the tensors of the first batch have different numbers of rows, so it cannot be cut"
+        )
     if counted := _counting(captured):
-        return Parts("counts", f"the forward changes buffer {counted!r} at every call, and would at every micro-batch")
+        return Divisibility(
+            "counts", f"the forward changes buffer {counted!r} at every call, and would at every micro-batch"
+        )
     rows, least = num_rows(batch), captured.graph.min_rows
     planned = part_rows(batch, micro_batches, least)
     if len(planned) == 1:
-        return Parts("whole", f"the first batch, of {rows} row{'s' * (rows > 1)}, has no parts to be looked at")
+        return Divisibility("whole", f"the first batch, of {rows} row{'s' * (rows > 1)}, has no parts to be looked at")
     end = time.perf_counter() + LOOK_S
     normalised = False
     for look in _looks(captured, batches, micro_batches):
@@ -83,7 +87,7 @@ def classify(captured: Captured, batches: Sequence[Batch], micro_batches: int) -
             return found
         if time.perf_counter() > end:
             break
-    return Parts("statistics" if normalised else "mean")
+    return Divisibility("statistics" if normalised else "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class _Look:
         sure: whether it is a batch as it is trained: a few rows may have no label, or be too few for a loss.
     """
 
-    runs: Runs
+    runs: MicroBatchForwards
     cuts: Sequence[Sequence[int]]
     name: str
     sure: bool
@@ -118,7 +122,7 @@ def _looks(captured: Captured, batches: Sequence[Batch], micro_batches: int) -> 
         cuts = (planned, _uneven(rows, len(planned), least)) if whole else ([least, rows - least],)
         name = f"batch {i}" if i else "the first batch"
         name = (name if whole else f"the first {rows} rows of {name}") + (", with other weights," * elsewhere)
-        yield _Look(Runs(captured, batch, deep=deep, elsewhere=elsewhere), cuts, name, sure=whole)
+        yield _Look(MicroBatchForwards(captured, batch, deep=deep, elsewhere=elsewhere), cuts, name, sure=whole)
 
     for i in (0, 1) if large and len(batches) > 1 else (0,) if large else ():
         yield from look(i, whole=False)
@@ -134,7 +138,7 @@ def _seconds_per_row(captured: Captured, few: Batch) -> float:
     """Of a forward; 0 where it fails, which is met again."""
     began = time.perf_counter()
     try:
-        Runs(captured, few, gradients=False).on(0, num_rows(few))
+        MicroBatchForwards(captured, few, gradients=False).on(0, num_rows(few))
     except Exception:
         return 0.0
     return (time.perf_counter() - began) / num_rows(few)
@@ -152,7 +156,7 @@ def _reads_scalars(captured: Captured) -> bool:
     return all(captured.graph.values[name].shape == () for name in captured.graph.outputs)
 
 
-def _looked(look: _Look) -> Parts | None:
+def _looked(look: _Look) -> Divisibility | None:
     """Why parts of such sizes do not make what the whole does; None if they do, or if a few rows do not tell."""
     runs, name = look.runs, look.name
     try:
@@ -162,9 +166,9 @@ def _looked(look: _Look) -> Parts | None:
             raise
         return None
     if whole.count is not None and math.isnan(whole.count):
-        return Parts("other", f"the loss of {name} is no mean of a cross entropy, as it was on the first batch")
+        return Divisibility("other", f"the loss of {name} is no mean of a cross entropy, as it was on the first batch")
     if not math.isfinite(whole.loss) or (whole.count == 0.0 and not look.sure):
-        return Parts("other", f"the loss of {name} is {whole.loss}") if look.sure else None
+        return Divisibility("other", f"the loss of {name} is {whole.loss}") if look.sure else None
     for sizes in look.cuts:
         try:
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -177,9 +181,9 @@ def _looked(look: _Look) -> Parts | None:
             if not look.sure and not all(math.isfinite(part.loss) for part in parts):
                 return None
             if parts and (why := _differing(whole, parts, runs, coarse=_coarse(runs.captured))):
-                return Parts("other", why.replace(_IT, name))
+                return Divisibility("other", why.replace(_IT, name))
             continue
-        return Parts("whole", f"a part of {name} {why}") if look.sure else None
+        return Divisibility("whole", f"a part of {name} {why}") if look.sure else None
     return None
 
 
@@ -199,7 +203,7 @@ def counts_add_up(captured: Captured, batch: Batch) -> tuple[float, float] | Non
     sizes = part_rows(batch, 2, captured.graph.min_rows) if in_step(batch) else [1]
     if len(sizes) == 1:
         return None
-    runs = Runs(captured, batch, gradients=False)
+    runs = MicroBatchForwards(captured, batch, gradients=False)
     whole = runs.on(0, sum(sizes))
     try:
         parts = [runs.on(0, sizes[0]), runs.on(sizes[0], sizes[1])]
@@ -227,7 +231,7 @@ _IT = "the rows"
 """What :func:`_differing` calls what was looked at."""
 
 
-def _differing(whole: Seen, parts: Sequence[Seen], runs: Runs, *, coarse: bool) -> str:
+def _differing(whole: Seen, parts: Sequence[Seen], runs: MicroBatchForwards, *, coarse: bool) -> str:
     """In words how the parts' losses, or gradients, do not make the whole's; empty if they do."""
     counts = [part.count for part in parts if part.count is not None]
     total = sum(counts) if counts else float(whole.rows)

@@ -15,11 +15,11 @@ import torch.fx
 from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.activation_checkpointing import noting_checkpoints
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
-from roundelay.frontend.compiled_segment import Compiled
-from roundelay.frontend.describe_graph import describe
+from roundelay.frontend.compiled_segment import CompiledSegment
+from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.export_adapter import CallShape, Inputs, Unready, default_inputs
-from roundelay.frontend.external_mutation import Settings
+from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.graph_outputs import hand_out, read_with_writes, settle_buffers
 from roundelay.frontend.graph_passes import (
     DRAW,
@@ -31,19 +31,19 @@ from roundelay.frontend.graph_passes import (
     run_nodes,
     told_of_write,
 )
-from roundelay.frontend.keyed_rng import Draw, keyed_call
+from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.label_counts import add_count
 from roundelay.frontend.lazy_buffers import changes_on, first_forward
 from roundelay.frontend.loss import LossCall, LossFunction, record, with_unseen
 from roundelay.frontend.model_call import alone_if_drawing, called, train
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
-from roundelay.frontend.reachable_state import Change, World
-from roundelay.frontend.remat_segment import Recomputed
-from roundelay.frontend.retarget_device import CPU, placed
+from roundelay.frontend.reachable_state import Change, ReachableState
+from roundelay.frontend.remat_segment import RematSegment
+from roundelay.frontend.retarget_device import CPU, retarget
 from roundelay.frontend.segment import Call, Segment
 from roundelay.frontend.side_channels import fields_of, refuse_left, refuse_written
 from roundelay.frontend.source_lines import line_of_change
-from roundelay.frontend.split_backward import Split, split
+from roundelay.frontend.split_backward import SplitSegment, split
 from roundelay.frontend.stage_function import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
@@ -76,8 +76,8 @@ class Captured:
     _describe: Callable[[], Graph]
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     _fitting: set[tuple[torch.Size, ...]] = field(default_factory=set)
-    _compiled: dict[tuple[SegmentSpec, torch.device, str, bool], Compiled] = field(default_factory=dict)
-    settings: Settings = field(kw_only=True)
+    _compiled: dict[tuple[SegmentSpec, torch.device, str, bool], CompiledSegment] = field(default_factory=dict)
+    settings: ExternalMutations = field(kw_only=True)
     mode: Mode | None = None
     precision: str = FULL
     checkpointed: tuple[str, ...] = ()
@@ -242,7 +242,7 @@ class Captured:
                 changed(segment, halves=self._halves(part, device, segment))
                 for part, segment in zip(spec.segments, segments, strict=True)
             ]
-        segments = [Recomputed.of(part) if i in spec.recomputed else part for i, part in enumerate(segments)]
+        segments = [RematSegment.of(part) if i in spec.recomputed else part for i, part in enumerate(segments)]
         outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
@@ -268,7 +268,7 @@ class Captured:
             made, _ = run_nodes(self._exported, [values[name] for name in self.graph.inputs], call=call)
             values |= {name: made[name] for name in self.graph.outputs if name in order}
             reads = [values[name] for name in (*self.graph.outputs, *self.graph.batch)]
-            result: list[torch.Tensor] = each(len(order), partial(self._loss_call(), *reads, Draw(0, 0)))
+            result: list[torch.Tensor] = each(len(order), partial(self._loss_call(), *reads, RngKey(0, 0)))
         return result[0]
 
     def _stage_zero_inputs(self, spec: StageSpec) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ class Captured:
 
     def _segment(self, spec: SegmentSpec, device: torch.device) -> Segment:
         if (spec, device) not in self._pieces:
-            self._pieces[spec, device] = placed(_piece(self._exported, self.graph, spec), device)
+            self._pieces[spec, device] = retarget(_piece(self._exported, self.graph, spec), device)
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         wanted = frozenset(n for n in spec.inputs if self._wants_gradient(n))
         mutated = frozenset(n for n in spec.buffers if n in self._cleaned.mutated)
@@ -288,7 +288,7 @@ class Captured:
     def _lowered(self, call: Call, device: torch.device) -> Call:
         return call if self.precision == FULL else Lowered(call, self.precision, device)
 
-    def _halves(self, spec: SegmentSpec, device: torch.device, segment: Segment) -> Split:
+    def _halves(self, spec: SegmentSpec, device: torch.device, segment: Segment) -> SplitSegment:
         made = split(self._pieces[spec, device], spec.parameters, segment.trainable, lowered=self.precision != FULL)
         return changed(made, call=self._lowered(made.call, device))
 
@@ -299,7 +299,9 @@ class Captured:
             return plain
         key = (spec, device, self.precision, saves_all := self.mode == "mixed")
         if key not in self._compiled:
-            self._compiled[key] = Compiled(piece, plain, partial(autocast, self.precision, device), saves_all=saves_all)
+            self._compiled[key] = CompiledSegment(
+                piece, plain, partial(autocast, self.precision, device), saves_all=saves_all
+            )
         return self._compiled[key]
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
@@ -376,7 +378,9 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         results = [*(nodes[i] for i in reads.outputs), *([] if terms is None else [terms])]
         prune(exported, results, cleaned.writers)
         draws = key_draws(exported)
-        describes = partial(describe, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample)))
+        describes = partial(
+            describe_graph, exported, cleaned, draws, reads, (tensors, leaves(sample), num_rows(sample))
+        )
         graph = describes()
     apart = {change.slot.place for change in (*exported.seen.changed, *looked.changed)}
     return Captured(
@@ -388,7 +392,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         given.how,
         call,
         describes,
-        settings=Settings(model, given.kept | apart, given.functions),
+        settings=ExternalMutations(model, given.kept | apart, given.functions),
         writes=(given.written, tuple(by_forward)),
         checkpointed=tuple(checkpointed),
         sharing=_sharing(model),
@@ -421,7 +425,7 @@ class _Given:
 
 def _given(model: torch.nn.Module, loss: LossFunction, inputs: Inputs | None, sample: Batch) -> _Given:
     functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
-    world, before = World(functions, model), leaves(sample)
+    world, before = ReachableState(functions, model), leaves(sample)
     versions = [leaf._version for leaf in before.values()]
     how, made = alone_if_drawing(inputs or default_inputs, sample)
     written = [path for (path, leaf), v in zip(before.items(), versions, strict=True) if leaf._version != v]
@@ -475,7 +479,7 @@ def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensor
 
 def _line_of_write(model: torch.nn.Module, role: Role, call: CallShape, tensors: list[torch.Tensor]) -> str:
     """Where the forward writes into one of the model's tensors; all have their values back."""
-    world = World([("model", model)], torch.nn.Module())
+    world = ReachableState([("model", model)], torch.nn.Module())
     args, kwargs = call.unflatten([tensor.clone() for tensor in tensors])
     slots = [slot for slot in world.slots.values() if slot.kind == "values" and slot.holder is role.tensor]
     try:

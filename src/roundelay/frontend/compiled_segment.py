@@ -4,9 +4,9 @@ A segment's graph goes to ``compile_fx``, the back end of ``torch.compile``, wit
 already, so nothing has to be traced, guarded or recompiled behind anybody's back. The result is called under autograd
 like the piece itself, so tape, backward modes and weights as arguments stay what they are.
 
-Every compilation happens in :meth:`Compiled.learn`, before workers start. Afterwards a call whose tensors have other
-shapes than those learned (a short batch at an epoch's end) is computed by the uncompiled piece. Which of the two it is
-depends on the shapes alone, so a run and its reference take the same one.
+Every compilation happens in :meth:`CompiledSegment.learn`, before workers start. Afterwards a call whose tensors have
+other shapes than those learned (a short batch at an epoch's end) is computed by the uncompiled piece. Which of the two
+it is depends on the shapes alone, so a run and its reference take the same one.
 
 The tape of ``mixed`` must hold what the forward computed: there every value that backward needs is saved. In the other
 modes torch's min-cut partitioner may have backward compute cheap values again, from the same weights.
@@ -25,14 +25,14 @@ import torch.fx
 
 from roundelay.deferred_signals import hides_interrupt
 from roundelay.errors import CaptureError, PlanError
-from roundelay.frontend.keyed_rng import Draw, keyed_call
+from roundelay.frontend.keyed_rng import RngKey, keyed_call
 
 Call = Callable[..., Sequence[Any]]
 Key = tuple[Any, ...]
 
 
 @final
-class Compiled:
+class CompiledSegment:
     """One segment: compiled where its shapes have been learned, the plain piece elsewhere.
 
     Args:
@@ -135,7 +135,7 @@ def _key(args: Sequence[Any]) -> Key:
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors of a call; the draw key is one of them, or it would be part of the code."""
-    draw: Draw = args[-1]
+    draw: RngKey = args[-1]
     return [*(arg for arg in args[:-1] if isinstance(arg, torch.Tensor)), draw.tensor()]
 
 

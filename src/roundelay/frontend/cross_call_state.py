@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.reachable_state import Change, World, set_at
+from roundelay.frontend.reachable_state import Change, ReachableState, set_at
 from roundelay.frontend.source_lines import line_of_change
 
 STEPS = (1, 10, 100, 1_000, 10_000, 1_000_000)
@@ -45,7 +45,7 @@ def refuse_state(
         CaptureError: the forward does.
         JobError: the loss does.
     """
-    world = World(roots, model)
+    world = ReachableState(roots, model)
     changes: list[Change] = []
     where = ""
     try:
@@ -59,7 +59,7 @@ def refuse_state(
         raise _refusal(changes[found], where, changes[found].slot.place in of_loss)
 
 
-def _state(model: torch.nn.Module, call: Call, other: Call, world: World, changes: list[Change]) -> int | None:
+def _state(model: torch.nn.Module, call: Call, other: Call, world: ReachableState, changes: list[Change]) -> int | None:
     """The number among the changes that one call makes of one that the next call reads; None if there is none."""
     first = _computed(model, call)
     world.restore()
@@ -116,7 +116,7 @@ def _after(change: Change) -> Any:
 def _differs(
     model: torch.nn.Module,
     call: Call,
-    world: World,
+    world: ReachableState,
     first: list[Any],
     changes: Sequence[Change],
     value: Callable[[Change], Any],

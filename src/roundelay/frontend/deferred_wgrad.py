@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @dataclass(slots=True)
-class Owed:
+class PendingWgrad:
     """The weight gradients of one operation, until the second half computes them.
 
     Args:
@@ -61,7 +61,7 @@ def _is_cast(tensor: torch.Tensor) -> bool:
 
 
 def _note(
-    owed: list[Owed],
+    owed: list[PendingWgrad],
     made: torch.Tensor,
     weights: Sequence[torch.Tensor | None],
     read: Sequence[torch.Tensor],
@@ -69,11 +69,13 @@ def _note(
 ) -> torch.Tensor:
     """Write down what ``made`` owes."""
     wanted = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
-    owed.append(Owed(wanted, tuple(read), due, get_gradient_edge(made)))
+    owed.append(PendingWgrad(wanted, tuple(read), due, get_gradient_edge(made)))
     return made
 
 
-def _linear(owed: list[Owed], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    owed: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``aten.linear``: (..., in), (out, in), (out) to (..., out), by the ways that it takes for a trained weight."""
     x, plain, shift = _cast(_wanting(x), weight.detach(), _plain(bias))
     if x.ndim == 2 or (shift is not None and x.is_contiguous()):
@@ -94,7 +96,7 @@ def _linear_due(
     return made if bias is None else [*made, (rows if flat else grad).sum_to_size(bias)]
 
 
-def _matmul(owed: list[Owed], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _matmul(owed: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.matmul`` and ``aten.mm`` with a matrix: (..., n), (n, m) to (..., m)."""
     x, plain = _cast(_wanting(x), weight.detach())
     due = partial(_matmul_due, x.detach(), _by_columns(plain))
@@ -105,7 +107,7 @@ def _matmul_due(x: torch.Tensor, columns: bool, grad: torch.Tensor) -> list[torc
     return [_second(_rows(grad), _rows(x), columns)]
 
 
-def _addmm(owed: list[Owed], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _addmm(owed: list[PendingWgrad], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.addmm``: (m), (k, n), (n, m) to (k, m)."""
     x, plain, shift = _cast(_wanting(x), weight.detach(), bias.detach())
     made = aten.addmm.default(shift, x, plain)
@@ -145,7 +147,7 @@ def _shape(bias: torch.Tensor | None) -> torch.Size | None:
 
 
 def _embedding(
-    owed: list[Owed], weight: torch.Tensor, rows: torch.Tensor, padding: int = -1, by_frequency: bool = False
+    owed: list[PendingWgrad], weight: torch.Tensor, rows: torch.Tensor, padding: int = -1, by_frequency: bool = False
 ) -> torch.Tensor:
     """``aten.embedding``: (n, d), whole numbers (...) to (..., d)."""
     made = aten.embedding.default(weight.detach(), rows, padding, by_frequency).requires_grad_()
@@ -157,7 +159,7 @@ def _embedding(
 
 
 def _convolution(  # noqa: PLR0913  the operator's own arguments
-    owed: list[Owed],
+    owed: list[PendingWgrad],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -186,7 +188,7 @@ def _ahead(nd: int) -> Callable[..., torch.Tensor]:
     """``aten.conv1d``, ``conv2d``, ``conv3d``."""
 
     def run(  # noqa: PLR0913
-        owed: list[Owed],
+        owed: list[PendingWgrad],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -205,7 +207,7 @@ def _back(nd: int) -> Callable[..., torch.Tensor]:
     """``aten.conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d``."""
 
     def run(  # noqa: PLR0913
-        owed: list[Owed],
+        owed: list[PendingWgrad],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -232,7 +234,7 @@ class Formula:
     """How one operator is split.
 
     Args:
-        run: a list of :class:`Owed`, then the operator's arguments, to what it makes.
+        run: a list of :class:`PendingWgrad`, then the operator's arguments, to what it makes.
         read: which argument is the tensor that it reads.
         weight: which is the weight.
         fits: (dimensions of the two, -1 where unknown; arguments) -> whether ``run`` can do it.

@@ -23,7 +23,7 @@ _NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
 """What export calls the module of an operation that it cannot tell."""
 
 
-def describe(
+def describe_graph(
     exported: Exported,
     cleaned: Cleaned,
     draws: dict[str, int],

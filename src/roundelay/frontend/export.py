@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from roundelay.deferred_signals import Interrupts, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
 from roundelay.frontend import export_substitutes
-from roundelay.frontend.export_adapter import CallShape, Face, OutputShape, Roots, Seen, Unready
+from roundelay.frontend.export_adapter import CallShape, ExportAdapter, OutputShape, Roots, Seen, Unready
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.frontend.recurrent import StandingIn, put_back
 from roundelay.frontend.source_lines import users_line_of
@@ -83,7 +83,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
         Unready: the forward sets a buffer that is None.
     """
     refuse_parts(model)
-    face = Face(model, call, roots)
+    face = ExportAdapter(model, call, roots)
     before = sys.exc_info()[1]
     failures: list[Exception] = []
     for sizes in (_every_size, _rows_only, _no_size):

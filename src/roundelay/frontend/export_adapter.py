@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.export_checks import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
-from roundelay.frontend.reachable_state import MISSING, Change, Slot, World, set_at
+from roundelay.frontend.reachable_state import MISSING, Change, ReachableState, StateSlot, set_at
 from roundelay.frontend.trace_guards import owners_of, traced_as_trained
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -193,7 +193,7 @@ def _unseen(what: str) -> JobError:
 class Left:
     """A slot in which a forward has left tensors, and how they are laid out there."""
 
-    slot: Slot
+    slot: StateSlot
     shape: OutputShape
 
 
@@ -222,7 +222,7 @@ Roots = Sequence[tuple[str, Any]]
 """From where what a forward changes is looked for: a name for people, and a module or a function."""
 
 
-class Face(torch.nn.Module):
+class ExportAdapter(torch.nn.Module):
     """Wraps the model for export; see the module's docstring."""
 
     def __init__(self, model: torch.nn.Module, call: CallShape, roots: Roots = ()) -> None:
@@ -236,7 +236,7 @@ class Face(torch.nn.Module):
     def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
         """Call the model as the person would; return the tensor leaves of its result, then those left elsewhere."""
         args, kwargs = self._call.unflatten(list(leaves))
-        world = World(self._roots)
+        world = ReachableState(self._roots)
         try:
             with refusing_draws(), refusing_tensor_hooks(), traced_as_trained(self._owners):
                 result = self.model(*args, **kwargs)

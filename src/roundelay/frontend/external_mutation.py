@@ -14,14 +14,14 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.reachable_state import Slot, World
+from roundelay.frontend.reachable_state import ReachableState, StateSlot
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
 
 
 @final
-class Settings:
+class ExternalMutations:
     """What a model was captured with.
 
     Args:
@@ -37,7 +37,7 @@ class Settings:
         functions: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self._attributes = list(_attributes(model, set(apart)))
-        self._slots = list(_slots(World([("model", model), *functions]), set(apart), model))
+        self._slots = list(_slots(ReachableState([("model", model), *functions]), set(apart), model))
         self._turns = 0  # odd while an evaluation has the model in eval mode
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
@@ -85,7 +85,9 @@ def _attributes(
                 yield f"model.{name}" if name else "model", entries, key, value
 
 
-def _slots(world: World, apart: Collection[tuple[int, str, Any]], model: torch.nn.Module) -> Iterator[tuple[Slot, Any]]:
+def _slots(
+    world: ReachableState, apart: Collection[tuple[int, str, Any]], model: torch.nn.Module
+) -> Iterator[tuple[StateSlot, Any]]:
     """Numbers and texts outside of the model that the forward, the loss or ``inputs`` read, as far as names tell.
 
     Not those that they may set themselves, if only now and then.

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from roundelay.errors import CaptureError
 from roundelay.frontend.export import Exported, Role
 from roundelay.frontend.export_substitutes import branch
-from roundelay.frontend.keyed_rng import Draw, keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_call, keyed_dropout
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def run_nodes(
         if node.op == "placeholder":
             role = exported.roles.get(node.name)
             if role is None:
-                env[node] = Draw(0, 0)
+                env[node] = RngKey(0, 0)
             elif role.kind == "input":
                 env[node] = tensors[int(role.name)]
             else:

@@ -9,7 +9,7 @@ Dropout and attention's dropout are written out over an own generator; dropout's
 the same generator state. Any other random operator runs under the process-wide generator, seeded and put back under a
 lock; :data:`DEFAULT_GENERATOR_LOCK` is also held while the person's data loader runs, so neither disturbs the other.
 
-A :class:`Draw` with ``states`` draws as plain PyTorch does instead: every operation is the one that was captured, on
+A :class:`RngKey` with ``states`` draws as plain PyTorch does instead: every operation is the one that was captured, on
 torch's own generator, one after the other. Beside a plain forward under the same seed it must give the same bits.
 """
 
@@ -93,7 +93,7 @@ def _mix(x: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RngKey:
     """The key of one micro-batch's random numbers.
 
     Args:
@@ -108,9 +108,9 @@ class Draw:
     states: dict[int, torch.Tensor] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
-    def plain(seed: int, g: int) -> Draw:
+    def plain(seed: int, g: int) -> RngKey:
         """A key whose numbers come from torch's own generator, in the order of the calls."""
-        return Draw(seed, g, {})
+        return RngKey(seed, g, {})
 
     def unkeyed(self, position: int, call: Callable[[], Any]) -> Any:
         """Call an operation that draws, on torch's own generator; the second time on the state of the first."""
@@ -140,10 +140,10 @@ class Draw:
         return torch.tensor([seed - (1 << 64) if seed >> 63 else seed, self.g])
 
     @staticmethod
-    def of(numbers: torch.Tensor) -> Draw:
+    def of(numbers: torch.Tensor) -> RngKey:
         """The key that :meth:`tensor` wrote; ``key`` and ``generator`` do not see the difference."""
         seed, g = numbers.tolist()
-        return Draw(seed, g)
+        return RngKey(seed, g)
 
 
 @torch.library.custom_op("roundelay::keyed_noise", mutates_args=())
@@ -152,7 +152,7 @@ def keyed_noise(
 ) -> torch.Tensor:
     """Ones with probability ``keep``, zeros elsewhere, under the key in ``draw``: opaque to a compiler."""
     noise = torch.empty(size, dtype=dtype, device=device)
-    return noise.bernoulli_(keep, generator=Draw.of(draw).generator(position, device))
+    return noise.bernoulli_(keep, generator=RngKey.of(draw).generator(position, device))
 
 
 @keyed_noise.register_fake
@@ -162,18 +162,20 @@ def _(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def keyed_dropout(x: torch.Tensor, p: float, train: bool, *, draw: Draw | torch.Tensor, position: int) -> torch.Tensor:
+def keyed_dropout(
+    x: torch.Tensor, p: float, train: bool, *, draw: RngKey | torch.Tensor, position: int
+) -> torch.Tensor:
     """``aten.dropout`` of a contiguous ``x`` with the mask drawn under the key; same shape as ``x``.
 
     The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous. The key
-    is a tensor (:meth:`Draw.tensor`) while the operation is compiled; the mask is the same one.
+    is a tensor (:meth:`RngKey.tensor`) while the operation is compiled; the mask is the same one.
     """
-    if isinstance(draw, Draw) and draw.states is not None:
+    if isinstance(draw, RngKey) and draw.states is not None:
         plain: torch.Tensor = draw.unkeyed(position, lambda: torch.ops.aten.dropout.default(x, p, train))
         return plain
     if not train or p == 0.0 or x.numel() == 0:
         return x
-    if isinstance(draw, Draw):
+    if isinstance(draw, RngKey):
         noise = torch.empty_like(x, memory_format=torch.contiguous_format)
         noise.bernoulli_(1.0 - p, generator=draw.generator(position, x.device))
     else:
@@ -196,7 +198,7 @@ def keyed_attention(
     is zero, as torch has it.
     """
     draw, position = options.pop("draw"), options.pop("position")
-    if isinstance(draw, Draw) and draw.states is not None:
+    if isinstance(draw, RngKey) and draw.states is not None:
         whole = functools.partial(torch.ops.aten.scaled_dot_product_attention.default, query, key, value)
         plain: torch.Tensor = draw.unkeyed(position, lambda: whole(attn_mask, dropout_p, is_causal, **options))
         return plain
@@ -220,7 +222,7 @@ def keyed_attention(
 def keyed_call(
     operator: Callable[..., Any],
     *args: Any,
-    draw: Draw,
+    draw: RngKey,
     position: int,
     on: torch.device | None = None,
     **kwargs: Any,

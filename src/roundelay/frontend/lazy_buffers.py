@@ -9,7 +9,7 @@ import torch
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.export_adapter import CallShape
-from roundelay.frontend.reachable_state import MISSING, World
+from roundelay.frontend.reachable_state import MISSING, ReachableState
 
 
 def first_forward(
@@ -20,7 +20,7 @@ def first_forward(
     Returns:
         Ids of these buffers, which the model holds.
     """
-    world = World(roots)
+    world = ReachableState(roots)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     args, kwargs = call.unflatten([tensor.clone() for tensor in tensors])
     try:

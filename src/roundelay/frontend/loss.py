@@ -28,10 +28,10 @@ from roundelay.frontend.batch import layout as layout_of
 from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen
 from roundelay.frontend.export_checks import refusing_draws
 from roundelay.frontend.label_counts import Labels, LabelWatch
-from roundelay.frontend.loss_closure import Places, unread, weights_at
+from roundelay.frontend.loss_closure import ClosureSlots, unread, weights_at
 from roundelay.frontend.loss_metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.reachable_state import Change, World
+from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.source_lines import users_line_of
 from roundelay.frontend.trace_guards import refusing_grad
 
@@ -103,7 +103,7 @@ class Looked:
     """
 
     reads: LossReads
-    places: Places
+    places: ClosureSlots
     changed: tuple[Change, ...]
 
 
@@ -124,9 +124,9 @@ def record(
             it reads what no stage could give it.
     """
     assert seen.shape is not None
-    world = World([("model", model), ("loss", loss)])
+    world = ReachableState([("model", model), ("loss", loss)])
     own = dict((*model.named_parameters(), *model.named_buffers()))
-    places = Places(seen.left, (), seen.shape.num_tensors)
+    places = ClosureSlots(seen.left, (), seen.shape.num_tensors)
     found = _look(_Call(loss, model, seen.shape, places, own, batch), outputs, world)
     if found.weights:
         places = replace(places, weights=weights_at(world, {name: own[name] for name in found.weights}))
@@ -145,7 +145,7 @@ class _Call:
     loss: LossFunction
     model: torch.nn.Module
     shape: OutputShape
-    places: Places
+    places: ClosureSlots
     own: Mapping[str, torch.Tensor]
     batch: Batch
 
@@ -159,7 +159,7 @@ class _Found:
     changed: tuple[Change, ...]
 
 
-def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
+def _look(call: _Call, given: Sequence[torch.Tensor], world: ReachableState) -> _Found:
     first = tuple(next(i for i, same in enumerate(given) if same is leaf) for leaf in given)
     entering = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
     handed = [leaf.clone() for leaf in entering]  # a loss may write into what it reads, and not into leaves
@@ -174,7 +174,7 @@ def _look(call: _Call, given: Sequence[torch.Tensor], world: World) -> _Found:
     batch = batches.replace(call.batch, lambda path, _: fields[path], _no_tensor, whole=without_tensors)
     with ExitStack() as stack:
         stack.enter_context(call.places.filled(outputs.__getitem__))
-        before_call = World(world.roots, call.model)
+        before_call = ReachableState(world.roots, call.model)
         value, seen, terms = _called(call, outputs, batch, watched)
         changed = tuple(before_call.changes())
         before_call.restore()
@@ -412,7 +412,7 @@ class LossCall:
     loss: LossFunction
     reads: LossReads
     shape: OutputShape
-    places: Places
+    places: ClosureSlots
     layout: Batch
 
     @property

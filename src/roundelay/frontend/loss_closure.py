@@ -20,7 +20,7 @@ import torch
 
 from roundelay.frontend.export_adapter import Left, Opaque
 from roundelay.frontend.keyed_rng import GeneratorLock
-from roundelay.frontend.reachable_state import Slot, World
+from roundelay.frontend.reachable_state import ReachableState, StateSlot
 
 MODEL_LOCK = GeneratorLock("what the model's attributes hold")
 """Held while the loss finds tensors in the model's attributes, and while an evaluation calls the model."""
@@ -38,16 +38,16 @@ class Weight:
 
     name: str
     tensor: torch.Tensor
-    slots: tuple[Slot, ...]
+    slots: tuple[StateSlot, ...]
 
 
-def weights_at(world: World, named: Mapping[str, torch.Tensor]) -> tuple[Weight, ...]:
+def weights_at(world: ReachableState, named: Mapping[str, torch.Tensor]) -> tuple[Weight, ...]:
     """Where these parameters and buffers can be reached."""
     return tuple(Weight(name, tensor, tuple(world.holding(tensor))) for name, tensor in named.items())
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ClosureSlots:
     """What a loss finds beside its arguments.
 
     Args:
@@ -84,7 +84,7 @@ class Places:
                 for slot, value in reversed(before):
                     slot.write(value)
 
-    def _slots(self) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[StateSlot]:
         yield from (one.slot for one in self.left)
         yield from (slot for weight in self.weights for slot in weight.slots)
 
@@ -106,7 +106,7 @@ class Places:
                 slot.write(value_there)
 
 
-def unread(places: Places, i: int) -> Opaque:
+def unread(places: ClosureSlots, i: int) -> Opaque:
     """What stands for a leaf that the loss was not seen to read."""
     place = places.start
     for one in places.left:

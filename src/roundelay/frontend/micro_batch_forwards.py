@@ -19,7 +19,7 @@ from roundelay.frontend.batch import Batch, num_rows, rows_between
 from roundelay.frontend.batch_norm import takes_statistics
 from roundelay.frontend.capture import Captured
 from roundelay.frontend.export_substitutes import cumulative_batch_norm
-from roundelay.frontend.keyed_rng import Draw, keyed_attention, keyed_dropout
+from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 
 DRAWS = 16
 """Draws over which a loss that draws random numbers is averaged."""
@@ -45,7 +45,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Runs:
+class MicroBatchForwards:
     """Forwards of one batch's parts, with all that is kept from the first one, of the whole.
 
     Args:
@@ -118,7 +118,7 @@ class Runs:
         outputs = len(self.captured.graph.outputs)
         outputs = 0 if self.deep or not self.gradients else outputs
         entering = [_entering(value) if i < outputs else value for i, value in enumerate(reads)]
-        draws = [Draw(0, g) for g in range(DRAWS)] if self.draws else [draw]
+        draws = [RngKey(0, g) for g in range(DRAWS)] if self.draws else [draw]
         with torch.set_grad_enabled(self.gradients):
             made = [call.func(*entering, one) for one in draws]
         losses = torch.stack([one[0].detach().double() for one in made])

@@ -47,7 +47,7 @@ Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class StateSlot:
     """One place where a value lies.
 
     Args:
@@ -135,13 +135,13 @@ MISSING = _Missing()
 class Change:
     """A slot whose value a call has changed."""
 
-    slot: Slot
+    slot: StateSlot
     before: Any
     after: Any
 
 
 @final
-class World:
+class ReachableState:
     """All slots that can be reached, with what lies there now.
 
     Args:
@@ -153,7 +153,7 @@ class World:
     def __init__(self, roots: Sequence[tuple[str, Any]], own: torch.nn.Module | None = None) -> None:
         #: from where it was walked
         self.roots = tuple(roots)
-        self.slots: dict[tuple[int, str, Any], Slot] = {}
+        self.slots: dict[tuple[int, str, Any], StateSlot] = {}
         self._values: dict[tuple[int, str, Any], Any] = {}
         self._holders: dict[int, Any] = {}
         self._apart = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
@@ -220,7 +220,7 @@ class World:
             stored |= _stored(function.__code__)
         return found, stored
 
-    def holding(self, wanted: Any) -> list[Slot]:
+    def holding(self, wanted: Any) -> list[StateSlot]:
         """The slots in which one object lies; a list that holds it among others included."""
         made = []
         for place, value in self._values.items():
@@ -230,7 +230,7 @@ class World:
         return made
 
 
-def same_value(slot: Slot, before: Any) -> bool:
+def same_value(slot: StateSlot, before: Any) -> bool:
     """Whether in a slot lies what did before."""
     return _same_values(before, slot.holder) if slot.kind == "values" else _same(before, slot.read())
 
@@ -289,7 +289,7 @@ def _sets(line: str, name: str) -> bool:
 
 def _walk(
     roots: Sequence[tuple[str, Any]], holders: dict[int, Any], apart: Collection[int] | None = None
-) -> Iterator[tuple[Slot, Any]]:
+) -> Iterator[tuple[StateSlot, Any]]:
     """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id.
 
     The values of tensors and arrays are slots where ``apart`` tells the memory of those that are not; the value is the
@@ -303,7 +303,7 @@ def _walk(
         if isinstance(value, (torch.Tensor, np.ndarray)):
             if apart is not None and (memory := _memory(value)) and memory not in apart:
                 holders[id(value)] = value
-                yield Slot(value, "values", None, path), value
+                yield StateSlot(value, "values", None, path), value
             continue
         made = list(_slots(path, value))
         if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
@@ -317,17 +317,17 @@ _CONTAINERS = (list, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _slots(path: str, value: Any) -> Iterator[tuple[Slot, Any]]:
+def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
     if isinstance(value, torch.nn.Module):
         yield from _of_module(path, value)
     elif isinstance(value, dict):
         if len(value) <= MOST:
-            yield from ((Slot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
+            yield from ((StateSlot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
     elif isinstance(value, (list, set, deque)):
         if len(value) <= MOST:
-            yield Slot(value, "contents", None, path), _contents(value)
+            yield StateSlot(value, "contents", None, path), _contents(value)
     elif isinstance(value, _GENERATORS):
-        yield Slot(value, "state", None, path), _state(value)
+        yield StateSlot(value, "state", None, path), _state(value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
     elif isinstance(value, type):
@@ -335,41 +335,41 @@ def _slots(path: str, value: Any) -> Iterator[tuple[Slot, Any]]:
             yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
-        yield from ((Slot(value, "attribute", key, f"{path}.{key}"), item) for key, item in list(entries.items()))
+        yield from ((StateSlot(value, "attribute", key, f"{path}.{key}"), item) for key, item in list(entries.items()))
 
 
-def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[Slot, Any]]:
+def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[StateSlot, Any]]:
     entries = module.__dict__
     for key, item in list(entries.items()):
         if key not in _OF_MODULES and key not in _HOOKS and not key.startswith("_backward_"):
-            yield Slot(module, "attribute", key, f"{path}.{key}"), item
+            yield StateSlot(module, "attribute", key, f"{path}.{key}"), item
     for key, item in list(entries.get("_buffers", {}).items()):
-        yield Slot(module, "buffer", key, f"{path}.{key}"), item
+        yield StateSlot(module, "buffer", key, f"{path}.{key}"), item
     for key, item in list(entries.get("_parameters", {}).items()):
-        yield Slot(module, "parameter", key, f"{path}.{key}"), item
+        yield StateSlot(module, "parameter", key, f"{path}.{key}"), item
 
 
-def _of_class(path: str, kind: type) -> Iterator[tuple[Slot, Any]]:
+def _of_class(path: str, kind: type) -> Iterator[tuple[StateSlot, Any]]:
     """What a class holds for all its objects: numbers, texts, tensors and containers."""
     for key, item in list(vars(kind).items()):
         if not key.startswith("__") and isinstance(item, (bool, int, float, str, torch.Tensor, *_CONTAINERS)):
-            yield Slot(kind, "class", key, f"{path}.{key}"), item
+            yield StateSlot(kind, "class", key, f"{path}.{key}"), item
 
 
-def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Slot, Any]]:
+def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[StateSlot, Any]]:
     if _is_library(function):
         return
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
         content = _in_cell(cell)
-        yield Slot(cell, "cell", name, name), content
+        yield StateSlot(cell, "cell", name, name), content
     used = function.__globals__
     for name in sorted(_names(function.__code__)):
         if name in used and not isinstance(used[name], (types.ModuleType, type)):
-            yield Slot(used, "item", name, name), used[name]
+            yield StateSlot(used, "item", name, name), used[name]
 
 
-def _below(path: str, value: Any, made: Sequence[tuple[Slot, Any]]) -> Iterator[tuple[str, Any]]:
+def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iterator[tuple[str, Any]]:
     """What is walked through next."""
     for slot, inner in made:
         if slot.kind == "contents":

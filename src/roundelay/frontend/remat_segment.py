@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.keyed_rng import Draw
+from roundelay.frontend.keyed_rng import RngKey
 from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
 
 
 @dataclass(slots=True)
-class Beginning(Tape):
+class RematTape(Tape):
     """What the forward of such a segment leaves for its backward.
 
     Args:
@@ -36,26 +36,26 @@ class Beginning(Tape):
     leaves: Leaves | None
     values: dict[str, Any]
     buffers: Tensors
-    draw: Draw
+    draw: RngKey
     spared: int
 
 
-class Recomputed(Segment):
+class RematSegment(Segment):
     """A segment of which a forward keeps the inputs only."""
 
     __slots__ = ()
 
     @staticmethod
-    def of(segment: Segment) -> Recomputed:
+    def of(segment: Segment) -> RematSegment:
         """The same segment, run again by its backward."""
-        return Recomputed(*(getattr(segment, field.name) for field in fields(segment)))
+        return RematSegment(*(getattr(segment, field.name) for field in fields(segment)))
 
     def forward(
         self,
         params: Mapping[str, torch.Tensor],
         buffers: Tensors,
         inputs: Mapping[str, Any],
-        draw: Draw,
+        draw: RngKey,
         *,
         mixed: bool = False,
         measure: bool = False,
@@ -71,13 +71,13 @@ class Recomputed(Segment):
         apart = held.keys() | _storages(outputs.values()).keys() if measure else set()
         spared = sum(size for address, size in tape.storages.items() if address not in apart)
         trained = {} if leaves is None else leaves.trained  # which updates leave as they are
-        return outputs, Beginning({}, {}, trained, None, held, [], leaves, values, before, draw, spared)
+        return outputs, RematTape({}, {}, trained, None, held, [], leaves, values, before, draw, spared)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
         """Run forward again, then backward, or its first half; as :meth:`Segment.backward`."""
-        assert isinstance(tape, Beginning)
+        assert isinstance(tape, RematTape)
         _, again = super().forward(params, dict(tape.buffers), tape.values, tape.draw, kept=tape.leaves)
         gradients = super().backward(again, grad_outputs, params)
         tape.parameters, tape.owed = again.parameters, again.owed  # for the second half

@@ -18,7 +18,7 @@ from roundelay.frontend.keyed_rng import keyed_call
 CPU = torch.device("cpu")
 
 
-def placed(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
+def retarget(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
     """A copy of ``piece`` that computes on ``device``, with its constants there; ``piece`` itself on the CPU."""
     if device == CPU:
         return piece
@@ -36,7 +36,7 @@ def placed(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphM
 def _moved(value: Any, device: torch.device) -> Any:
     """A constant, or the graph that a higher-order operation runs."""
     if isinstance(value, torch.fx.GraphModule):
-        return placed(value, device)
+        return retarget(value, device)
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

@@ -20,7 +20,7 @@ that :mod:`roundelay.frontend.split_backward` can compute later, and :func:`roun
 computes those.
 
 The mode ``recompute`` belongs to a whole stage (:mod:`roundelay.frontend.stage_function`); a segment knows ``stash``
-and ``mixed``. One that runs itself again is a :class:`roundelay.frontend.remat_segment.Recomputed`.
+and ``mixed``. One that runs itself again is a :class:`roundelay.frontend.remat_segment.RematSegment`.
 
 What enters a segment lies as a network would deliver it: contiguous, and where torch's own memory would begin. Strides
 and alignment decide which kernel runs, and so the last bits: they must not depend on what has carried a tensor.
@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from roundelay.frontend.deferred_wgrad import Owed
-from roundelay.frontend.keyed_rng import Draw
+from roundelay.frontend.deferred_wgrad import PendingWgrad
+from roundelay.frontend.keyed_rng import RngKey
 from roundelay.frontend.precision import Cast, Casts
-from roundelay.frontend.split_backward import Split
+from roundelay.frontend.split_backward import SplitSegment
 from roundelay.ir.stage import SegmentSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -86,7 +86,7 @@ class Tape:
     parameters: Tensors
     weights: Weights | None
     storages: dict[int, int]
-    owed: list[Owed]
+    owed: list[PendingWgrad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Segment:
     trainable: frozenset[str]
     differentiable: frozenset[str]
     mutated: frozenset[str]
-    halves: Split | None = None
+    halves: SplitSegment | None = None
     casts: bool = False
 
     def forward(
@@ -116,7 +116,7 @@ class Segment:
         params: Mapping[str, torch.Tensor],
         buffers: Tensors,
         inputs: Mapping[str, Any],
-        draw: Draw,
+        draw: RngKey,
         *,
         mixed: bool = False,
         measure: bool = False,
@@ -143,7 +143,7 @@ class Segment:
             values.append(value)
         weights = Weights() if mixed else None
         storages: dict[int, int] = {}
-        owed: list[Owed] = []
+        owed: list[PendingWgrad] = []
         last = (draw,) if self.halves is None else (draw, owed)
         hooks = _Hooks(leaves, weights, storages if measure else None, self.casts) if mixed or measure else None
         with nullcontext() if hooks is None else hooks.active():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import CaptureError, JobError
-from roundelay.frontend.reachable_state import Change, World, set_at
+from roundelay.frontend.reachable_state import Change, ReachableState, set_at
 
 Written = Mapping[str, torch.Tensor]
 """Tensors of a batch by path."""
@@ -31,7 +31,7 @@ def refuse_left(changes: Sequence[Change], model: torch.nn.Module, loss: Any) ->
     """
     if not changes:
         return
-    readers = World([("model", model), ("loss", loss)], torch.nn.Module())
+    readers = ReachableState([("model", model), ("loss", loss)], torch.nn.Module())
     names = readers.names_read()
     for change in changes:
         if change.slot.place in readers.slots and change.slot.name in names:

@@ -3,11 +3,11 @@
 Backward has no arithmetic in common between the two halves of a product: ``dx = dy W`` is what the stage before waits
 for, ``dW = dy^T x`` is what the update waits for (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). So every
 operation that multiplies by a parameter is run on the parameter *detached*, and leaves a note of what it owes
-(:class:`roundelay.frontend.deferred_wgrad.Owed`): what it read, and the place in autograd's graph where its output's
-gradient will pass. The first half is one run of autograd that computes no such weight's gradient and picks up the
-gradients at those places; the second half, :func:`settle`, calls the kernels that autograd would have called, on the
-same operands, so that the bits are those of the whole backward. Nothing is computed twice, and no graph is kept between
-the halves.
+(:class:`roundelay.frontend.deferred_wgrad.PendingWgrad`): what it read, and the place in autograd's graph where its
+output's gradient will pass. The first half is one run of autograd that computes no such weight's gradient and picks up
+the gradients at those places; the second half, :func:`settle`, calls the kernels that autograd would have called, on
+the same operands, so that the bits are those of the whole backward. Nothing is computed twice, and no graph is kept
+between the halves.
 
 Split are matrix products, convolutions and embeddings (:data:`roundelay.frontend.deferred_wgrad.FORMULAS`). Every other
 operation's weight gradient (a normalisation's, a recurrent layer's, whose kernel makes both at once) is computed in the
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from roundelay.frontend.deferred_wgrad import FORMULAS, ONLY_UNCAST, Owed
+from roundelay.frontend.deferred_wgrad import FORMULAS, ONLY_UNCAST, PendingWgrad
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,7 +35,7 @@ MOST_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitSegment:
     """A piece that can owe weight gradients.
 
     Args:
@@ -49,7 +49,7 @@ class Split:
 
 def split(
     piece: torch.fx.GraphModule, parameters: Sequence[str], trainable: frozenset[str], *, lowered: bool = False
-) -> Split:
+) -> SplitSegment:
     """The piece with every operation split that can be.
 
     Args:
@@ -66,10 +66,10 @@ def split(
         owed = graph.placeholder("owed")
     for node in chosen:
         node.args, node.target = (owed, *node.args), FORMULAS[node.target].run
-    return Split(torch.fx.GraphModule(piece, graph).forward, late)
+    return SplitSegment(torch.fx.GraphModule(piece, graph).forward, late)
 
 
-def settle(owed: Sequence[Owed], parameters: Mapping[str, torch.Tensor]) -> Tensors:
+def settle(owed: Sequence[PendingWgrad], parameters: Mapping[str, torch.Tensor]) -> Tensors:
     """The second half: gradients of parameters by name; a name is missing where none has arrived.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from roundelay.frontend.deferred_wgrad import Owed
-from roundelay.frontend.keyed_rng import Draw
+from roundelay.frontend.deferred_wgrad import PendingWgrad
+from roundelay.frontend.keyed_rng import RngKey
 from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
 from roundelay.frontend.split_backward import settle
 
 Mode = Literal["stash", "recompute", "mixed"]
-Debt = list[tuple[list[Owed], Tensors]]
+Debt = list[tuple[list[PendingWgrad], Tensors]]
 """What a backward in two halves leaves for its second one: for each segment what is owed, and its parameters."""
 
 
@@ -42,7 +42,7 @@ class StageTape:
     tapes: list[Tape]
     inputs: dict[str, Any]
     buffers: Tensors
-    draw: Draw
+    draw: RngKey
     num_bytes: int
     debt: Debt = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class StageFunction:
         params: Mapping[str, torch.Tensor],
         buffers: Tensors,
         inputs: Mapping[str, Any],
-        draw: Draw,
+        draw: RngKey,
         *,
         mode: Mode,
         measure: bool = False,
@@ -140,7 +140,7 @@ class StageFunction:
         params: Mapping[str, torch.Tensor],
         buffers: Tensors,
         values: dict[str, Any],
-        draw: Draw,
+        draw: RngKey,
         *,
         mixed: bool,
         measure: bool,

@@ -11,9 +11,9 @@ from typing import Any, final
 import torch
 
 from roundelay.frontend.capture import Captured
-from roundelay.frontend.compiled_segment import Compiled
-from roundelay.frontend.keyed_rng import Draw
-from roundelay.frontend.remat_segment import Beginning
+from roundelay.frontend.compiled_segment import CompiledSegment
+from roundelay.frontend.keyed_rng import RngKey
+from roundelay.frontend.remat_segment import RematTape
 from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.stage_function import Mode, StageFunction, debt_bytes
 from roundelay.ir.graph import LOSS
@@ -149,7 +149,7 @@ def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stag
 
 
 def _learning(function: StageFunction) -> StageFunction:
-    segments = (replace(s, call=s.call.learn) if isinstance(s.call, Compiled) else s for s in function.segments)
+    segments = (replace(s, call=s.call.learn) if isinstance(s.call, CompiledSegment) else s for s in function.segments)
     return replace(function, segments=tuple(segments))
 
 
@@ -162,8 +162,8 @@ def _once(captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode:
         inputs = {n: stage.here(values[n]) for n in stage.function.inputs}
         buffers = {n: stage.here(b) for n, b in buffers.items()}
         start = stage.now_s()
-        outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, Draw(0, 0), mode=mode, measure=True)
-        spared = tuple(part.spared for part in tape.tapes if isinstance(part, Beginning))
+        outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
+        spared = tuple(part.spared for part in tape.tapes if isinstance(part, RematTape))
         measured.append(_Measured([stage.now_s() - start], tape.num_bytes, spared_bytes=spared))
         values.update(outputs)
         tapes.append(tape)

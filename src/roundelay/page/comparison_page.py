@@ -42,7 +42,7 @@ def style_of(line: int) -> tuple[str, str]:
     return COLOURS[line % len(COLOURS)], DASHES[line // len(COLOURS) % len(DASHES)]
 
 
-def comparison(title: str, about: Sequence[str], table: Sequence[Sequence[str]], charts: Sequence[Chart]) -> str:
+def comparison_page(title: str, about: Sequence[str], table: Sequence[Sequence[str]], charts: Sequence[Chart]) -> str:
     """The page.
 
     Args:

@@ -25,7 +25,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 """What the page may load: nothing but what stands in it, whatever a run has been called."""
 
 
-def page(path: Path) -> str:
+def run_page(path: Path) -> str:
     """The report of the run in a folder.
 
     Raises:

@@ -92,10 +92,10 @@ def _gap(gap: Gap, across: Axis) -> str:
     if wide < 0.3:
         return ""
     y = TOP + gap.worker * (TALL + BETWEEN)
-    told = f"wait: {seconds(gap.end_s - gap.start_s)}"
+    described = f"wait: {seconds(gap.end_s - gap.start_s)}"
     return (
         f'<rect class="wait" x="{x:.1f}" y="{y + TALL - 6:.1f}" width="{wide:.1f}" height="6">'
-        f"<title>{told}</title></rect>"
+        f"<title>{described}</title></rect>"
     )
 
 
@@ -108,7 +108,7 @@ def _loaded(load: Load, across: Axis) -> str:
 def _box(span: Span, across: Axis) -> str:
     look, y = _LOOK.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
     text = str(span.batch if span.opcode in ONCE_A_BATCH else span.g)
-    return _boxed(_placed(span.start_s, span.end_s, across), y, look, told(span), text)
+    return _boxed(_placed(span.start_s, span.end_s, across), y, look, described(span), text)
 
 
 def _boxed(place: tuple[float, float], y: float, look: str, title: str, text: str) -> str:
@@ -128,7 +128,7 @@ def _boxed(place: tuple[float, float], y: float, look: str, title: str, text: st
 _LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data", "update": "update", "read": "data"}
 
 
-def told(span: Span) -> str:
+def described(span: Span) -> str:
     """A span in words."""
     what = f"{span.opcode} {span.batch}" if span.opcode in ONCE_A_BATCH else f"{span.opcode} of micro-batch {span.g}"
     where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")

@@ -29,7 +29,7 @@ Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class CostParameters:
     """What a plan has settled before it is cut.
 
     Args:
@@ -67,7 +67,7 @@ class _Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class StageCosts:
     """The price of every stage.
 
     Args:
@@ -80,7 +80,7 @@ class Prices:
 
     boundaries: Cuts
     work: tuple[float, ...]
-    terms: Terms
+    terms: CostParameters
     share: int
     _over: dict[int, _Boundary]
 
@@ -124,7 +124,7 @@ def boundaries_of(graph: Graph) -> Cuts:
     return (0, *(cut + 1 for cut in graph.cuts if cut + 1 < end), end + 1)
 
 
-def priced(graph: Graph, profile: Profile, terms: Terms) -> Prices:
+def stage_costs(graph: Graph, profile: Profile, terms: CostParameters) -> StageCosts:
     """The prices of a graph's stages.
 
     Args:
@@ -137,7 +137,7 @@ def priced(graph: Graph, profile: Profile, terms: Terms) -> Prices:
     rows = zip(profile.forward_s, profile.backward_s, profile.update_s, strict=True)
     work = accumulate((f * (1 + (i in again)) + b + u / parts for i, (f, b, u) in enumerate(rows)), initial=0.0)
     boundaries = boundaries_of(graph)
-    return Prices(boundaries, tuple(work), terms, parts, _over(graph, boundaries[1:-1], terms.micro_batches))
+    return StageCosts(boundaries, tuple(work), terms, parts, _over(graph, boundaries[1:-1], terms.micro_batches))
 
 
 def _over(graph: Graph, inner: Sequence[int], micro_batches: int) -> dict[int, _Boundary]:

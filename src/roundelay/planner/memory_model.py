@@ -22,7 +22,7 @@ WARM = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class MemoryEstimate:
     """Bytes that one worker is predicted to hold.
 
     Args:
@@ -51,7 +51,7 @@ class Ledger:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def ledger(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[Ledger, ...]:
+def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryEstimate, ...]:
     """What each worker is predicted to hold.
 
     Args:
@@ -75,7 +75,7 @@ def ledger(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[Ledger, ...]:
     for stages, worker in zip(stages_of(plan), simulated.workers, strict=True):
         weights = sum(plan.stages[k].parameter_bytes for k in stages)
         ledgers.append(
-            Ledger(
+            MemoryEstimate(
                 weights=weights,
                 gradients=weights,
                 optimizer=sum(optimizer_bytes[k] for k in stages),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from roundelay.errors import CaptureError
 from roundelay.ir.graph import Graph
-from roundelay.planner.cost_model import Cuts, Prices, boundaries_of
+from roundelay.planner.cost_model import Cuts, StageCosts, boundaries_of
 
 TIE = 0.02
 """Cuts whose slowest stage is within this share of the best are equally good."""
@@ -26,7 +26,7 @@ _Rows = list[list[tuple[int, float]]]
 """For every boundary j, by index: the boundaries i at which a stage up to j may begin, and its price."""
 
 
-def choose_cuts(prices: Prices, num_stages: int) -> Cuts:
+def choose_cuts(prices: StageCosts, num_stages: int) -> Cuts:
     """The cuts with the fastest slowest stage.
 
     Args:
@@ -84,7 +84,7 @@ def names_of(graph: Graph, cuts: Cuts) -> tuple[str, ...]:
     return tuple(graph.ops[min(stop, len(graph.ops)) - 1].name for stop in cuts[1:])
 
 
-def _rows(prices: Prices, num_stages: int, bound: float) -> _Rows:
+def _rows(prices: StageCosts, num_stages: int, bound: float) -> _Rows:
     """All stages that compute no longer than ``bound``, between boundaries at which some cut within it may lie."""
     at = prices.boundaries
     places = _places(prices, num_stages, bound)
@@ -99,7 +99,7 @@ def _rows(prices: Prices, num_stages: int, bound: float) -> _Rows:
     return rows
 
 
-def _places(prices: Prices, num_stages: int, bound: float) -> list[int]:
+def _places(prices: StageCosts, num_stages: int, bound: float) -> list[int]:
     """Boundaries, by index, before which k stages can compute all there is and behind which the others can."""
     work, last, most = prices.work, len(prices.boundaries) - 1, bound * (1.0 + 1e-9)
     done = [work[boundary] for boundary in prices.boundaries]
@@ -119,7 +119,7 @@ def _slowest(rows: _Rows, num_stages: int) -> float:
     return best[-1]
 
 
-def _leanest(prices: Prices, rows: _Rows, num_stages: int, limit: float) -> Cuts:
+def _leanest(prices: StageCosts, rows: _Rows, num_stages: int, limit: float) -> Cuts:
     """Fewest bytes, then the fastest slowest stage, among cuts whose slowest stage is within the limit."""
     at, none = prices.boundaries, (float("inf"), 0.0, 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * (len(rows) - 1)

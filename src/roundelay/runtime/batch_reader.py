@@ -19,9 +19,9 @@ from roundelay.errors import JobError
 from roundelay.frontend.batch import num_rows, part_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
-from roundelay.runtime.loader_epoch import Generators, Opened, copied, taken
-from roundelay.runtime.prefetch import Registers, ahead
-from roundelay.runtime.run_control import Control
+from roundelay.runtime.loader_epoch import Generators, OpenEpoch, copied, taken
+from roundelay.runtime.prefetch import Registers, prefetch
+from roundelay.runtime.run_control import RunControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
     *,
     min_rows: int = 1,
     registers: Registers | None = None,
-    control: Control | None = None,
+    control: RunControl | None = None,
 ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
     """Micro-batches with their header and the values that enter the graph.
 
@@ -83,7 +83,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
     """
     g, t = extent.start_g, extent.start_batch
     in_line = _batches(batches, seed, extent)
-    with closing(in_line if registers is None else ahead(in_line, registers)) as source:
+    with closing(in_line if registers is None else prefetch(in_line, registers)) as source:
         for batch, epoch, ends_epoch, final in source:
             rows = num_rows(batch)
             sizes = part_rows(batch, micro_batches, min_rows)
@@ -136,7 +136,7 @@ def _epoch(batches: Batches, seed: int, epoch: int, generators: Generators) -> I
     """The batches of one epoch: those that were looked at before the run, if it is the first, and the rest."""
     opened = taken(batches, seed) if epoch == 0 else None
     if opened is None:
-        opened = Opened(batches, seed, epoch, generators)
+        opened = OpenEpoch(batches, seed, epoch, generators)
     else:
         generators.follow(opened.generators)
     try:

@@ -43,7 +43,7 @@ _CHANNEL = 0
 
 
 @final
-class Line:
+class ControlChannel:
     """This process's end. It watches those that it depends on: the leader all, the others the leader.
 
     Args:

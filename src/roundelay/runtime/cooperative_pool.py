@@ -51,7 +51,7 @@ class _Seat:
 
 
 @final
-class Pool:
+class CooperativePool:
     """Carries workers on.
 
     Args:

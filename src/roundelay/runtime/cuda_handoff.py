@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from roundelay.runtime.device import Accelerated, Device
+from roundelay.runtime.device import AcceleratorDevice, Device
 from roundelay.transport.cuda import Driver, Event, Stream
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Message, Value
 
@@ -23,7 +23,7 @@ Notes = defaultdict[tuple[int, int, int], deque[Event | None]]
 
 def streamed(endpoints: Sequence[Endpoint], devices: Sequence[Device], driver: Driver) -> list[Endpoint]:
     """Endpoints that hand over between streams; the very same endpoints where every worker is on the CPU."""
-    if not any(isinstance(device, Accelerated) for device in devices):
+    if not any(isinstance(device, AcceleratorDevice) for device in devices):
         return list(endpoints)
     notes: Notes = defaultdict(deque)  # a sender's note is there before its message is
     return [StreamEndpoint(e, d, driver, notes) for e, d in zip(endpoints, devices, strict=True)]
@@ -43,7 +43,7 @@ class StreamEndpoint(Endpoint):
     def __init__(self, inner: Endpoint, device: Device, driver: Driver, notes: Notes) -> None:
         self.worker = inner.worker
         self._inner, self._device, self._driver, self._notes = inner, device, driver, notes
-        self._own: Stream | None = device.stream if isinstance(device, Accelerated) else None
+        self._own: Stream | None = device.stream if isinstance(device, AcceleratorDevice) else None
         self._sources: dict[torch.device, Stream] = {}
 
     def send(self, to: int, message: Message) -> int:

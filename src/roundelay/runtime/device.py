@@ -3,7 +3,8 @@
 On the CPU nothing is added: the loop, the handlers and the data are the very same objects. On a CUDA device a worker
 has a stream of its own, and
 
-- micro-batches are copied ahead (:meth:`Accelerated.feed`): the copy of the next one is issued when the previous one
+- micro-batches are copied ahead (:meth:`AcceleratorDevice.feed`): the copy of the next one is issued when the previous
+one
   begins, from pinned memory, on a stream of its own. At most :data:`REGISTERS` are on the device; in OneFlow's words
   the copy is an actor of its own with two registers, so that it overlaps with compute (OneFlow, sections 4.3 and 6.1);
 - an instruction's span is measured by events in the worker's stream (:class:`Spans`), for on the host its end is only
@@ -125,7 +126,7 @@ class Device(ABC):
 
 
 @final
-class Host(Device):
+class CpuDevice(Device):
     """The CPU: everything is as it is.
 
     Args:
@@ -162,11 +163,11 @@ class Host(Device):
         return on_host_s
 
 
-HOST = Host()
+HOST = CpuDevice()
 
 
 @final
-class Accelerated(Device):
+class AcceleratorDevice(Device):
     """A CUDA device, with streams of this worker's own.
 
     Args:
@@ -316,4 +317,4 @@ def device_of(name: str) -> Device:
         PlanError: it is not here.
     """
     check_here((name,))
-    return HOST if name == CPU else Accelerated(torch.device(name), Cuda())
+    return HOST if name == CPU else AcceleratorDevice(torch.device(name), Cuda())

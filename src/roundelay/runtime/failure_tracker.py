@@ -17,7 +17,7 @@ GRACE_S = 1.0
 
 
 @final
-class Tally:
+class FailureTracker:
     """Counts reports until the run is over.
 
     The run is over when every worker has ended; when one has failed by what it met itself; or, if workers have only

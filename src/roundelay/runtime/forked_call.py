@@ -26,7 +26,7 @@ from roundelay.runtime.child_process import fork
 from roundelay.runtime.failure_tracker import failure, restored
 from roundelay.runtime.forked_workers import END_S, Child, write_all
 from roundelay.runtime.user_errors import out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Incoming, Report, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
 
 _TICK_S = 1.0
 
@@ -88,7 +88,7 @@ def _answer(child: Child, interrupts: Interrupts, limit_s: float) -> Report | No
     """What the child says, if it does; it has ended then."""
     try:
         interrupts.open()
-        incoming, deadline = Incoming(), time.monotonic() + limit_s
+        incoming, deadline = ReportAssembler(), time.monotonic() + limit_s
         poller = select.poll()  # select knows the first 1024 files only
         poller.register(child.pipe, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:

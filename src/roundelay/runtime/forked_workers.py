@@ -26,11 +26,11 @@ import torch
 from roundelay.deferred_signals import Interrupts
 from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.runtime.child_process import fork
-from roundelay.runtime.failure_tracker import Listener, Tally, failure, instead
+from roundelay.runtime.failure_tracker import FailureTracker, Listener, failure, instead
 from roundelay.runtime.prefetch import ENDING
 from roundelay.runtime.threaded_workers import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
-from roundelay.runtime.worker_messages import Incoming, Report, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
 from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
@@ -91,7 +91,7 @@ def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
 
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tally = Tally(num_workers(task.plan), listen)
+    tally = FailureTracker(num_workers(task.plan), listen)
     try:
         _train(task, connect, forked, reports, tally)
     finally:
@@ -101,7 +101,7 @@ def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], No
 
 
 def _train(
-    task: Task, connect: Connect, forked: Callable[[], None], reports: queue.SimpleQueue[Report], tally: Tally
+    task: Task, connect: Connect, forked: Callable[[], None], reports: queue.SimpleQueue[Report], tally: FailureTracker
 ) -> None:
     children: list[Child] = []
     pump = Pump(children, reports)
@@ -183,7 +183,7 @@ class Pump:
             self._reports.put(failure(self._children[0].worker, _unread(error)))
 
     def _listen(self) -> None:
-        open_pipes = {child.pipe: (child, Incoming()) for child in self._children}
+        open_pipes = {child.pipe: (child, ReportAssembler()) for child in self._children}
         poller = select.poll()  # select knows the first 1024 files only
         for pipe in open_pipes:
             poller.register(pipe, select.POLLIN)

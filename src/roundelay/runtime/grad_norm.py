@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from typing import final
 
-from roundelay.checkpoint.in_flight import StageFlight
+from roundelay.checkpoint.in_flight import StageInFlight
 from roundelay.ir.micro_batch import MicroBatch
 
 
 @final
-class Norms:
+class GradNorms:
     """Stage 0 makes them and gives the newest to every micro-batch; the others get them with these.
 
     Args:
@@ -19,7 +19,7 @@ class Norms:
         scaled: whether losses are scaled, so that a norm which is no finite number is that of a batch that is skipped.
     """
 
-    def __init__(self, start: StageFlight | None, *, scaled: bool = False) -> None:
+    def __init__(self, start: StageInFlight | None, *, scaled: bool = False) -> None:
         self._scaled = scaled
         #: on stage 0, that of the batch that it has finished last; 0 before the first
         self.whole = 0.0
@@ -51,6 +51,6 @@ class Norms:
         if math.isfinite(self.whole) or not self._scaled:
             self.newest = self.whole
 
-    def in_flight(self, flight: StageFlight) -> StageFlight:
+    def in_flight(self, flight: StageInFlight) -> StageInFlight:
         """With the norms that a run needs to go on from here."""
         return replace(flight, norms=dict(self._given), newest=self.newest)

@@ -12,7 +12,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight import encode
 from roundelay.errors import DivergedError
-from roundelay.frontend import Draw
+from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
 from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
@@ -21,8 +21,8 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.lower.piggyback import Riding
-from roundelay.runtime.grad_norm import Norms
-from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.grad_norm import GradNorms
+from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Message, Value
@@ -61,8 +61,8 @@ class Context:
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
-    norms: Norms
-    scales: Scales
+    norms: GradNorms
+    scales: LossScaler
     riding: Riding
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         values.update(zip(context.edges[channel][1].values, message.values, strict=True))
     inputs = {name: values[name] for name in context.stage.function.inputs}
-    outputs = context.stage.forward(run, header, inputs, Draw(context.seed, run.g))
+    outputs = context.stage.forward(run, header, inputs, RngKey(context.seed, run.g))
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)

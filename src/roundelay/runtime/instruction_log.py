@@ -15,7 +15,7 @@ Told = tuple[Run, int, float, float, int]
 
 
 @final
-class Log:
+class InstructionLog:
     """The instructions of the last micro-batches, in order.
 
     All workers end with the same micro-batch, so what they keep covers the same stretch of the run: from ``first`` on.

@@ -12,9 +12,9 @@ from roundelay.runtime.failure_tracker import Listener
 from roundelay.runtime.forked_workers import run_processes, run_sharing
 from roundelay.runtime.gc_policy import settled
 from roundelay.runtime.loader_processes import loaders_unheard
-from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.threaded_workers import run_threads
-from roundelay.runtime.torchrun_worker import lead
+from roundelay.runtime.torchrun_worker import run_leader
 from roundelay.runtime.worker import Task, Wrap, unchanged
 
 Launcher = Callable[[Task, Listener, Wrap], None]
@@ -44,7 +44,7 @@ LAUNCHERS: dict[str, Launcher] = {
 """Transport to what starts, hears and ends its workers."""
 
 
-def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: Party | None = None) -> None:
+def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGroup | None = None) -> None:
     """Execute a task.
 
     Args:
@@ -59,6 +59,6 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: Party | N
     around = wrap or unchanged
     with settled(), loaders_unheard():
         if party is not None:
-            lead(task, listen, around, party)
+            run_leader(task, listen, around, party)
         else:
             LAUNCHERS[task.plan.transport](task, listen, around)

@@ -77,7 +77,7 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 
 
 @final
-class Opened:
+class OpenEpoch:
     """One epoch of a loader, and what has been read of it and not been given out yet.
 
     Args:
@@ -194,7 +194,7 @@ class Opened:
     def _opens_again(self, known: list[Any]) -> bool:
         """Open the loader anew here, if it then begins with the same batches."""
         try:
-            again = Opened(self.batches, self.seed, self.epoch, self.generators)
+            again = OpenEpoch(self.batches, self.seed, self.epoch, self.generators)
             if not all(alike(again._next(), batch) for batch in known):
                 return False
         except RoundelayError:
@@ -203,17 +203,17 @@ class Opened:
         return True
 
 
-def peeked(batches: Batches, seed: int) -> Opened:
+def peeked(batches: Batches, seed: int) -> OpenEpoch:
     """The first epoch, opened to be looked at; it stays open for the run, if it can."""
     if not isinstance(batches, Peekable):
-        return Opened(batches, seed, 0, Generators())
+        return OpenEpoch(batches, seed, 0, Generators())
     if batches.opened is None or batches.opened.seed != seed:
-        batches.opened = Opened(batches, seed, 0, Generators())
-    opened: Opened = batches.opened
+        batches.opened = OpenEpoch(batches, seed, 0, Generators())
+    opened: OpenEpoch = batches.opened
     return opened
 
 
-def looked_at(opened: Opened) -> None:
+def looked_at(opened: OpenEpoch) -> None:
     """Whoever has looked does so no more."""
     if opened.has_processes:
         opened.close()
@@ -221,11 +221,11 @@ def looked_at(opened: Opened) -> None:
             opened.batches.opened = None
 
 
-def taken(batches: Batches, seed: int) -> Opened | None:
+def taken(batches: Batches, seed: int) -> OpenEpoch | None:
     """The first epoch, if it was looked at with this seed: for the run that reads on, and for no other."""
     if not isinstance(batches, Peekable) or batches.opened is None or batches.opened.seed != seed:
         return None
-    opened: Opened = batches.opened
+    opened: OpenEpoch = batches.opened
     batches.opened = None
     return opened
 

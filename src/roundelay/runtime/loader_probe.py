@@ -13,8 +13,8 @@ from typing import Any
 from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.frontend.batch import part_rows, split
 from roundelay.job import Batches, Peekable
-from roundelay.runtime.loader_epoch import Generators, Opened, forget, looked_at, peeked
-from roundelay.runtime.prefetch import Registers, Tell, ahead, silent
+from roundelay.runtime.loader_epoch import Generators, OpenEpoch, forget, looked_at, peeked
+from roundelay.runtime.prefetch import Registers, Tell, prefetch, silent
 
 DEADLINE_S = 300.0
 """Seconds that a batch, or any message, is waited for if nothing else is said."""
@@ -43,7 +43,7 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
     """
     with (
         _forgotten_if_late(batches),
-        closing(ahead(_looking(batches, seed, 1), _registers(deadline_s, tell))) as source,
+        closing(prefetch(_looking(batches, seed, 1), _registers(deadline_s, tell))) as source,
     ):
         return next(source)[0]
 
@@ -68,7 +68,7 @@ def first_batches(
     found: list[Any] = []
     try:
         looking = _looking(batches, seed, count)
-        with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, silent))) as source:
+        with _forgotten_if_late(batches), closing(prefetch(looking, _registers(deadline_s, silent))) as source:
             spent = 0.0
             for batch, seconds in source:
                 spent += seconds if found else 0.0
@@ -94,14 +94,14 @@ def of_second_epoch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S)
     """
 
     def looking() -> Generator[Any, None, None]:
-        opened = Opened(batches, seed, 1, Generators())
+        opened = OpenEpoch(batches, seed, 1, Generators())
         try:
             yield opened.look(0)
         finally:
             opened.close()
 
     try:
-        with closing(ahead(looking(), _registers(deadline_s, silent))) as source:
+        with closing(prefetch(looking(), _registers(deadline_s, silent))) as source:
             found = next(source)
     except RoundelayError:
         return None
@@ -168,7 +168,7 @@ def reading_s(
     spent, parts = 0.0, 0
     try:
         looking = _looking(batches, seed, 1 + MEASURED)
-        with _forgotten_if_late(batches), closing(ahead(looking, _registers(deadline_s, tell))) as source:
+        with _forgotten_if_late(batches), closing(prefetch(looking, _registers(deadline_s, tell))) as source:
             next(source)
             for batch, seconds in source:
                 parts += len(part_rows(batch, micro_batches, min_rows))

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from typing import final
 
-from roundelay.checkpoint.in_flight import StageFlight
+from roundelay.checkpoint.in_flight import StageInFlight
 from roundelay.errors import DivergedError
 from roundelay.ir.loss_scale import HOPELESS, LEAST, MOST, LossScale
 from roundelay.ir.micro_batch import MicroBatch
 
 
 @final
-class Scales:
+class LossScaler:
     """What scale the micro-batches carry, and whether the gradients of the newest batch are finite.
 
     Args:
@@ -22,7 +22,7 @@ class Scales:
         flight: what was in flight there; None if it starts with an empty stage.
     """
 
-    def __init__(self, rule: LossScale, start: tuple[float, int] | None, flight: StageFlight | None) -> None:
+    def __init__(self, rule: LossScale, start: tuple[float, int] | None, flight: StageInFlight | None) -> None:
         self._rule = rule
         self._now, self._streak = start if start is not None and rule.dynamic else (rule.first, 0)
         self._again = {} if flight is None else dict(flight.scales)  # micro-batches that are forwarded a second time
@@ -83,7 +83,7 @@ class Scales:
         """On stage 0, what a run needs to go on with the same scale; None where it does not change."""
         return (self._now, self._streak) if self._rule.dynamic else None
 
-    def in_flight(self, flight: StageFlight) -> StageFlight:
+    def in_flight(self, flight: StageInFlight) -> StageInFlight:
         """With what the micro-batches in flight carry."""
         return replace(flight, scales=dict(self._carried))
 

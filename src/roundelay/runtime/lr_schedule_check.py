@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.reachable_state import Change, World
+from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.job import Job
 from roundelay.runtime.optimizer_side_effects import place_of
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
@@ -31,7 +31,9 @@ def check_made_alike(job: Job) -> RateTable:
             they cannot be used.
     """
     functions = (("loss", job.loss), ("inputs", job.inputs))
-    world = World([("model", job.model), *((name, call) for name, call in functions if call is not None)], job.model)
+    world = ReachableState(
+        [("model", job.model), *((name, call) for name, call in functions if call is not None)], job.model
+    )
     one = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
     rates = [one.at(update) for update in range(AHEAD if one.scheduled else 1)]
     if one.scheduled and (changes := world.changes()):

@@ -41,7 +41,7 @@ class _Look:
 
 
 @final
-class Before:
+class ParameterSnapshot:
     """The parameters before the job's optimizer function is called.
 
     Args:

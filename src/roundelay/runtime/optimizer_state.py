@@ -60,7 +60,7 @@ _OF_PART = re.compile(r"(?P<path>\..*): (?P<rest>.*)", re.DOTALL)
 
 
 @final
-class Kept:
+class OptimizerState:
     """What one optimizer keeps.
 
     Args:

@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @final
-class Predictions:
+class PredictedWeights:
     """What the plan's predictor says, each thing said once.
 
     Args:

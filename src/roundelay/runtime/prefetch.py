@@ -74,7 +74,7 @@ class Registers:
     tell: Tell = silent
 
 
-def ahead(source: Generator[_Item, None, None], registers: Registers) -> Generator[_Item, None, None]:
+def prefetch(source: Generator[_Item, None, None], registers: Registers) -> Generator[_Item, None, None]:
     """What ``source`` yields, made ahead as far as there are registers; the thread begins and ends with this generator.
 
     Args:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from roundelay.errors import ToldElsewhereError, WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.launchers import LEADER, Launched
-from roundelay.runtime.control_channel import Line, OnDeaf, OnLost
+from roundelay.runtime.control_channel import ControlChannel, OnDeaf, OnLost
 from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connected, opened, unreachable
 from roundelay.runtime.worker_messages import Reporter
@@ -42,7 +42,7 @@ TICK_S = 0.2
 
 
 @final
-class Party:
+class ProcessGroup:
     """This process's membership: its number, the others', and whether it is the one that a person looks at.
 
     The leader tells what ends a run. Of a leader that is lost one member on each host tells, its deputy.
@@ -147,7 +147,7 @@ class Party:
         for rank in range(self.size):
             self.take(f"{what} {self.restart} {rank}")
 
-    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> Line:
+    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
         """This process's end of the control line, when all have met on it.
 
         Args:
@@ -162,7 +162,7 @@ class Party:
         watched = self.others if self.leads else (LEADER,)
         reports, news = (_patiently(partial(self._endpoint, name, deadline_s, watched)) for name in ("reports", "news"))
         self._met = True
-        return Line(reports, news, watched, on_report, on_lost, on_deaf)
+        return ControlChannel(reports, news, watched, on_report, on_lost, on_deaf)
 
     def _endpoint(self, name: str, deadline_s: float, partners: Sequence[int]) -> Endpoint:
         """This process's end of one set of connections."""

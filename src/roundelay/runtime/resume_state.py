@@ -8,14 +8,14 @@ from typing import final
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight import ANY, Key, StageFlight, Weights
+from roundelay.checkpoint.in_flight import ANY, Key, StageInFlight, Weights
 from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.weight_prediction import LastStep
 
 
 @final
-class InFlight:
+class ResumeState:
     """The weights that forwards in flight have read, and the buffers behind the last forward before a hand-over.
 
     A batch says in its header that a checkpoint is due behind its update. What a stage forwards between that batch's
@@ -27,7 +27,7 @@ class InFlight:
         place: where the stage computes.
     """
 
-    def __init__(self, start: StageFlight | None, place: torch.device = CPU) -> None:
+    def __init__(self, start: StageInFlight | None, place: torch.device = CPU) -> None:
         self._due: set[int] = set()  # updates made at coming checkpoints
         self._buffers: dict[int, Weights] = {}  # updates made at coming hand-overs, to the buffers there
         self._read: dict[int, tuple[int, int, Key]] = {}  # micro-batch: batch, version, which weights
@@ -72,7 +72,7 @@ class InFlight:
 
     def hand_over(
         self, updates: int, kept: Mapping[int, Weights], keep: int | None, last: Mapping[str, LastStep]
-    ) -> StageFlight:
+    ) -> StageInFlight:
         """What is in flight after so many updates, on the CPU; lets go what no later checkpoint wants.
 
         Args:
@@ -82,7 +82,7 @@ class InFlight:
             last: every parameter's last update.
         """
         weights = self._weights | {(version, 0, ANY): weights for version, weights in kept.items()}
-        flight = StageFlight(
+        flight = StageInFlight(
             versions={g: version for g, (_, version, _) in self._read.items()},
             weights={key: {n: w.to(CPU) for n, w in named.items()} for key, named in weights.items()},
             keep=keep,
@@ -95,7 +95,7 @@ class InFlight:
         return flight
 
 
-def kept_at(start: StageFlight | None, place: torch.device = CPU) -> dict[int, Weights]:
+def kept_at(start: StageInFlight | None, place: torch.device = CPU) -> dict[int, Weights]:
     """Older versions that forwards will read which were not in flight yet."""
     if start is None or start.keep is None:
         return {}
@@ -103,7 +103,7 @@ def kept_at(start: StageFlight | None, place: torch.device = CPU) -> dict[int, W
     return {version: weights for (version, *_), weights in placed(kept, place).items()}
 
 
-def last_steps(start: StageFlight, place: torch.device = CPU) -> dict[str, LastStep]:
+def last_steps(start: StageInFlight, place: torch.device = CPU) -> dict[str, LastStep]:
     """Every parameter's last update."""
     return {
         name: LastStep(last.rate, _copied(last.displacement, place), _copied(last.gradient, place))

@@ -15,7 +15,7 @@ _SAVE, _END = 0, 1
 
 
 @final
-class Control:
+class RunControl:
     """Two flags in memory that forked processes share: each is set by the launcher, and read by the reader."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.errors import JobError
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
-from roundelay.runtime.optimizer_side_effects import Before
-from roundelay.runtime.optimizer_state import Kept
+from roundelay.runtime.optimizer_side_effects import ParameterSnapshot
+from roundelay.runtime.optimizer_state import OptimizerState
 from roundelay.runtime.optimizer_wrappers import all_groups, all_states
 
 
@@ -28,7 +28,7 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
         JobError: it is no optimizer, one whose step needs a closure, one of other parameters than ``named``, or the
             function has put hooks or gradients on the parameters, or changed them.
     """
-    before = Before(named)
+    before = ParameterSnapshot(named)
     try:
         optimizer = make(named)
     except Exception as error:  # the person's own code
@@ -186,7 +186,7 @@ class RateTable:
         narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
         for _, state in all_states(self._optimizer):
             state.clear()
-        self._kept = Kept(self._optimizer, named)
+        self._kept = OptimizerState(self._optimizer, named)
         #: options of its groups, as the functions have made them
         self.made_with = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)

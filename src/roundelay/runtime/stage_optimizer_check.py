@@ -17,11 +17,11 @@ from torch.optim import optimizer as of_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundelay.errors import JobError, RunError
-from roundelay.frontend.reachable_state import Change, World
+from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.job import Job, Named, OptimizerFactory
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.optimizer_side_effects import place_of
-from roundelay.runtime.optimizer_state import WHOLE, Kept
+from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
 from roundelay.runtime.optimizer_wrappers import parts
 from roundelay.runtime.stage_optimizer import build_optimizer, narrow, no_group_empty
 
@@ -190,7 +190,7 @@ def _tried(
     mine = {name: p for name, p in copies if name in set(own)}
     torch.manual_seed(0)
     trial = _Trial(build_optimizer(make, copies))
-    kept = Kept(trial.optimizer, copies)
+    kept = OptimizerState(trial.optimizer, copies)
     if len(own) < len(every):
         narrow(trial.optimizer, mine, copies)
     outside = _Outside(trial.optimizer, copies)
@@ -263,7 +263,7 @@ class _Outside:
         steps = [type(part.optimizer).step for part in parts(optimizer)]
         roots = [(kind, hook) for kind, hook in hooks_of(optimizer)] + [("step", step) for step in steps]
         self._optimizer = optimizer
-        self._world = World(roots)
+        self._world = ReachableState(roots)
         self._written = self._versions()
 
     def changes(self) -> list[Change]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight import StageFlight, Weights
+from roundelay.checkpoint.in_flight import StageInFlight, Weights
 from roundelay.errors import JobError
-from roundelay.frontend import Captured, Draw, Mode, StageTape
+from roundelay.frontend import Captured, Mode, RngKey, StageTape
 from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.segment import Leaves
 from roundelay.frontend.stage_function import Debt, debt_bytes
@@ -25,9 +25,9 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.optimizer_state import Kept
-from roundelay.runtime.predicted_weights import Predictions
-from roundelay.runtime.resume_state import InFlight, kept_at, last_steps
+from roundelay.runtime.optimizer_state import OptimizerState
+from roundelay.runtime.predicted_weights import PredictedWeights
+from roundelay.runtime.resume_state import ResumeState, kept_at, last_steps
 from roundelay.runtime.stage_optimizer import (
     RateTable,
     build_optimizer,
@@ -37,7 +37,7 @@ from roundelay.runtime.stage_optimizer import (
     stepped,
     without_gradients,
 )
-from roundelay.runtime.weight_averages import Averages
+from roundelay.runtime.weight_averages import WeightAverages
 from roundelay.schedules import schedule_named
 from roundelay.weight_prediction import LastStep
 
@@ -60,11 +60,11 @@ class Initial:
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     updates: int
-    flight: tuple[StageFlight, ...] | None = None
+    flight: tuple[StageInFlight, ...] | None = None
     loss_scale: tuple[float, int] | None = None
     numbers: tuple[float, ...] = ()
 
-    def flight_of(self, stage: int) -> StageFlight | None:
+    def flight_of(self, stage: int) -> StageInFlight | None:
         """What one stage had in flight."""
         return None if self.flight is None else self.flight[stage]
 
@@ -104,7 +104,7 @@ class Stage:
         self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
-        self._kept_state = Kept(self.optimizer, named)
+        self._kept_state = OptimizerState(self.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
         self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
         self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
@@ -113,7 +113,7 @@ class Stage:
                 self.optimizer.step()  # no gradient is there yet: only the schedule moves
             self.scheduler.step()  # type: ignore[union-attr]
         self._kept_state.restore(self.parameters, initial.optimizer)
-        self._averages = Averages(plan.ema, self.parameters, initial.optimizer)
+        self._averages = WeightAverages(plan.ema, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
         #: what backwards have left for :meth:`weight_half`, by micro-batch
         self.debts: dict[int, Debt] = {}
@@ -131,10 +131,10 @@ class Stage:
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
             last = last_steps(flight, place)
-        self._predictions = Predictions(
+        self._predictions = PredictedWeights(
             plan.predictor, self.optimizer, self.parameters, self._rates, self.gradients, last
         )
-        self.in_flight = InFlight(flight, place)
+        self.in_flight = ResumeState(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         #: the weights that the last forward has read, and as what it has read them; until the next update
@@ -143,7 +143,7 @@ class Stage:
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
         self._owed_bytes = 0
 
-    def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: RngKey) -> dict[str, Any]:
         """Forward of one micro-batch; its tape waits for :meth:`backward`.
 
         Args:
@@ -327,7 +327,7 @@ class Stage:
             state[name] = state.get(name, {}) | entries
         return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
-    def flight(self, updates: int) -> StageFlight:
+    def flight(self, updates: int) -> StageInFlight:
         """What is in flight after so many updates; the next forward and update leave it as it is."""
         return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
 

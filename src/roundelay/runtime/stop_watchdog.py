@@ -27,7 +27,7 @@ _LOOK_S = 0.25
 _SIGNAL_ME = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def start_sentry(who: str) -> None:
+def start_watchdog(who: str) -> None:
     """Have this process ended when it stays stopped; call it in the main thread, before there are others.
 
     Without ``/proc`` of its own, or where no child can be started, it goes on without.

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.frontend import Draw
+from roundelay.frontend import RngKey
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, Handler, do_forward, do_update
 
@@ -54,7 +54,7 @@ class _Stash:
         if self.before:
             known = {name: inputs[name] for name in stage.function.inputs}
             _, stage.tapes[run.g] = stage.function.forward(
-                self.before, buffers, known, Draw(context.seed, run.g), mode="stash"
+                self.before, buffers, known, RngKey(context.seed, run.g), mode="stash"
             )
         return result
 

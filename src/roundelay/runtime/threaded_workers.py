@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from roundelay.deferred_signals import Interrupts
-from roundelay.runtime.cooperative_pool import Pool
+from roundelay.runtime.cooperative_pool import CooperativePool
 from roundelay.runtime.cuda_handoff import streamed
-from roundelay.runtime.device import HOST, Device, Host, device_of
-from roundelay.runtime.failure_tracker import Listener, Tally
+from roundelay.runtime.device import HOST, CpuDevice, Device, device_of
+from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.schedules import num_workers
@@ -51,7 +51,7 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
     shared = wrap is unchanged and all(device is HOST for device in devices)
     gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)
-    tally = Tally(size, listen)
+    tally = FailureTracker(size, listen)
     try:
         _train(gang, reports, tally)
     finally:
@@ -60,7 +60,7 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     tally.raise_failure()
 
 
-def _train(gang: _Gang, reports: queue.SimpleQueue[Report], tally: Tally) -> None:
+def _train(gang: _Gang, reports: queue.SimpleQueue[Report], tally: FailureTracker) -> None:
     with Interrupts() as interrupts:
         try:
             for thread in gang.threads:
@@ -72,7 +72,7 @@ def _train(gang: _Gang, reports: queue.SimpleQueue[Report], tally: Tally) -> Non
             _end(gang, tally, interrupts)
 
 
-def _end(gang: _Gang, tally: Tally, interrupts: Interrupts) -> None:
+def _end(gang: _Gang, tally: FailureTracker, interrupts: Interrupts) -> None:
     began = time.monotonic()
     try:
         if tally.failures or len(tally.ended) < len(gang.endpoints):
@@ -94,8 +94,8 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 
 def _shared(task: Task, size: int, report: Reporter) -> _Gang:
     """Threads that share the workers, all on the CPU."""
-    pool = Pool(size, task.plan.deadline_s)
-    endpoints, device = memory_endpoints(size, pool.wake), Host(pool.yielding)
+    pool = CooperativePool(size, task.plan.deadline_s)
+    endpoints, device = memory_endpoints(size, pool.wake), CpuDevice(pool.yielding)
     loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
     return _Gang(pool.threads(endpoints, loops), endpoints, pool.stop)
 
@@ -110,7 +110,7 @@ def _own(task: Task, devices: Sequence[Device], wrap: Wrap, report: Reporter) ->
     return _Gang(threads, endpoints, lambda: None)
 
 
-def follow(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
+def follow(reports: queue.SimpleQueue[Report], tally: FailureTracker) -> None:
     """Count reports until the run is over; by the handful, as being woken by each costs its sender more."""
     while not tally.over(time.monotonic()):
         try:

@@ -15,11 +15,11 @@ from typing import final
 import torch
 
 from roundelay.errors import RoundelayError, WorkerLostError
-from roundelay.runtime.control_channel import NEWS_S, Line
+from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, device_of
-from roundelay.runtime.failure_tracker import Listener, Tally, failure, instead
+from roundelay.runtime.failure_tracker import FailureTracker, Listener, failure, instead
 from roundelay.runtime.gc_policy import settled
-from roundelay.runtime.rendezvous import TICK_S, Party
+from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
 from roundelay.runtime.threaded_workers import follow
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
@@ -47,7 +47,7 @@ class _Working:
         device: where it computes.
     """
 
-    def __init__(self, task: Task, party: Party, wrap: Wrap, report: Reporter, device: Device) -> None:
+    def __init__(self, task: Task, party: ProcessGroup, wrap: Wrap, report: Reporter, device: Device) -> None:
         self._task, self._party, self._wrap, self._report, self._device = task, party, wrap, report, device
         self._lock = threading.Lock()
         self._until_s = math.inf
@@ -91,10 +91,10 @@ class _Working:
         work(self._task, rank, endpoint, self._report, self._device)
 
 
-def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
+def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
     """Run worker 0 in this process, and hear all; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tally = Tally(party.size, listen)
+    tally = FailureTracker(party.size, listen)
     device = device_of(task.plan.devices[party.rank])  # first: if there is none, nobody is to be told of a loss
 
     def failed(rank: int, error: RoundelayError) -> None:
@@ -123,7 +123,7 @@ def lead(task: Task, listen: Listener, wrap: Wrap, party: Party) -> None:
     tally.raise_failure()
 
 
-def _follow(reports: queue.SimpleQueue[Report], tally: Tally, rank: int) -> None:
+def _follow(reports: queue.SimpleQueue[Report], tally: FailureTracker, rank: int) -> None:
     """Hear the reports to the end of the run; whatever goes wrong on the way is an error with a cause to tell."""
     try:
         follow(reports, tally)
@@ -135,7 +135,7 @@ def _follow(reports: queue.SimpleQueue[Report], tally: Tally, rank: int) -> None
         raise unexpected(f"worker {rank}", error) from error
 
 
-def _leave(line: Line, worker: _Working, patience_s: float | None) -> None:
+def _leave(line: ControlChannel, worker: _Working, patience_s: float | None) -> None:
     """End this process's part, its worker too: in good order, which may take so long, or at once."""
     if patience_s is None:
         worker.abort("the run was ended")
@@ -146,12 +146,12 @@ def _leave(line: Line, worker: _Working, patience_s: float | None) -> None:
         line.end(None)
 
 
-def _drain(reports: queue.SimpleQueue[Report], tally: Tally) -> None:
+def _drain(reports: queue.SimpleQueue[Report], tally: FailureTracker) -> None:
     while not reports.empty():
         tally.late(reports.get())
 
 
-def _pass_on(report: Report, line: Line) -> tuple[bool, bool]:
+def _pass_on(report: Report, line: ControlChannel) -> tuple[bool, bool]:
     """Send a report, or why it cannot be sent; whether it is the worker's last, and whether all is well."""
     try:
         line.send(report)
@@ -163,7 +163,7 @@ def _pass_on(report: Report, line: Line) -> tuple[bool, bool]:
     return report.kind in ("finished", "failed"), report.kind != "failed"
 
 
-def attend(task: Task, party: Party, wrap: Wrap) -> bool:
+def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     """Run one other worker in this process; whether all went well. What went wrong, the leader tells.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from roundelay.errors import JobError, RoundelayError, UserCodeError
 
 
-def explained(error: BaseException, where: str) -> BaseException:
+def explain_error(error: BaseException, where: str) -> BaseException:
     """What an instruction has raised; with its place, if it comes from the person's data, model or optimizer.
 
     Args:

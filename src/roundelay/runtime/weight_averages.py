@@ -15,7 +15,7 @@ States = dict[str, dict[str, Any]]
 
 
 @final
-class Averages:
+class WeightAverages:
     """The exponential moving average of every trained parameter: E[0] = W[0], E[t+1] = d·E[t] + (1-d)·W[t+1].
 
     Computed by ``torch.lerp``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does.

@@ -26,14 +26,14 @@ from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.failure_tracker import failure
-from roundelay.runtime.grad_norm import Norms
+from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
-from roundelay.runtime.instruction_log import Log
-from roundelay.runtime.loss_scaler import Scales
+from roundelay.runtime.instruction_log import InstructionLog
+from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
-from roundelay.runtime.run_control import Control
+from roundelay.runtime.run_control import RunControl
 from roundelay.runtime.stage_state import Initial, Stage
-from roundelay.runtime.user_errors import explained, out_of_memory, unexpected
+from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.schedules import workers_of
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
@@ -87,7 +87,7 @@ class Task:
     audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
     prepare: Prepare | None = None
-    control: Control | None = None
+    control: RunControl | None = None
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class _Worker:
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
         self.tally = _Tally(time.perf_counter())
-        self.log = Log()
+        self.log = InstructionLog()
         self.digests: list[list[object]] = []
 
     def _context(self, number: int, program: Program) -> Context:
@@ -182,8 +182,8 @@ class _Worker:
             _edges(task.partition, program.channels, riding),
             self.report,
             partial(self._digest, number) if task.audit else None,
-            Norms(flight, scaled=scale.on),
-            Scales(scale, task.initial.loss_scale, flight),
+            GradNorms(flight, scaled=scale.on),
+            LossScaler(scale, task.initial.loss_scale, flight),
             riding,
         )
 
@@ -214,7 +214,7 @@ class _Worker:
         try:
             header = self.handlers[run.stage][opcode](context, run)
         except BaseException as error:  # a loader that was cancelled, for one
-            told = explained(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
+            told = explain_error(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
             if told is error:
                 raise
             raise told from error

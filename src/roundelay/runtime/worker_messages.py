@@ -59,7 +59,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @final
-class Incoming:
+class ReportAssembler:
     """Reports out of pieces, one after the other as their bytes come; a tensor's are read to where it will stay.
 
     It reads nothing itself: whoever does asks for the :meth:`rooms`, and says how many bytes were :meth:`filled` in.

@@ -30,9 +30,9 @@ from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
 from roundelay.transport.shm_credits import CreditsGiven, CreditsTaken
-from roundelay.transport.shm_resources import Wiring
+from roundelay.transport.shm_resources import ShmResources
 from roundelay.transport.shm_ring import Fence
-from roundelay.transport.shm_stream import Inlet, Outlet
+from roundelay.transport.shm_stream import FrameReader, FrameWriter
 
 INLINE_BYTES = 20 * 1024
 """Longest frame with tensors inside: up to 32 KiB the pipe is faster than the ring, but others need its room, too."""
@@ -58,7 +58,7 @@ class ShmEndpoint(CheckedEndpoint):
         deadline_s: seconds that `close` may take.
     """
 
-    def __init__(self, worker: int, wiring: Wiring, deadline_s: float) -> None:
+    def __init__(self, worker: int, wiring: ShmResources, deadline_s: float) -> None:
         super().__init__(worker, wiring.num_workers)
         wiring.keep(worker)
         self._wiring, self._deadline_s = wiring, deadline_s
@@ -254,7 +254,7 @@ class ShmEndpoint(CheckedEndpoint):
                 self._await_room(waiting)
         bell.still()
 
-    def _await_room(self, waiting: list[Outlet]) -> None:
+    def _await_room(self, waiting: list[FrameWriter]) -> None:
         """Wait until there is room, something more to copy, or nobody left to copy for."""
         bell = self._wiring.freed[self.worker]
         by_pipe = {outlet.pipe: outlet for outlet in waiting}
@@ -275,9 +275,9 @@ class ShmEndpoint(CheckedEndpoint):
 class _Link:
     """What an endpoint knows of one other worker."""
 
-    def __init__(self, worker: int, other: int, wiring: Wiring) -> None:
+    def __init__(self, worker: int, other: int, wiring: ShmResources) -> None:
         to, back = (worker, other), (other, worker)
         self.worker = other
-        self.outlet = Outlet(wiring.pipes[to].writing, wiring.rings[to])
-        self.inlet = Inlet(other, wiring.pipes[back].reading, wiring.rings[back], wiring.freed[other].ring)
+        self.outlet = FrameWriter(wiring.pipes[to].writing, wiring.rings[to])
+        self.inlet = FrameReader(other, wiring.pipes[back].reading, wiring.rings[back], wiring.freed[other].ring)
         self.credits = CreditsGiven(wiring.rings[to])

@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<I")
 
 
 @final
-class Bell:
+class EventFd:
     """An eventfd: whoever rings it wakes the one that waits for it; ringing never waits and many rings are as one."""
 
     __slots__ = ("fd",)
@@ -83,7 +83,7 @@ class Pipe:
 
 
 @final
-class Board:
+class StatusPage:
     """A part for each worker, written by that worker and read by all."""
 
     def __init__(self, num_workers: int) -> None:
@@ -116,7 +116,7 @@ class Board:
 
 
 @final
-class Wiring:
+class ShmResources:
     """Everything that the workers of one run share.
 
     Made by the launcher before it forks; in a child, `keep` closes what is not its own; the launcher calls `close`
@@ -134,16 +134,16 @@ class Wiring:
         if not (hasattr(os, "eventfd") and hasattr(os, "pipe2")):
             raise _unable("no eventfd or pipe2")
         self.num_workers = num_workers
-        self.board = Board(num_workers)
+        self.board = StatusPage(num_workers)
         #: from and to, as in `rings`
         self.pipes: dict[tuple[int, int], Pipe] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
-        self.freed: list[Bell] = []
-        self.ended: list[Bell] = []
+        self.freed: list[EventFd] = []
+        self.ended: list[EventFd] = []
         try:
             for worker in range(num_workers):
-                self.freed.append(Bell())
-                self.ended.append(Bell())
+                self.freed.append(EventFd())
+                self.ended.append(EventFd())
                 for other in range(num_workers):
                     if other != worker:
                         self.pipes[worker, other] = Pipe()
@@ -195,9 +195,9 @@ class Wiring:
         self.board.close()
 
 
-def open_pairs(num_workers: int, ring_bytes: int = RING_BYTES) -> Wiring:
+def open_pairs(num_workers: int, ring_bytes: int = RING_BYTES) -> ShmResources:
     """What `num_workers` processes need to talk to each other, for the launcher to make before it forks them."""
-    return Wiring(num_workers, ring_bytes)
+    return ShmResources(num_workers, ring_bytes)
 
 
 def _unable(got: str) -> PlanError:

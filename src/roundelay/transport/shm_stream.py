@@ -39,7 +39,7 @@ class _Payload(NamedTuple):
 
 
 @final
-class Outlet:
+class FrameWriter:
     """The sending end: `put` belongs to one thread, everything else to any.
 
     What waits carries its place in the ring's stream, and a count says how much of that is written: an exception in the
@@ -180,7 +180,7 @@ class Outlet:
 
 
 @final
-class Inlet:
+class FrameReader:
     """The receiving end, for one thread.
 
     Args:
