@@ -1,7 +1,7 @@
 """What needs no training: weight versions, batches that fit a budget, and throughput on a virtual clock.
 
 All of it comes from plans: bytes as they are traced, seconds as they are predicted from FLOPs and bytes with fixed
-constants (`cost/compute.py`), so that a busy machine changes nothing.
+constants (`planner/cost_model.py`), so that a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.pipeoptim import paper
 from benchmarks.tasks import grammar, images
 from roundelay.api.memory_report import optimizer_bytes
 from roundelay.api.training import Length, Session
-from roundelay.cost.compute import BYTES_PER_S, roofline
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
+from roundelay.planner.cost_model import BYTES_PER_S, roofline
 from roundelay.planner.memory_model import estimate_memory
 
 MIB = 2**20

@@ -21,6 +21,8 @@ Each carries the same four things, so that one screen can tell them: *subject*, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RoundelayError(Exception):
     """Base of all errors; ``str(error)`` is one readable paragraph.
@@ -99,3 +101,17 @@ class ToldElsewhereError(Exception):
     """What ends this process has been told by another on its host. It is no error to tell, so no `RoundelayError`."""
 
     exit_code = 1
+
+
+_FEW = 4
+
+
+def counted(number: int, word: str) -> str:
+    """``1 stage``, ``2 stages``."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names if they are few, else the first of them, and how many there are."""
+    shown = ", ".join(names[:_FEW])
+    return shown if len(names) <= _FEW else f"{shown}, ... ({len(names)} in all)"

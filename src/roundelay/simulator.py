@@ -15,8 +15,7 @@ from functools import partial
 from roundelay.actor.machine import Machine, Run
 from roundelay.actor.reader import Reader
 from roundelay.errors import PlanError
-from roundelay.ir.load import Load
-from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Channel, Program
 from roundelay.schedules import workers_of

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import roundelay
 from roundelay.api.planning import capture
 from roundelay.errors import CheckpointError, PlanError
-from roundelay.ir.averages import EMA, EVALUATED
+from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.ir.rule import rules
 from roundelay.runtime.batch_reader import Extent, read_batches
 from tests.api.jobs import make, mlp

@@ -15,8 +15,8 @@ from roundelay.api import cuts
 from roundelay.api.planning import plan_with_reasons
 from roundelay.errors import CaptureError, PlanError, UserCodeError
 from roundelay.frontend import Captured
+from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
-from roundelay.ir.profile import Profile
 from tests.api.jobs import Tied, loss, make, tokens
 
 JOB = make()

@@ -21,9 +21,8 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, PlanError
 from roundelay.frontend import Captured
-from roundelay.ir.averages import EMA
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import EMA, EdgePlan, Plan, StagePlan
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.handlers import Context, do_forward

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import roundelay
-from roundelay.cli.version import version_line
+from roundelay.cli.doctor_command import version_line
 from tests.cli.harness import Said, environment, here, job_file, one_screen
 
 Capture = pytest.CaptureFixture[str]

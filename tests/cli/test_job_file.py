@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.cli.job_file import job_maker
-from roundelay.cli.places import PathResolver
+from roundelay.cli.job_file import PathResolver, job_maker
 from roundelay.errors import JobError
 from tests.cli.harness import finish, here, job_file, start
 

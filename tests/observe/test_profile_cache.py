@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roundelay.ir.profile import Profile
+from roundelay.ir.graph import Profile
 from roundelay.observe.profile_cache import keep, kept, machine, place
 
 KEY: dict[str, Any] = {"model": "a graph", "tensors": {"input.0": ["torch.float32", 8, 6]}, "threads": 1, **machine()}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 from roundelay.observe import trace
 from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, write_trace
 

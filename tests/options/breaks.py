@@ -168,7 +168,7 @@ OPTIONS = (
         "loss scale",
         (
             Edit("runtime/loss_scaler.py", "self._again.pop(header.g, self._now)", "1.0"),
-            Edit("reference/scale.py", "[0] if self._rule.on else 1.0", "[0] * 0 + 1.0"),
+            Edit("reference/gradients.py", "[0] if self._rule.on else 1.0", "[0] * 0 + 1.0"),
         ),
         (SCALE + "test_small_gradients_vanish_without_a_scale_and_last_with_one[pipedream]",),
     ),

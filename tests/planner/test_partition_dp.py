@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import CaptureError
-from roundelay.ir.graph import WEIGHT, Graph, Value
-from roundelay.ir.profile import Profile
+from roundelay.ir.graph import WEIGHT, Graph, Profile, Value
 from roundelay.ir.stage import Edge, Partition
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition

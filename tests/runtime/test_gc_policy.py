@@ -53,7 +53,7 @@ def test_what_a_run_has_told_goes_without_the_collector(monkeypatch: pytest.Monk
         made.append(weakref.ref(one))
         return one
 
-    monkeypatch.setattr(training, "Gatherer", gatherer)
+    monkeypatch.setattr(training, "StateGatherer", gatherer)
     gc.disable()
     try:
         job = make()

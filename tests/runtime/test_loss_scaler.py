@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundelay.errors import DivergedError
 from roundelay.ir.loss_scale import HOPELESS, LEAST, MOST, LossScale
 from roundelay.ir.micro_batch import stream
-from roundelay.reference.scale import ScaleTable
+from roundelay.reference.gradients import ScaleTable
 from roundelay.runtime.loss_scaler import LossScaler
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import final
 
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 
 
 @final

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread
 
 Work = Callable[[], None]
 

@@ -20,12 +20,11 @@ from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.api.resume import initial
 from roundelay.api.shared_tensors import SharedTensors
 from roundelay.frontend import Captured, RngKey
-from roundelay.ir.averages import EMA
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.program import Instruction
 from roundelay.ir.stage import Partition
 from roundelay.job import Job

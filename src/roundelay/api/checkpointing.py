@@ -22,12 +22,10 @@ from roundelay.checkpoint.in_flight import InFlight
 from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
-from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.job import Job, StopTraining
-from roundelay.runtime.batch_reader import Extent
-from roundelay.runtime.run_control import RunControl
+from roundelay.runtime.batch_reader import Extent, RunControl
 from roundelay.runtime.stage_state import Initial
 
 ABANDON_S = 3.0

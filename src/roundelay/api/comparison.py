@@ -18,11 +18,10 @@ from roundelay.api.run_results import LOSS, TRAINING, Point, Results, RunResult,
 from roundelay.api.state_gather import Evaluated, Event, Updated, samples_per_second
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
-from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError
+from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.ir.words import listed
 from roundelay.job import Job
 from roundelay.runtime.loader_epoch import seed_everything
 from roundelay.runtime.loader_probe import DEADLINE_S

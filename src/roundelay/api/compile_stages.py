@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from roundelay.api.suppress_stderr import without_dumps
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread, without_dumps
 from roundelay.errors import RoundelayError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import leaves, split

@@ -10,18 +10,16 @@ from itertools import pairwise
 
 import torch
 
-from roundelay.api.threads import one_thread
-from roundelay.cost.compute import roofline
+from roundelay.api.torch_scope import one_thread
 from roundelay.env import cache_folder, malloc_settings
 from roundelay.errors import PlanError, RoundelayError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.op_profiler import measure_operations
-from roundelay.ir.graph import Graph
-from roundelay.ir.profile import Profile
+from roundelay.ir.graph import Graph, Profile
 from roundelay.lower.dataflow import share
 from roundelay.observe.profile_cache import keep, kept, machine, place
-from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
+from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, roofline, stage_costs
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, names_of
 from roundelay.runtime.forked_call import apart
 

@@ -19,13 +19,12 @@ from typing import Any
 from roundelay.api.fidelity_children import Judged, beside, evaluated_apart, plainly
 from roundelay.api.planning import fitted
 from roundelay.api.shared_tensors import SharedTensors
-from roundelay.errors import RoundelayError
+from roundelay.errors import RoundelayError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
-from roundelay.ir.words import counted
 from roundelay.job import Job
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU

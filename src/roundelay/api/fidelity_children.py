@@ -26,10 +26,9 @@ from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, num_rows, part_rows, split
 from roundelay.frontend.reachable_state import place_of
-from roundelay.ir.averages import EMA
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import FORKING

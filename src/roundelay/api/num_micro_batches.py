@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from roundelay.api.cuts import users_code
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch

@@ -17,24 +17,21 @@ from roundelay.api.cuts import MEASURED, Asked, Cut, Stages, cut, given_stages, 
 from roundelay.api.num_micro_batches import LOOKED_AT, check_counts, choose_parts, wants_parts
 from roundelay.api.recompute_choice import again, meaning, names_for, spared
 from roundelay.api.statelessness import check_sharing, check_stateless, refusing_calls, untouched
-from roundelay.api.suppress_stderr import without_dumps
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread, without_dumps
 from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
-from roundelay.errors import CaptureError, PlanError, UsageError
+from roundelay.errors import CaptureError, PlanError, UsageError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.model_call import train as train_mode
 from roundelay.frontend.stage_profiler import StageProfile, profile
-from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
-from roundelay.ir.words import counted
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition

@@ -27,19 +27,18 @@ from roundelay.api.state_gather import (
 )
 from roundelay.api.statelessness import check_reused
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.env import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
-from roundelay.ir.averages import EMA, EVALUATED
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.job import Job, StopTraining
 from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.runtime.batch_reader import Extent
+from roundelay.runtime.batch_reader import Extent, RunControl
 from roundelay.runtime.device import check_here
 from roundelay.runtime.forked_call import backwards_apart, check_transport, isolated
 from roundelay.runtime.handlers import Handler
@@ -47,7 +46,6 @@ from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
 from roundelay.runtime.loader_epoch import forget
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.runtime.run_control import RunControl
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 from roundelay.runtime.stage_optimizer_check import check_narrowing
 from roundelay.runtime.stage_state import Initial

@@ -18,15 +18,14 @@ from roundelay.api.planning import captured_and_planned
 from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
 from roundelay.api.statelessness import world_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.threads import one_thread
+from roundelay.api.torch_scope import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey, StageFunction
-from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job, Peekable

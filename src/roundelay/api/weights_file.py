@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.checkpoint import load_into
 from roundelay.errors import JobError
 
 _SUFFIX = ".safetensors"
@@ -119,3 +121,20 @@ def _unusable(path: Path, got: str) -> JobError:
         expected="one value for each parameter of the model, by its name in `state_dict()`",
         remedy="Name the weights of this very model.",
     )
+
+
+def load(model: torch.nn.Module, path: str | Path, *, averaged: bool = False) -> torch.nn.Module:
+    """Put a checkpoint's weights and buffers into ``model``, which needs nothing of Roundelay.
+
+    Args:
+        model: of the class and sizes that were trained.
+        path: a checkpoint folder, or a run folder that holds one.
+        averaged: load the moving averages (``ema``) of the weights in their place. Of an optimizer with an ``eval()``
+            (schedule-free) the weights are loaded as that makes them, in any case.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another model; or it has no averages.
+    """
+    folder = Path(path)
+    inner = folder / "checkpoint"
+    return load_into(model, inner if present(inner).exists() else folder, averaged=averaged)

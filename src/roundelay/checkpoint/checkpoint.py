@@ -26,7 +26,7 @@ from roundelay.checkpoint.atomic_files import replacing_folder, unwritten
 from roundelay.checkpoint.in_flight import InFlight, decode, encode
 from roundelay.checkpoint.stored_files import FILES, MANIFEST, StoredFiles, damaged, read, write
 from roundelay.errors import CheckpointError, InternalError
-from roundelay.ir.averages import EMA, EVALUATED
+from roundelay.ir.plan import EMA, EVALUATED
 
 _PLAIN = (int, float, bool, str, type(None))
 _FACTS = ("seed", "fingerprint", "rule", "num_stages")

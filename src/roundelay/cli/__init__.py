@@ -20,7 +20,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tolerate()
     if sys.argv[1:] == ["--version"]:
-        importlib.import_module("roundelay.cli.version").show_version()
+        importlib.import_module("roundelay.cli.doctor_command").show_version()
         return
     environment = better_malloc()
     if environment is not None:

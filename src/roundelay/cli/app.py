@@ -26,16 +26,14 @@ from roundelay.api.verifying import check_way, judged, length_of, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
-from roundelay.cli.doctor_command import doctor
-from roundelay.cli.job_file import load_job, own_arguments
+from roundelay.cli.doctor_command import doctor, show_version
+from roundelay.cli.job_file import PathResolver, load_job, own_arguments
 from roundelay.cli.output_streams import lost
-from roundelay.cli.places import PathResolver
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.train_command import RUNS, follow_job, train_job
 from roundelay.cli.utilization import ends_of, gaps_between
-from roundelay.cli.version import show_version
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.run_folder import check_vacant

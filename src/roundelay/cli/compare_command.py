@@ -18,8 +18,7 @@ from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, numbers, pairs
 from roundelay.api.state_gather import Event, Updated
 from roundelay.cli import options as o
-from roundelay.cli.job_file import job_maker
-from roundelay.cli.places import PathResolver
+from roundelay.cli.job_file import PathResolver, job_maker
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.errors import RunError
 from roundelay.page.scale import seconds as duration

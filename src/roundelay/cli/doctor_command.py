@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from roundelay import env
+from roundelay import __version__, env
 from roundelay.cli.screen import show_error, show_json, stdout
 from roundelay.doctor import Finding, examine, probe
 from roundelay.errors import UsageError
@@ -77,3 +78,17 @@ def _table(findings: Sequence[Finding]) -> Table:
 
 def _count(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+
+
+def version_line() -> str:
+    """Roundelay's version and that of the torch beside it."""
+    try:
+        beside = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        beside = "torch is not installed"
+    return f"roundelay {__version__} ({beside})"
+
+
+def show_version() -> None:
+    """On stdout, as a line."""
+    sys.stdout.write(version_line() + "\n")

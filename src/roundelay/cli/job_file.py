@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, final
+from typing import NoReturn, final, overload
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.job import Job
@@ -149,3 +149,21 @@ def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:
         expected=f"a Python file that defines `{_EXAMPLE}`",
         remedy=remedy,
     )
+
+
+@final
+class PathResolver:
+    """Where the command was given: the folder that is the current one now."""
+
+    def __init__(self) -> None:
+        self._start = Path.cwd()
+
+    @overload
+    def of(self, path: Path) -> Path: ...
+
+    @overload
+    def of(self, path: None) -> None: ...
+
+    def of(self, path: Path | None) -> Path | None:
+        """The same place from the folder that is the current one now: the path itself, as long as that is the same."""
+        return path if path is None or Path.cwd() == self._start else self._start / path

@@ -7,8 +7,8 @@ from typing import Any
 
 from roundelay.api.verifying import Verification
 from roundelay.cli.screen import amount, stdout, table
+from roundelay.errors import counted
 from roundelay.ir.plan import Plan
-from roundelay.ir.words import counted
 from roundelay.schedules import num_workers, stages_of
 from roundelay.simulator import Simulation
 

@@ -8,7 +8,7 @@ from typing import Any
 from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.training import Session, Trained
 from roundelay.cli.screen import amount, stdout, table
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 from roundelay.ir.plan import Plan
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span

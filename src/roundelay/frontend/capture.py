@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.fx
 
-from roundelay.errors import JobError, RoundelayError
+from roundelay.errors import JobError, RoundelayError, counted
 from roundelay.frontend.activation_checkpointing import noting_checkpoints
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
 from roundelay.frontend.compiled_segment import CompiledSegment
@@ -33,9 +33,8 @@ from roundelay.frontend.graph_passes import (
 )
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.label_counts import add_count
-from roundelay.frontend.lazy_buffers import changes_on, first_forward
 from roundelay.frontend.loss import LossCall, LossFunction, record, with_unseen
-from roundelay.frontend.model_call import alone_if_drawing, called, train
+from roundelay.frontend.model_call import alone_if_drawing, called, changes_on, first_forward, train
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.remat_segment import RematSegment
@@ -47,7 +46,6 @@ from roundelay.frontend.split_backward import SplitSegment, split
 from roundelay.frontend.stage_function import Mode, StageFunction
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
 from roundelay.ir.stage import SegmentSpec, StageSpec
-from roundelay.ir.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.capture import Captured
 from roundelay.frontend.stage_profiler import touch
-from roundelay.ir.profile import Profile
+from roundelay.ir.graph import Profile
 
 BUDGET_S = 1.5
 """No further run begins after this many seconds."""

@@ -66,3 +66,19 @@ def stream(counts: list[int], *, rows: int = 1, start_g: int = 0, start_batch: i
             made.append(MicroBatch(g, start_batch + t, i, count, rows, rows * count, 0, last, final))
             g += 1
     return made
+
+
+class Load(NamedTuple):
+    """One batch as a reader has loaded it into a register.
+
+    Args:
+        worker: the worker that the reader reads for.
+        batch: t, the number of the batch.
+        start_s: when the reader began, in seconds of the clock that the worker's instructions are told in.
+        end_s: when the register was full.
+    """
+
+    worker: int
+    batch: int
+    start_s: float
+    end_s: float

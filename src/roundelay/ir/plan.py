@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from roundelay.errors import PlanError
-from roundelay.ir.words import listed
+from roundelay.errors import PlanError, listed
 
 FORMAT = 3
 
@@ -262,3 +261,28 @@ def _unreadable(why: str) -> PlanError:
         expected="TOML as `roundelay plan` writes it",
         remedy="Correct the text, or write a new plan with `roundelay plan`.",
     )
+
+
+NO_EMA = 0.0
+"""What a plan says where no average is kept."""
+
+EMA = "roundelay.ema"
+"""A parameter's exponential moving average, among the entries of its optimizer state in a snapshot or checkpoint."""
+
+EVALUATED = "roundelay.eval"
+"""A parameter as the optimizer's own ``eval()`` makes it (schedule-free optimizers), likewise."""
+
+
+def check_ema(decay: float) -> None:
+    """Refuse a decay that averages nothing.
+
+    Raises:
+        PlanError: it is not in [0, 1).
+    """
+    if not 0.0 <= decay < 1.0:
+        raise PlanError(
+            "ema of the plan",
+            got=f"{decay:g}",
+            expected="a decay from 0 (no average) to less than 1, such as 0.999",
+            remedy="Correct --ema, Job(ema=...) or the plan.",
+        )

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
-from roundelay.ir.averages import check_ema
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
-from roundelay.ir.plan import FORMAT, Plan
+from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.schedules import schedule_named, stages_of

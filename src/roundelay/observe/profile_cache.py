@@ -19,7 +19,7 @@ from typing import Any
 
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json
 from roundelay.errors import RunError
-from roundelay.ir.profile import Profile
+from roundelay.ir.graph import Profile
 
 FORMAT = 1
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from roundelay.checkpoint.atomic_files import replacing_file
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 from roundelay.ir.program import ONCE_A_BATCH
 
 COMPUTE = frozenset({"forward", "backward", "backward-weight", "square", "update"})

@@ -6,9 +6,9 @@ import math
 from html import escape
 from pathlib import Path
 
+from roundelay.errors import counted
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.ir.words import counted
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.time_shares import gaps_of
 from roundelay.observe.trace import Span

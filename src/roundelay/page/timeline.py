@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 from roundelay.ir.program import ONCE_A_BATCH
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.scale import Axis, seconds, size, ticks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.errors import UsageError
-from roundelay.ir.load import Load
+from roundelay.ir.micro_batch import Load
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.timeline import Window
 

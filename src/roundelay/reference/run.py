@@ -23,13 +23,12 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.ir.averages import EMA
 from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.reference.norms import norm_of, whole_norm
+from roundelay.ir.plan import EMA
+from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
 from roundelay.reference.predict import Ahead, distance, predict
-from roundelay.reference.scale import ScaleTable
 from roundelay.reference.setting import (
     Audit,
     Named,

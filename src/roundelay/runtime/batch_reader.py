@@ -8,10 +8,11 @@ depends on nothing else that happens in the process, and a run continued at an e
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -21,7 +22,6 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
 from roundelay.runtime.loader_epoch import Generators, OpenEpoch, copied, taken
 from roundelay.runtime.prefetch import Registers, prefetch
-from roundelay.runtime.run_control import RunControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +154,35 @@ def read_batches(batches: Batches, seed: int, extent: Extent) -> Generator[Any, 
     """
     every = (batch for _, source in _epochs(batches, seed, extent) for batch in source)
     yield from itertools.islice(every, extent.batches)
+
+
+_NOTHING, _ASKED = 0, 1
+_SAVE, _END = 0, 1
+
+
+@final
+class RunControl:
+    """Two flags in memory that forked processes share: each is set by the launcher, and read by the reader."""
+
+    def __init__(self) -> None:
+        self._flags = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def save_soon(self) -> None:
+        """Have a checkpoint made behind the update of the next batch that is read."""
+        self._flags[_SAVE] = _ASKED
+
+    def end_soon(self) -> None:
+        """Make the next batch that is read the run's last."""
+        self._flags[_END] = _ASKED
+
+    @property
+    def ending(self) -> bool:
+        """Whether the next batch is to be the last."""
+        return self._flags[_END] == _ASKED
+
+    def takes_save(self) -> bool:
+        """Whether a checkpoint was asked for and not yet taken; it counts as taken then."""
+        asked = self._flags[_SAVE] == _ASKED
+        if asked:
+            self._flags[_SAVE] = _NOTHING
+        return asked

@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import CheckpointError, JobError
-from roundelay.ir.averages import EMA, EVALUATED
+from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.job import Named
 from roundelay.runtime.nested_state import flattened, nested
 from roundelay.runtime.optimizer_wrappers import all_groups, all_states, parts

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from roundelay.ir.averages import EMA, EVALUATED
+from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.runtime.stage_optimizer import switches
 
 States = dict[str, dict[str, Any]]

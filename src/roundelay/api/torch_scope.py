@@ -1,8 +1,4 @@
-"""Keep torch's own dumps off the screen.
-
-When export fails, torch prints the whole graph that it has so far to stderr, once per attempt: thousands of lines in
-front of the one screen that says what is wrong.
-"""
+"""One intra-op thread per worker: the same bits everywhere, and no two workers in each other's way."""
 
 from __future__ import annotations
 
@@ -11,6 +7,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, TextIO
+
+import torch
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch's operators use one thread each while this lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before != 1:
+            torch.set_num_threads(before)
 
 
 class _Held:

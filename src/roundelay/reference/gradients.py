@@ -1,19 +1,28 @@
-"""The loss scale, batch by batch: a second time, from its rule.
-
-Let c(g) be the scale that micro-batch g carries. With (S, n) what is known behind batch t−1, batch t makes of it
-
-- (min(S, max c / 2), 0) if a gradient of t on any stage is not finite, the maximum taken over t's micro-batches;
-- (S, n + 1) if all are, and c(g) = S for all of them; (min(2 S, MOST), 0) instead if n + 1 is the count;
-- (S, n) else.
-
-c(g) is the S behind the batch that stage 0 had finished last when it ran the forward of g.
-"""
+"""Norms of gradients, in the arithmetic that the rules fix."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import final
 
+import torch
+
 from roundelay.ir.loss_scale import MOST, LossScale
+
+
+def norm_of(gradients: Iterable[torch.Tensor]) -> float:
+    """Their common norm: of each one's norm, in single precision; 0 of none."""
+    each = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(each))) if each else 0.0
+
+
+def whole_norm(lengths: Sequence[float]) -> float:
+    """The norm of the whole from those of the stages, whose squares are added from the last one to the first."""
+    squares = 0.0
+    for length in reversed(lengths):
+        squares = squares + length * length
+    return math.sqrt(squares)
 
 
 @final

@@ -1,1 +1,0 @@
-"""What things cost, in seconds and bytes, terms kept apart. Pure Python, no torch."""
