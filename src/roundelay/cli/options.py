@@ -17,8 +17,9 @@ from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
 from roundelay.api.recompute_choice import names_in
+from roundelay.cli.debug_output import show_choices
 from roundelay.cli.resume_options import plan_files, taken_over
-from roundelay.cli.screen import announce, doing, show_choices
+from roundelay.cli.screen import announce, doing
 from roundelay.env import first_on_host, launched
 from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,12 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from roundelay import env
-from roundelay.api.training import Trained
 from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.ir.plan import Plan
-from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.prefetch import Tell, silent
 
 stdout = Console(highlight=False, soft_wrap=True)
@@ -145,34 +140,3 @@ def amount(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return ""
-
-
-def show_choices(plan: Plan) -> None:
-    """The plan from level 1 on, its programs from level 3 on."""
-    if env.level() >= 1:
-        stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
-    if env.level() >= 3:
-        for program in programs_of(plan):
-            stderr.print(str(program), markup=False, soft_wrap=True)
-
-
-def show_run(trained: Trained) -> None:
-    """Median seconds of every instruction beside the plan's from level 2 on, every event from level 4 on."""
-    if env.level() >= 2:
-        for worker, events in sorted(trained.events.items()):
-            for k in sorted({event[8] for event in events}):
-                stage, which = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
-                planned = {"forward": stage.forward_s, "backward": stage.backward_s}
-                planned |= {"backward-weight": stage.weights_s, "update": stage.update_s}
-                for opcode, seconds in planned.items():
-                    took = [event[6] - event[5] for event in events if (event[0], event[8]) == (opcode, k)]
-                    if took:
-                        told = f"{statistics.median(took) * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms"
-                        stderr.print(f"worker {worker}{which} {opcode}: {told}")
-        for worker, loads in sorted(trained.loads.items()):
-            each = statistics.fmean(end - start for _, start, end in loads) / trained.plan.micro_batches
-            stderr.print(f"worker {worker} data: {each * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
-    if env.level() >= 4:
-        for worker, events in sorted(trained.events.items()):
-            for event in events:
-                stderr.print(f"worker {worker} {event[9]}", markup=False, soft_wrap=True)

@@ -32,7 +32,8 @@ from roundelay.api.state_gather import (
 )
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session, Trained, load_checkpoint
-from roundelay.cli.screen import amount, announce, progress, show_run, stderr, stdout, table
+from roundelay.cli.debug_output import show_run
+from roundelay.cli.screen import amount, announce, progress, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.tensorboard_points import draw
 from roundelay.cli.utilization import gaps_between, loads_of, show_utilization, spans_of, stage_names, utilization
