@@ -39,10 +39,10 @@ from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline,
 from roundelay.planner.cost_model import CostParameters, boundaries_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove import prove
-from roundelay.runtime.device import named
+from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
-from roundelay.runtime.lr_schedule_check import check_made_alike
+from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import Tell, silent
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
@@ -106,7 +106,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
     check_stateless(job, captured, sample)
     check_sharing(job, captured)
     check_counts(captured, sample)
-    rates = check_made_alike(job)
+    rates = check_reproducible(job)
     if rates.waits:
         check_evaluated(job)
     return captured
@@ -227,7 +227,7 @@ def plan_with_reasons(
         )
     draft = replace(draft, micro_batches=parts.micro_batches)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
-    on = named(given.get("devices"), len(set(home)), draft.transport)
+    on = resolve_devices(given.get("devices"), len(set(home)), draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))

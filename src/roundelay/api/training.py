@@ -11,7 +11,7 @@ from typing import Any
 
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
-from roundelay.api.fidelity_precheck import check_known, checked_before
+from roundelay.api.fidelity_precheck import check_before_training, validate_check
 from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.resume import changed, computing_digest, initial, order_of, trained, values_digest
 from roundelay.api.state_gather import (
@@ -39,7 +39,7 @@ from roundelay.job import Job, StopTraining
 from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
-from roundelay.runtime.device import check_here
+from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.forked_call import backwards_apart, check_transport, isolated
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
@@ -157,7 +157,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             expected="a positive number of updates, and save_to",
             remedy="Give both, or leave checkpoint_every out.",
         )
-    check_known(check)
+    validate_check(check)
     if (one := launched_as()) is not None:
         warnings.warn(
             f"this process is {one} of a launcher's, and roundelay.train() trains the whole job in each of them; "
@@ -282,7 +282,7 @@ class Session:
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
         if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
-            check_here(plan.devices)
+            check_devices_exist(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan) | trained(captured)
@@ -307,7 +307,7 @@ class Session:
             FidelityError: it trains otherwise.
         """
         with one_thread():
-            return checked_before(
+            return check_before_training(
                 self.job,
                 self.captured,
                 self.plan,

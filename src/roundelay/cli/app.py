@@ -17,12 +17,12 @@ import typer
 
 from roundelay import env
 from roundelay.api import simulate
-from roundelay.api.fidelity_precheck import check_known
+from roundelay.api.fidelity_precheck import validate_check
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.training import Session, load_checkpoint
-from roundelay.api.verifying import check_way, judged, length_of, verify_session
+from roundelay.api.verifying import check_fidelity, check_tamper, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
@@ -118,7 +118,7 @@ def train(
     with o.together(choices, restarts) as (party, choices):
         SIGNALS.join()
         o.exclusive(steps, epochs)
-        check_known(check)
+        validate_check(check)
         places = PathResolver()
         curves = curve_writer() if tensorboard and (party is None or party.leads) else None
         job = load_job(job_file, seed)
@@ -236,14 +236,14 @@ def verify_command(
     """Prove a run: the captured job beside plain PyTorch, then the run beside its one-process reference, bit by bit."""
     o.exclusive(steps, epochs)
     o.alone("verify")
-    check_way(tamper)
+    check_tamper(tamper)
     places = PathResolver()
     job = load_job(job_file, seed)
     plan_file, resume = places.of(plan_file), places.of(resume)
     captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
-    first, length = ReferenceStart.of(captured), length_of(steps, epochs)
+    first, length = ReferenceStart.of(captured), length_or_default(steps, epochs)
     announce("Training in plain PyTorch, and as captured ...", as_json)
-    fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)
+    fidelity = check_fidelity(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length, start)

@@ -26,7 +26,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.job import Job
-from roundelay.runtime.device import named, present
+from roundelay.runtime.device import num_cuda_devices, resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.loader_probe import DEADLINE_S
@@ -329,7 +329,7 @@ def _between(choices: Choices, processes: int) -> str:
     """The transport between a launcher's processes: nccl if asked for, or if this host has a device for each of its."""
     if choices.transport is not None:
         return choices.transport if choices.transport == "nccl" else "gloo"
-    wanted = present() >= processes if choices.devices is None else "cuda" in choices.devices
+    wanted = num_cuda_devices() >= processes if choices.devices is None else "cuda" in choices.devices
     return "nccl" if wanted else "gloo"
 
 
@@ -392,7 +392,7 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
 def _meant(name: str, value: Any, size: int, plan: Plan) -> Any:
     """A choice as a plan would say it."""
     if name == "devices":
-        return named(value, size, plan.transport)
+        return resolve_devices(value, size, plan.transport)
     return names_in(value) if name == "recompute" else value
 
 

@@ -182,7 +182,7 @@ class ProcessGroup:
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._meeting(f"lane/{name}"), sends)
 
-        place = device.lane_end()
+        place = device.lane_place()
         try:
             lanes = open_lanes(self.rank, others, make, place, plan.deadline_s)
         except BaseException:  # the others would wait for this one's end

@@ -1,6 +1,6 @@
-"""Break a run on purpose, to show that ``verify`` notices.
+"""Breaks a run on purpose, to show that ``verify`` reports it.
 
-Each way replaces handlers of one worker by ones that do something subtly wrong:
+Each way replaces handlers of one worker by ones that do something slightly wrong:
 
 ===============  =============================================================================
 ``stash``        backward differentiates at the weights of the version before
@@ -26,9 +26,9 @@ from roundelay.runtime.handlers import Context, Handler, do_forward, do_update
 WAYS = ("stash", "s", "order", "rng", "drop-update")
 
 
-def tampered(way: str) -> dict[str, Handler]:
-    """Handlers that break a run in one way: a key of :data:`WAYS`."""
-    return _MAKERS[way]().handlers()
+def tampered_handlers(way: str) -> dict[str, Handler]:
+    """Handlers that break a run in one of the :data:`WAYS`."""
+    return _CLASSES[way]().handlers()
 
 
 class _Broken(Protocol):
@@ -64,7 +64,7 @@ class _Stash:
 
 
 class _TooFar:
-    """Forward at weights one update too far on."""
+    """Forward at weights predicted one update too far."""
 
     def __init__(self) -> None:
         self.before: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ class _TooFar:
 
 
 class _Late:
-    """The update after the next forward."""
+    """The update after the next forward instead of before it."""
 
     def __init__(self) -> None:
         self.waiting: Run | None = None
@@ -114,7 +114,7 @@ class _Late:
         return None
 
 
-class _OtherNumbers:
+class _OtherSeed:
     """Forward with the random numbers of another seed."""
 
     def handlers(self) -> dict[str, Handler]:
@@ -154,10 +154,10 @@ def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-_MAKERS: dict[str, Callable[[], _Broken]] = {
+_CLASSES: dict[str, Callable[[], _Broken]] = {
     "stash": _Stash,
     "s": _TooFar,
     "order": _Late,
-    "rng": _OtherNumbers,
+    "rng": _OtherSeed,
     "drop-update": _Dropped,
 }

@@ -12,8 +12,8 @@ import torch
 
 from roundelay.deferred_signals import Interrupts
 from roundelay.runtime.cooperative_pool import CooperativePool
-from roundelay.runtime.cuda_handoff import streamed
-from roundelay.runtime.device import HOST, CpuDevice, Device, device_of
+from roundelay.runtime.cuda_handoff import wrap_for_streams
+from roundelay.runtime.device import HOST, CpuDevice, Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
@@ -48,7 +48,7 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     size = num_workers(task.plan)
-    devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
+    devices = [make_device(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
     shared = wrap is unchanged and all(device is HOST for device in devices)
     gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)
     tally = FailureTracker(size, listen)
@@ -102,7 +102,7 @@ def _shared(task: Task, size: int, report: Reporter) -> _Gang:
 
 def _own(task: Task, devices: Sequence[Device], wrap: Wrap, report: Reporter) -> _Gang:
     """A thread of its own for every worker: a device is current in one thread, and another endpoint may wait."""
-    endpoints = [wrap(endpoint) for endpoint in streamed(memory_endpoints(len(devices)), devices, Cuda())]
+    endpoints = [wrap(endpoint) for endpoint in wrap_for_streams(memory_endpoints(len(devices)), devices, Cuda())]
     threads = [
         threading.Thread(target=_main, args=(task, k, endpoint, report, device), name=f"worker {k}", daemon=True)
         for k, (endpoint, device) in enumerate(zip(endpoints, devices, strict=True))
