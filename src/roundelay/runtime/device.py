@@ -12,7 +12,6 @@ its own, and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -95,80 +94,49 @@ def check_devices_exist(devices: tuple[str, ...]) -> None:
             )
 
 
-class Device(ABC):
-    """The device on which one worker computes."""
-
-    place: torch.device
-    """The device as torch knows it."""
-
-    @abstractmethod
-    def active(self) -> AbstractContextManager[Any]:
-        """A context in which the calling thread computes on this device."""
-
-    @abstractmethod
-    def lane_place(self) -> Place:
-        """Where tensors are stored that are sent and received on lanes."""
-
-    @abstractmethod
-    def feed(self, data: Data) -> Data:
-        """Micro-batches with their tensors on this device."""
-
-    @abstractmethod
-    def instrumented(self, handlers: Handlers) -> Handlers:
-        """The handlers, with their spans measured where the worker's clock cannot."""
-
-    @abstractmethod
-    def spans(self, events: list[Told], dropped: int) -> list[Told]:
-        """Logged instructions with their measured spans, at the run's end; ``dropped`` more came before them."""
-
-    @abstractmethod
-    def busy_s(self, on_host_s: float) -> float:
-        """Seconds computed so far.
-
-        Args:
-            on_host_s: what the worker's own clock has counted.
-        """
-
-
-@final
-class CpuDevice(Device):
-    """The CPU, which adds nothing.
+class Device:
+    """The device on which one worker computes: the CPU, if no method is overridden.
 
     Args:
         wrap_handlers: called with the handlers; returns those to use.
     """
 
     place = torch.device(CPU)
+    """The device as torch knows it."""
 
     def __init__(self, wrap_handlers: Callable[[Handlers], Handlers] = lambda handlers: handlers) -> None:
         self._wrap_handlers = wrap_handlers
 
     def active(self) -> AbstractContextManager[Any]:
-        """A context that changes nothing."""
+        """A context in which the calling thread computes on this device."""
         return nullcontext()
 
     def lane_place(self) -> Place:
-        """The CPU."""
+        """Where tensors are stored that are sent and received on lanes."""
         return Place(self.place)
 
     def feed(self, data: Data) -> Data:
-        """The data, unchanged."""
+        """Micro-batches with their tensors on this device."""
         return data
 
     def instrumented(self, handlers: Handlers) -> Handlers:
-        """The handlers as ``wrap_handlers`` returns them."""
+        """The handlers, with their spans measured where the worker's clock cannot."""
         return self._wrap_handlers(handlers)
 
     def spans(self, events: list[Told], dropped: int) -> list[Told]:
-        """The events, unchanged."""
+        """Logged instructions with their measured spans, at the run's end; ``dropped`` more came before them."""
         return events
 
     def busy_s(self, on_host_s: float) -> float:
-        """The seconds that the worker has counted."""
+        """Seconds computed so far.
+
+        Args:
+            on_host_s: what the worker's own clock has counted.
+        """
         return on_host_s
 
 
-HOST = CpuDevice()
+HOST = Device()
 
 
 @final
@@ -181,6 +149,7 @@ class AcceleratorDevice(Device):
     """
 
     def __init__(self, place: torch.device, driver: Driver) -> None:
+        super().__init__()
         self.place, self._driver = place, driver
         self.stream = driver.stream(place)
         self._copies = driver.stream(place)

@@ -13,7 +13,7 @@ import torch
 from roundelay.deferred_signals import Interrupts
 from roundelay.runtime.cooperative_pool import CooperativePool
 from roundelay.runtime.cuda_handoff import wrap_for_streams
-from roundelay.runtime.device import HOST, CpuDevice, Device, make_device
+from roundelay.runtime.device import HOST, Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
@@ -95,7 +95,7 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 def _shared(task: Task, size: int, report: Reporter) -> _Gang:
     """Threads that share the workers, all on the CPU."""
     pool = CooperativePool(size, task.plan.deadline_s)
-    endpoints, device = memory_endpoints(size, pool.wake), CpuDevice(pool.yielding)
+    endpoints, device = memory_endpoints(size, pool.wake), Device(pool.yielding)
     loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
     return _Gang(pool.threads(endpoints, loops), endpoints, pool.stop)
 
