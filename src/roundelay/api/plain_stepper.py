@@ -6,7 +6,6 @@ runs in a forked child.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ Part = tuple[MicroBatch, Batch]
 """A micro-batch: its header and the loader's rows for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Update:
     """The results of one update; its fields can be written as JSON.
 
@@ -49,24 +48,14 @@ class Update:
         buffers: every buffer after it.
     """
 
-    losses: list[list[float]]
-    metrics: list[dict[str, list[float]]]
-    generators: list[int]
-    gradients: Index
-    clipped: Index
-    rates: list[float]
-    weights: Index
-    buffers: Index
-
-
-@dataclass(slots=True)
-class _Results:
-    """The results of an update's micro-batches."""
-
     losses: list[list[float]] = field(default_factory=list)
     metrics: list[dict[str, list[float]]] = field(default_factory=list)
     generators: list[int] = field(default_factory=list)
-    labels: float = 0.0
+    gradients: Index = field(default_factory=dict)
+    clipped: Index = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    weights: Index = field(default_factory=dict)
+    buffers: Index = field(default_factory=dict)
 
 
 @final
@@ -100,54 +89,47 @@ class PlainStepper:
 
     def update(self, parts: Sequence[Part]) -> Update:
         """Train on one batch, cut into these micro-batches."""
-        results = _Results()
+        update = Update()
         self.optimizer.zero_grad()
         for _, parameter in self.named:  # also those that the optimizer does not hold
             parameter.grad = None
+        labels = 0.0
         for header, batch in parts:
-            self._micro_batch(header, batch, results)
-        gradients = self._mean_gradients(results.labels or sum(count for _, count in results.losses))
-        unclipped = self._shared.put_all(gradients)
+            labels += self._micro_batch(header, batch, update)
+        gradients = self._mean_gradients(labels or sum(count for _, count in update.losses))
+        update.gradients = self._shared.put_all(gradients)
         finite = not self._scale_rule.on or all(bool(g.isfinite().all()) for g in gradients.values())
-        clipped: Index = {}
         if self._clip.by == "global" and finite:
             torch.nn.utils.clip_grad_norm_([p for _, p in self.named if p.grad is not None], self._clip.norm)
-            clipped = self._shared.put_all({n: p.grad for n, p in self.named if p.grad is not None})
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            update.clipped = self._shared.put_all({n: p.grad for n, p in self.named if p.grad is not None})
+        update.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._step(parts[0][0].batch, finite=finite)
-        return Update(
-            results.losses,
-            results.metrics,
-            results.generators,
-            unclipped,
-            clipped,
-            rates,
-            self._shared.put_all(dict(self.model.named_parameters())),
-            self._shared.put_all(dict(self.model.named_buffers())),
-        )
+        update.weights = self._shared.put_all(dict(self.model.named_parameters()))
+        update.buffers = self._shared.put_all(dict(self.model.named_buffers()))
+        return update
 
-    def _micro_batch(self, header: MicroBatch, batch: Batch, results: _Results) -> None:
+    def _micro_batch(self, header: MicroBatch, batch: Batch, update: Update) -> float:
+        """Forward and backward; returns the micro-batch's share of the batch's labels, 0 if they are not counted.
+
+        The shares' sum is about 1; the batch's gradients are divided by it.
+        """
         own = fresh(batch)
         torch.manual_seed(seed_of(self._seed, header.g))
         args, kwargs = (self._job.inputs or default_inputs)(own)
         with autocast(self._plan.precision, CPU), LabelWatch() if self._labels_per_row else nullcontext() as watch:
             value = self._job.loss(self.model(*args, **kwargs), own)
-        results.generators.append(generator_now())
+        update.generators.append(generator_now())
         loss, count = checked(value)
-        weight = header.weight if count is None else 1.0
+        weight, labels = header.weight if count is None else 1.0, 0.0
         if watch is not None and header.count > 1:
-            weight = self._share(header, watch, value, results)
+            terms = watch.terms_of(without_metrics(value)[0])
+            labels = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
+            weight = labels
         if weight:  # a micro-batch without labels has no mean, and adds nothing
             (loss * (self._scale * weight)).backward()
-        results.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
-        results.metrics.append(metric_numbers(without_metrics(value)[1]))
-
-    def _share(self, header: MicroBatch, watch: LabelWatch, value: Any, results: _Results) -> float:
-        """A micro-batch's share of the batch's labels; the batch's gradients are divided by their sum, about 1."""
-        terms = watch.terms_of(without_metrics(value)[0])
-        share = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
-        results.labels += share
-        return share
+        update.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
+        update.metrics.append(metric_numbers(without_metrics(value)[1]))
+        return labels
 
     def _mean_gradients(self, count: float) -> dict[str, torch.Tensor]:
         """The parameters' gradients without the loss scale; of a loss that sums, their mean over its terms."""
@@ -191,8 +173,3 @@ def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
         parts = metric if isinstance(metric, (tuple, list)) else (metric,)
         numbers[name] = [float(part) for part in parts]
     return numbers
-
-
-def same_number(one: float, two: float) -> bool:
-    """Whether two numbers are equal, where NaN equals NaN."""
-    return one == two or (math.isnan(one) and math.isnan(two))

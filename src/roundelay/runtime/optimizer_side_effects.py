@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -58,53 +58,48 @@ class ParameterSnapshot:
             JobError: naming the parameter, and the file and line of a hook.
         """
         for name, parameter, before in self._before:
-            _check(name, before, _Observed.at(parameter))
+            for got, expected, remedy in _changes(before, _Observed.at(parameter)):
+                raise JobError(f"Job(optimizer=...), parameter {name!r}", got=got, expected=expected, remedy=remedy)
 
 
-def _check(name: str, before: _Observed, now: _Observed) -> None:
-    new = [hook for hook in now.hooks if not any(hook is other for other in before.hooks)]
-    if new:
-        raise _refused(
-            name,
-            f"a gradient hook, {source_location(new[0])}",
+def _changes(before: _Observed, now: _Observed) -> Iterator[tuple[str, str, str]]:
+    """(got, expected, remedy) of everything that the function has changed in a parameter."""
+    for hook in _new(before.hooks, now.hooks):
+        yield (
+            f"a gradient hook, {source_location(hook)}",
             "no hook: gradients come from a stage's tape, which calls no hooks",
             "Let the optimizer do to the gradient what the hook does: a subclass whose step() begins with it; to clip "
             "by norm, use --clip.",
         )
-    new = [hook for hook in now.accumulate_hooks if not any(hook is other for other in before.accumulate_hooks)]
-    if new:
-        raise _refused(
-            name,
-            f"a hook that is called when its gradient is accumulated, {source_location(new[0])}",
+    for hook in _new(before.accumulate_hooks, now.accumulate_hooks):
+        yield (
+            f"a hook that is called when its gradient is accumulated, {source_location(hook)}",
             "no hook: an update is made from the whole batch's gradient, when it is due",
             "Return one optimizer over all parameters, and leave register_post_accumulate_grad_hook out: stages step "
             "it, and keep no gradient after the step.",
         )
     if now.gradient is not before.gradient:
-        raise _refused(
-            name,
+        yield (
             "a gradient that the function has set, such as a view of one flat tensor",
             "grad = None: a stage sets the batch's gradient itself",
             "Do not set p.grad.",
         )
     if now.trained != before.trained:
-        raise _refused(
-            name,
+        yield (
             f"requires_grad = {now.trained}, set by the function",
             f"{before.trained}, as when the model was captured",
             "Freeze parameters in job(), before the model is given to Job.",
         )
     if (now.address, now.version) != (before.address, before.version):
-        raise _refused(
-            name,
+        yield (
             "other values or another memory than before the function was called, such as a view of one flat tensor",
             "unchanged parameters: the function is called for every stage",
             "Change weights in job(), before the model is given to Job.",
         )
 
 
-def _refused(name: str, got: str, expected: str, remedy: str) -> JobError:
-    return JobError(f"Job(optimizer=...), parameter {name!r}", got=got, expected=expected, remedy=remedy)
+def _new(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[Any]:
+    return [hook for hook in now if not any(hook is other for other in before)]
 
 
 def source_location(function: Callable[..., Any]) -> str:

@@ -90,7 +90,7 @@ class ResumeState:
             versions={g: version for g, (_, version, _) in self._read.items()},
             weights={key: {n: w.to(CPU) for n, w in named.items()} for key, named in weights.items()},
             keep=keep,
-            last={n: LastStep(s.rate, _on_cpu(s.displacement), _on_cpu(s.gradient)) for n, s in last.items()},
+            last=_moved(last, CPU, copy=False),
         )
         self._due.discard(updates)
         self._read = {g: note for g, note in self._read.items() if any(due <= note[0] for due in self._due)}
@@ -109,10 +109,14 @@ def kept_at(start: StageInFlight | None, place: torch.device = CPU) -> dict[int,
 
 def last_steps(start: StageInFlight, place: torch.device = CPU) -> dict[str, LastStep]:
     """Every parameter's last update."""
-    return {
-        name: LastStep(last.rate, _copied(last.displacement, place), _copied(last.gradient, place))
-        for name, last in start.last.items()
-    }
+    return _moved(start.last, place, copy=True)
+
+
+def _moved(last: Mapping[str, LastStep], place: torch.device, *, copy: bool) -> dict[str, LastStep]:
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(place, copy=copy)
+
+    return {name: LastStep(step.rate, move(step.displacement), move(step.gradient)) for name, step in last.items()}
 
 
 def _copies(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
@@ -122,11 +126,3 @@ def _copies(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, We
 
 def _same(kept: Weights, weights: Mapping[str, torch.Tensor]) -> bool:
     return all(kept[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
-
-
-def _copied(tensor: torch.Tensor | None, place: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(place, copy=True)
-
-
-def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(CPU)
