@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundelay.api.captured_stepper import CapturedStepper
 from roundelay.api.checkpointing import averages, evaluate, holding_averages, put
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.fidelity_differences import FidelityDifference, same
+from roundelay.api.fidelity_differences import FidelityDifference
 from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
 from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
@@ -33,6 +33,7 @@ from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import FORKING
 from roundelay.runtime.loader_epoch import copied
+from roundelay.runtime.nested_state import same_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def _compare(
 
 def _compare_averages(own: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]) -> None:
     for name, theirs in plain.items():
-        if name in own and not same(own[name], theirs):
+        if name in own and not same_value(own[name], theirs):
             raise FidelityDifference("optimizer", f"the moving average of parameter {name!r}")
 
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from roundelay.api.plain_stepper import same_number
 from roundelay.frontend.precision import FULL
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
+from roundelay.runtime.nested_state import same_value
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -113,7 +113,7 @@ class DifferenceChecker:
             text = f"{one} has one of norm {_norm([present]):.3g}, and {other} none"
             raise FidelityDifference("backward", f"the gradient of parameter {name!r} in update {update}: {text}")
         own = _dense(own)
-        if same(own, plain):
+        if same_value(own, plain):
             return True
         error = _norm([own - plain]) if own.shape == plain.shape else float("inf")
         size = max(_norm(layers[_layer(name)]), FLOOR * whole)
@@ -128,7 +128,7 @@ class DifferenceChecker:
         """Compare clipped gradients; the norm that they are clipped by is summed in another order."""
         for name, theirs in plain.items():
             ours = _dense(own[name]) if name in own else None
-            if ours is not None and not same(ours, theirs):
+            if ours is not None and not same_value(ours, theirs):
                 self.exact = False
                 if not _norm([ours - theirs]) <= self._tolerance(theirs) * max(
                     _norm([theirs]), FLOOR * _norm(plain.values())
@@ -145,10 +145,10 @@ class DifferenceChecker:
             if ours is None:
                 text = "the forward of plain PyTorch makes it, and the captured job has none"
                 raise FidelityDifference("buffer", f"buffer {name!r} in update {update}: {text}")
-            if same(ours, theirs):
+            if same_value(ours, theirs):
                 continue
             error = _error(ours, theirs)
-            unchanged = name in untouched and same(ours, untouched[name])
+            unchanged = name in untouched and same_value(ours, untouched[name])
             rounding = theirs.is_floating_point() and error <= (LOW if self._low else LOSS) * _norm([theirs])
             if unchanged or not rounding:
                 reason = ": the captured job does not change it" if unchanged else ""
@@ -188,7 +188,7 @@ class DifferenceChecker:
         for name, theirs in plain.items():
             self.compared += 1
             ours = own.get(name, untouched[name])
-            if same(ours, theirs):
+            if same_value(ours, theirs):
                 continue
             error = _error(ours, theirs)
             if (fused or name in shared) and error <= FUSED * _norm([theirs]):
@@ -214,7 +214,7 @@ class DifferenceChecker:
             self.notes.append(text)
 
     def _number(self, update: int, what: str, own: float, plain: float) -> None:
-        if same_number(own, plain):
+        if same_value(own, plain):
             return
         self.exact = False
         if not abs(own - plain) <= (LOW if self._low else LOSS) * max(abs(plain), 1e-3):
@@ -231,13 +231,6 @@ class DifferenceChecker:
             if set(op.parameters) & set(names):
                 return f"{op.target} of {op.module or 'the model'}"
         return ""
-
-
-def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and values, where NaN equals NaN."""
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

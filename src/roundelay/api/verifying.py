@@ -21,13 +21,12 @@ from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import JobError, UsageError
-from roundelay.frontend import Captured, RngKey, StageFunction
+from roundelay.frontend import Captured, RngKey
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
-from roundelay.ir.stage import StageSpec
 from roundelay.job import Job, Peekable
 from roundelay.lower.validate_plan import FORKING
 from roundelay.observe.digest import digest
@@ -35,11 +34,13 @@ from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_re
 from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import deterministic
 from roundelay.runtime.forked_call import apart
+from roundelay.runtime.handlers import Handler
 from roundelay.runtime.loader_epoch import alike
 from roundelay.runtime.loader_probe import first_batch
+from roundelay.runtime.nested_state import same_value
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
-from roundelay.runtime.tamper import WAYS, tampered_handlers
+from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_stage
 from roundelay.runtime.worker import Wrap
 
 STEPS = 8
@@ -111,7 +112,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         steps: updates; 8 if neither this nor ``epochs`` is given.
         epochs: epochs.
         seed: of both runs.
-        tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
+        tamper: break the distributed run on purpose, in one of :data:`roundelay.runtime.tamper.WAYS`.
         resume: checkpoint to resume from; what follows it is compared. If the run resumes in mid-flight, or by the same
             plan under a rule that flushes, the reference begins with the very first update, and is not interrupted
             (:func:`roundelay.api.reference_start.begins_anew`).
@@ -185,7 +186,10 @@ def verify_session(
     """
     check_tamper(tamper)
     origin, anew = reference_start_of(session, first), begins_anew(session, first)
-    handlers = {} if tamper is None else {_victim(session, tamper): tampered_handlers(tamper)}
+    handlers: dict[int, dict[str, Handler]] = {}
+    if tamper is not None:
+        victim = tampered_stage(tamper, session.captured.graph, session.partition, session.extent.batches)
+        handlers[victim] = tampered_handlers(tamper)
     kept = world_of(session.job)  # the user's state: the reference begins with it as the run did
     with deterministic(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
@@ -214,7 +218,7 @@ def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool
     session.compile()  # already done, but in another process
     notes: list[Note] = []
     with one_thread(), users_code("the one-process reference"):
-        reference = _on_cpu(_reference(session, origin, anew, trained, notes))
+        reference = _reference(session, origin, anew, trained, notes)
     if session.start is not None and anew:
         reference, notes = behind(session, reference, notes)
     return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
@@ -239,62 +243,20 @@ def _check_same_data(session: Session) -> None:
         )
 
 
-def check_tamper(tamper: str | None) -> None:
-    """Refuse an unknown way to tamper; None is accepted.
-
-    Raises:
-        UsageError: the way is unknown.
-    """
-    if tamper is not None and tamper not in WAYS:
-        known = "one of " + ", ".join(WAYS)
-        raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
-
-
-def _victim(session: Session, way: str) -> int:
-    """The stage that is broken: the last one at which the way makes a difference.
-
-    Raises:
-        UsageError: the way makes no difference anywhere.
-    """
-    if way != "rng" and session.extent.batches == 1:
-        raise UsageError(
-            f"--tamper {way}",
-            got="a run of one update, in which it changes nothing",
-            expected="at least two updates",
-            remedy="Give --steps 2 or more.",
-        )
-    graph = session.captured.graph
-    for spec in reversed(session.partition.stages):
-        draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])
-        trains = any(graph.parameters[n].trainable for n in spec.parameters)
-        if draws if way == "rng" else trains:
-            return spec.stage
-    raise UsageError(
-        f"--tamper {way}",
-        got="a model that " + ("draws no random numbers" if way == "rng" else "has no trainable parameter"),
-        expected="a model on which it makes a difference",
-        remedy="Choose another way to tamper.",
-    )
-
-
 def _reference(
     session: Session, origin: ReferenceStart, anew: bool, trained: Trained, notes: list[Note]
 ) -> ReferenceResult:
     """Run the rule's equations on copies, epoch by epoch as the run did, and append digests in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
-    stages = [
-        ReferenceStage(
-            _function(captured, spec, plan.backward, torch.device(name)),
-            spec.parameters,
-            spec.buffers,
-            torch.device(name),
-        )
-        for spec, name in zip(session.partition.stages, plan.devices, strict=True)
-    ]
-    device = {name: stage.device for stage in stages for name in stage.parameters}
+    stages = []
+    for spec, name in zip(session.partition.stages, plan.devices, strict=True):
+        stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
+        device = torch.device(name)
+        stages.append(ReferenceStage(captured.stage(stored, device), spec.parameters, spec.buffers, device))
+    devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
-        (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
+        (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
     extent = from_the_first(session.extent) if anew else session.extent
@@ -363,22 +325,6 @@ def _setting(
     )
 
 
-def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.device) -> StageFunction:
-    """A stage's function. In mode `stash` it stores what the run recomputes, which must make no difference."""
-    return captured.stage(replace(spec, recomputed=()) if mode == "stash" else spec, device)
-
-
-def _on_cpu(result: ReferenceResult) -> ReferenceResult:
-    """The result with its tensors on the CPU, as those of the run."""
-    state = {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
-        for name, one in result.optimizer_state.items()
-    }
-    parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
-    buffers = {name: tensor.cpu() for name, tensor in result.buffers.items()}
-    return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
-
-
 class _ReferenceOptimizers:
     """Makes the reference's optimizers, and reads and restores their state as a stage does.
 
@@ -426,7 +372,7 @@ def _compare(
 ) -> dict[str, Any]:
     stage, difference = _first_in_time(trained, notes)
     pairs = _pairs(trained, reference)
-    differing = next((name for name, ours, theirs in pairs if not _same(ours, theirs)), "")
+    differing = next((name for name, ours, theirs in pairs if not same_value(ours, theirs)), "")
     losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
     if not differing and losses != reference.losses:
         differing = "losses"
@@ -477,9 +423,3 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
             of = f" of {name}" if name else ""
             pairs.append((f"optimizer state {key!r}{of}", mine.get(key), theirs.get(key)))
     return pairs
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and a == b

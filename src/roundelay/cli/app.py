@@ -22,7 +22,7 @@ from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.training import Session, load_checkpoint
-from roundelay.api.verifying import check_fidelity, check_tamper, length_or_default, verify_session
+from roundelay.api.verifying import check_fidelity, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
@@ -40,7 +40,7 @@ from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.run_page import run_page
-from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper import WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
 from roundelay.schedules import num_workers, stages_of

@@ -86,3 +86,16 @@ def _unknown(key: str, got: str) -> JobError:
         expected="tensors, numbers, text or None, and lists, tuples and dicts of these",
         remedy="Use an optimizer whose state consists of these: checkpoints can hold nothing else.",
     )
+
+
+def same_value(one: Any, two: Any) -> bool:
+    """Whether two tensors or plain values have the same type, shape and value, where NaN equals NaN.
+
+    Tensors may be on different devices.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        if one.dtype != two.dtype or one.shape != two.shape:
+            return False
+        two = two.to(one.device)
+        return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
+    return type(one) is type(two) and bool(one == two or (one != one and two != two))

@@ -20,6 +20,7 @@ from roundelay.errors import JobError, RunError
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.job import Job, Named, OptimizerFactory
 from roundelay.runtime.forked_call import isolated
+from roundelay.runtime.nested_state import same_value
 from roundelay.runtime.optimizer_side_effects import source_location
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
 from roundelay.runtime.optimizer_wrappers import all_optimizers
@@ -161,7 +162,7 @@ def _compare(stage: int, whole: _Trial, again: _Trial, part: _Trial) -> None:
         raise _differs(part, f"a step that fails with the parameters of stage {stage} alone: {part.error}")
     for update, (ours, theirs, repeated) in enumerate(zip(part.weights, whole.weights, again.weights, strict=True)):
         for name, weight in ours.items():
-            if _same(theirs[name], repeated[name]) and not _same(weight, theirs[name]):
+            if same_value(theirs[name], repeated[name]) and not same_value(weight, theirs[name]):
                 raise _differs(
                     part,
                     f"another {name!r} after {update + 1} updates if it holds the parameters of stage {stage} alone",
@@ -169,15 +170,9 @@ def _compare(stage: int, whole: _Trial, again: _Trial, part: _Trial) -> None:
     for name, entries in part.kept.items():
         for key, value in entries.items():
             expected, repeated_value = (trial.kept.get(name, {}).get(key) for trial in (whole, again))
-            if _same(expected, repeated_value) and not _same(value, expected):
+            if same_value(expected, repeated_value) and not same_value(value, expected):
                 what = f"its{key}" if name == WHOLE else f"{key!r} of {name!r}"
                 raise _differs(part, f"another value of {what} if it holds the parameters of stage {stage} alone")
-
-
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return one.shape == two.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(two))
-    return type(one) is type(two) and (one == two or (one != one and two != two))
 
 
 def _try(
