@@ -11,7 +11,7 @@ import torch
 import roundelay
 from roundelay.errors import CheckpointError, JobError
 from roundelay.runtime.batch_reader import Extent, read_batches
-from roundelay.runtime.nested_state import flatten, unflatten
+from roundelay.runtime.nested_state import flatten, same_value, unflatten
 from tests.api.jobs import make
 
 
@@ -156,3 +156,20 @@ def test_a_nested_state_is_the_same_again() -> None:
 def test_what_cannot_be_kept_is_told_by_its_name(value: Any) -> None:
     with pytest.raises(JobError, match=r"its state 'odd'"):
         flatten({"odd": value})
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([0.0, float("nan")]), torch.tensor([float("nan"), 0.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.tensor([1.0]), torch.tensor(1.0), False),
+        (torch.tensor(1.0), 1.0, False),
+        (1, 1.0, False),
+        (float("nan"), float("nan"), True),
+        (None, None, True),
+    ],
+)
+def test_values_are_the_same_by_type_shape_and_content(one: object, two: object, same: bool) -> None:
+    assert same_value(one, two) is same
