@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.same_bits.sides import ROOT, Result, Side, worktree
 from tests.same_bits.table import KINDS, Case, cases, uncovered
@@ -90,7 +91,7 @@ class Comparison:
 
     def table(self, seconds: float) -> Table:
         """How many jobs of each kind and each rule ended how."""
-        table = Table("jobs", *OUTCOMES, box=SIMPLE_HEAD)
+        table = Table(Column("jobs", no_wrap=True), *OUTCOMES, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name, belongs in (*((k, "kind") for k in KINDS), *((r, "rule") for r in _rules(self._every))):
             mine = [n for n in self.found if getattr(self._every[n], belongs) == name]
             _add(table, f"{belongs} {name}", [self.found[n][0] for n in mine])
@@ -148,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, default=ROOT / "src", help="other than this tree's src, to try it out")
     parser.add_argument("--list", action="store_true", help="name the jobs and run none")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no process and no worktree stays
     console = Console(soft_wrap=True)
     numbers = [number for number, case in enumerate(cases()) if re.search(given.only, case.name)]
     if given.list or not numbers:

@@ -47,9 +47,11 @@ Named = list[tuple[str, nn.Parameter]]
 
 def _groups(named: Named) -> Optimizer:
     """Biases in a group of their own, with another rate and momentum."""
-    biases = [parameter for name, parameter in named if name.endswith("bias")]
-    others = [parameter for name, parameter in named if not name.endswith("bias")]
-    return SGD([{"params": others}, {"params": biases, "lr": 0.005, "momentum": 0.5}], lr=0.02, momentum=0.9)
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in named if not name.endswith("bias")]},
+        {"params": [parameter for name, parameter in named if name.endswith("bias")], "lr": 0.005, "momentum": 0.5},
+    ]
+    return SGD(groups, lr=0.02, momentum=0.9)
 
 
 def _falling(optimizer: Optimizer) -> LRScheduler:
@@ -161,7 +163,7 @@ def choices(case: Case) -> dict[str, Any]:
     given |= {} if case.clip == "none" else {"clip": case.clip}
     given |= {} if case.recompute == "no" else {"recompute": [case.recompute]}
     given |= {} if case.ema == "no" else {"ema": float(case.ema)}
-    return given | ({"loss_scale": "dynamic:262144:3"} if case.precision == "fp16" else {})
+    return given | ({"loss_scale": "dynamic:65536:2"} if case.precision == "fp16" else {})
 
 
 def train(case: Case, folder: Path, left: Left) -> None:
@@ -180,17 +182,24 @@ def resume(case: Case, folder: Path, left: Left) -> None:
     made = roundelay.plan(job, seed=SEED, **choices(case))
     (folder / "armed").touch()
     began: dict[str, Any] = {"plan": made, "seed": SEED, "check": "off", "on_update": left.update}
-    try:
-        roundelay.train(job, epochs=2, save_to=first, checkpoint_every=SAVED, **began)
-    except roundelay.RoundelayError as error:
-        if STOP not in str(error):
-            raise
+    stopped(lambda: roundelay.train(job, epochs=2, save_to=first, checkpoint_every=SAVED, **began))
     left.digests |= {f"in mid-flight: {name}": digest for name, digest in final_state(first).items()}
     left.losses = left.losses[:SAVED]  # how many more were told depends on the moment
     left.digests = {n: d for n, d in left.digests.items() if not n.startswith("update") or int(n.split()[1]) < SAVED}
     job = make(case, left)
     roundelay.train(job, resume=first, save_to=second, **began)
     keep(case, job.model, second, left)
+
+
+def stopped(train: Callable[[], object]) -> None:
+    """Train until the loader stops it."""
+    try:
+        train()
+    except roundelay.RoundelayError as error:
+        if STOP not in str(error):
+            raise
+    else:
+        raise RuntimeError("the run did not stop")
 
 
 def verify(case: Case, folder: Path, left: Left) -> None:

@@ -34,13 +34,15 @@ class Deep(nn.Module):
         hidden = first
         for layer in self.layers:
             hidden = self.dropout(layer(hidden).tanh())
-        hidden = functional.linear(hidden + first, self.layers[0].weight).tanh()
+        hidden = functional.linear(hidden + first, self.get_parameter("layers.0.weight")).tanh()
         out: Tensor = self.head(self.dropout(hidden))
         return out
 
 
 class Frozen(nn.Module):
-    """Seven linear layers, of which three tensors do not train; one buffer counts the forwards."""
+    """Seven linear layers, of which three tensors do not train; one buffer counts the forwards in training."""
+
+    forwards: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,15 +51,16 @@ class Frozen(nn.Module):
         self.norm = nn.GroupNorm(2, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.register_buffer("forwards", torch.zeros(()))
-        for tensor in (self.first.weight, self.layers[1].bias, self.layers[3].weight):
-            tensor.requires_grad_(False)
+        for name in ("first.weight", "layers.1.bias", "layers.3.weight"):
+            self.get_parameter(name).requires_grad_(False)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return rows x classes."""
         hidden = self.first(features)
         for layer in self.layers:
             hidden = hidden + functional.gelu(layer(hidden))
-        self.forwards.add_(1.0)
+        if self.training:
+            self.forwards.add_(1.0)
         out: Tensor = self.head(self.norm(hidden))
         return out
 
@@ -108,7 +111,8 @@ class Attention(nn.Module):
         heads = self.mixed(self.norm1(hidden)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         hidden = hidden + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        return hidden + self.dropout(self.narrow(functional.gelu(self.wide(self.norm2(hidden)))))
+        out: Tensor = hidden + self.dropout(self.narrow(functional.gelu(self.wide(self.norm2(hidden)))))
+        return out
 
 
 class Transformer(nn.Module):

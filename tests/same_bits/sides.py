@@ -70,7 +70,12 @@ class Side:
     def __exit__(self, *raised: object) -> None:
         if raised[0] is not None:
             self._stopping.set()
-        self._thread.join()
+        try:
+            self._thread.join()
+        except BaseException:  # a Ctrl-C
+            self._stopping.set()
+            self._thread.join()
+            raise
 
     def _run(self) -> None:
         """Start processes until no job is left: one, unless it dies."""
@@ -90,7 +95,7 @@ class Side:
             return subprocess.Popen(
                 [*command, *map(str, self._left)],
                 cwd=self._folder,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

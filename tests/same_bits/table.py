@@ -103,6 +103,7 @@ def allowed(case: Case) -> bool:
         (case.clip.startswith("global") and case.rule not in FLUSHING)
         or (case.recompute == "all" and case.backward == "recompute")
         or (case.rule in PREVIOUS and case.micro_batches < case.workers - 1)
+        or (case.model == "lstm" and case.precision == "fp16")  # torch has no such LSTM on a CPU
     )
 
 
@@ -171,20 +172,19 @@ def uncovered(made: list[Case]) -> list[str]:
 
 
 def _could_meet(two: dict[str, str]) -> bool:
-    chosen = {"size": "2x4"} | two
-    wanted = [given | two for given in variants() if given["rule"] == chosen.get("rule", given["rule"])]
-    return any(allowed(Case(**({"size": chosen["size"]} | one))) for one in wanted)
+    chosen = [{"size": "2x4"} | given | two for given in variants() if given["rule"] == two.get("rule", given["rule"])]
+    return any(allowed(Case(**fields)) for fields in chosen)
 
 
 RESUMED = (
-    {"rule": "gpipe", "backward": "stash", "predictor": "none", "precision": "fp16"},
-    {"rule": "1f1b", "backward": "recompute", "predictor": "none", "clip": "global:0.5"},
-    {"rule": "zb-h1", "backward": "stash", "predictor": "none", "size": "3x2"},
-    {"rule": "zb-v", "backward": "stash", "predictor": "none", "size": "2x4"},
-    {"rule": "pipedream", "backward": "stash", "predictor": "none", "size": "4x1"},
+    {"rule": "gpipe", "backward": "stash", "predictor": "none", "precision": "fp16", "model": "conv"},
+    {"rule": "1f1b", "backward": "recompute", "predictor": "none", "model": "transformer", "transport": "memory"},
+    {"rule": "zb-h1", "backward": "stash", "predictor": "none", "size": "3x2", "model": "lstm"},
+    {"rule": "zb-v", "backward": "stash", "predictor": "none", "size": "2x4", "model": "deep"},
+    {"rule": "pipedream", "backward": "stash", "predictor": "none", "size": "4x1", "transport": "memory"},
     {"rule": "pipedream-vertical", "backward": "stash", "predictor": "none", "size": "3x2", "transport": "shm"},
     {"rule": "pipedream-2bw", "backward": "stash", "predictor": "none", "size": "4x3", "transport": "gloo"},
-    {"rule": "cdp-v2", "backward": "stash", "predictor": "none", "size": "4x3", "clip": "previous:0.5"},
+    {"rule": "cdp-v2", "backward": "stash", "predictor": "none", "size": "4x3", "model": "transformer"},
     {"rule": "spectrain", "backward": "mixed", "predictor": "improved", "size": "3x2", "transport": "gloo"},
     {"rule": "pipeoptim", "backward": "mixed", "predictor": "improved", "size": "4x1", "ema": "0.9"},
     {"rule": "pipeoptim", "backward": "stash", "predictor": "released-code", "size": "4x1", "transport": "shm"},
