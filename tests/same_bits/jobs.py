@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import roundelay
@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Named], Optimizer], Scheduler]] = {
     "adam": (partial(Adam, lr=2e-3), _falling),
     "adamw": (partial(AdamW, lr=2e-3), _one_cycle),
     "groups": (_groups, None),
+    "rmsprop": (partial(RMSprop, lr=1e-3), _falling),
 }
 
 
