@@ -71,7 +71,7 @@ faults: $(DONE) ## Strike 160 runs, and 60 under torchrun, with signals and erro
 resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit
 	@$(BIN)/python -m tests.resume.table
 
-same-bits: $(DONE) ## Run 146 small jobs with the source of a commit and with this, compare every bit (5 minutes); AGAINST=COMMIT
+same-bits: $(DONE) ## Run 146 small jobs with the source of a commit and with this, compare every bit (6 minutes); AGAINST=COMMIT
 	@$(BIN)/python -m tests.same_bits $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only "$(ONLY)")
 
 clean: ## Delete caches and build outputs; .venv and runs/ stay

@@ -117,6 +117,7 @@ class Left:
     Args:
         digests: name to digest.
         losses: of every update.
+        evaluations: digests, in order; a list of their own, since Roundelay evaluates in a thread of its own.
         refused: Roundelay's message, if it refused the job.
         failed: what else went wrong.
         seconds: that it took.
@@ -124,6 +125,7 @@ class Left:
 
     digests: Digests = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
+    evaluations: list[str] = field(default_factory=list)
     refused: str = ""
     failed: str = ""
     seconds: float = 0.0
@@ -147,7 +149,7 @@ def make(case: Case, left: Left | None = None, armed: Path | None = None, saved:
     def evaluate(model: nn.Module) -> dict[str, float]:
         loss = float(LOSSES["mean"](model(held_out[0]), held_out))  # type: ignore[arg-type]
         if left is not None:
-            left.digests[f"evaluation {sum(name.startswith('eval') for name in left.digests)}"] = number(loss)
+            left.evaluations.append(number(loss))
         return {"held out": loss}
 
     data = Data(case, armed, saved)
@@ -323,6 +325,7 @@ def run(case: Case, folder: Path) -> Left:
     except Exception as error:  # the others go on
         traceback.print_exc()
         left.failed = f"{type(error).__name__}: {error}"
+    left.digests |= {f"evaluation {i}": digest for i, digest in enumerate(left.evaluations)}
     left.seconds = time.perf_counter() - began
     return left
 
