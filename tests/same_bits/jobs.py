@@ -40,7 +40,7 @@ LONG_EPOCH, SAVED, STOPPED = 10, 5, 9
 made five updates after eight batches, and no run makes ten of nine: there is this one checkpoint."""
 
 WAIT_S, COMMAND_S = 30.0, 100.0
-STOP = "stopped on purpose"
+STOP = "StoppedOnPurpose"  # one word: an error is printed in lines
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -227,6 +227,7 @@ def of(tensor: torch.Tensor) -> str:
     return number([str(tensor.dtype), list(tensor.shape), tensor.detach().contiguous().numpy().tobytes().hex()])
 
 
+TRAIN = ("train", "job.py", "--plan", "plan.toml", "--no-baseline", "--check", "off", "--seed", str(SEED))
 JOB_FILE = """
 from pathlib import Path
 from tests.same_bits import jobs
@@ -240,12 +241,11 @@ def command(case: Case, folder: Path, left: Left) -> None:
     write_job(case, folder, 'Path("armed")')
     planning(case, folder)
     (folder / "armed").touch()
-    run = ["train", "job.py", "--plan", "plan.toml", "--no-baseline", "--check", "off", "--seed", str(SEED)]
-    code, told = roundelay_command(folder, *run, "--epochs", "2", "--checkpoint-every", str(SAVED), "--out", "first")
+    code, told = roundelay_command(folder, *TRAIN, "--epochs", "2", "--checkpoint-every", str(SAVED), "--out", "first")
     if code == 0 or STOP not in told:
         raise RuntimeError(f"the first run did not stop: {told[-500:]}")
     (folder / "armed").unlink()
-    code, told = roundelay_command(folder, *run, "--from", "first", "--out", "second")
+    code, told = roundelay_command(folder, *TRAIN, "--from", "first", "--out", "second")
     if code:
         raise RuntimeError(f"ended with {code}: {told[-500:]}")
     of_run(case, folder / "second", left)
@@ -256,9 +256,8 @@ def torchrun(case: Case, folder: Path, left: Left) -> None:
     """One run, whose workers are processes that torchrun starts."""
     write_job(case, folder, "None")
     planning(case, folder)
-    run = ["train", "job.py", "--plan", "plan.toml", "--no-baseline", "--check", "off", "--seed", str(SEED)]
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.workers}", "-m", "roundelay"]
-    code, told = python_command(folder, *launcher, *run, "--steps", str(STEPS), "--out", "run")
+    code, told = python_command(folder, *launcher, *TRAIN, "--steps", str(STEPS), "--out", "run")
     if code:
         raise RuntimeError(f"ended with {code}: {told[-500:]}")
     of_run(case, folder / "run", left)
