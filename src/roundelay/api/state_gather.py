@@ -1,4 +1,4 @@
-"""Put together what workers report: losses per update, states of all stages, events, and the final account."""
+"""Join the workers' reports: losses per update, states of all stages, instructions, and final reports."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from roundelay.runtime.worker_messages import Report
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One batch has been through the last stage, whose loss is known; told once per update, in their order.
+    """The last stage has finished a batch: its loss is known. Reported once per update, in order.
 
     Args:
-        update: its number t, from 0; a run that continues a checkpoint goes on counting.
+        update: its number t, from 0; a run that continues from a checkpoint continues to count.
         epoch: its epoch, from 0.
         loss: its mean loss.
         rows: its samples.
         samples_per_second: over the last few seconds.
-        busy: share of its time, 0 to 1, that each worker has computed so far.
+        busy: share of the time, 0 to 1, that each worker has computed so far.
         learning_rates: of this update, one per parameter group of the optimizer.
         seconds: since this run began.
-        metrics: what the job's loss returned beside the loss, weighed over the batch as the loss is.
-        loss_scale: what its last micro-batch's loss was multiplied by; None where losses are not scaled.
+        metrics: what the job's loss function returned in addition to the loss, averaged over the batch in the same way.
+        loss_scale: of its last micro-batch; None where losses are not scaled.
     """
 
     update: int
@@ -47,7 +47,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The job's own metrics of the weights after ``updates`` updates."""
+    """The job's ``evaluate`` has returned metrics of the weights after ``updates`` updates."""
 
     updates: int
     epoch: int
@@ -56,7 +56,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint has been written: of the weights after ``updates`` updates."""
+    """A checkpoint of the weights after ``updates`` updates has been written."""
 
     path: str
     updates: int
@@ -64,7 +64,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class NotSaved:
-    """A checkpoint could not be written; the one before it is whole, and the training goes on."""
+    """A checkpoint could not be written; the previous one is complete, and the training continues."""
 
     path: str
     reason: str
@@ -72,11 +72,11 @@ class NotSaved:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A run that failed goes on from its last checkpoint.
+    """A run that failed is restarted from its last checkpoint.
 
     Args:
-        number: which restart it is, from 1.
-        updates: updates that the checkpoint has; those made after it are made again.
+        number: of the restart, from 1.
+        updates: number of updates in the checkpoint; later ones are repeated.
         cause: why the run failed.
     """
 
@@ -87,10 +87,10 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A run that goes on from a checkpoint in mid-flight starts with empty stages: it is another run that follows.
+    """A run that continues from a checkpoint in mid-flight starts with empty stages, so its results differ.
 
     Args:
-        micro_batches: how many were in flight, and are forwarded anew with the weights of the checkpoint.
+        micro_batches: how many were in flight; they are forwarded again, with the checkpoint's weights.
         reason: what has changed.
     """
 
@@ -100,19 +100,19 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """``evaluate`` or ``on_update`` has asked for the end: the batch that is read next is the run's last."""
+    """``evaluate`` or ``on_update`` has stopped the training: the batch that is read next is the run's last."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The gradients of a batch are not finite, so that stages skip its update.
+    """The gradients of a batch are not finite, so the stages skip its update.
 
     Args:
         update: its number.
-        in_a_row: how many it is, with those before it.
-        loss_scale: what its losses were multiplied by, at most.
+        in_a_row: length of the series of skipped updates that ends with this one.
+        loss_scale: the largest of its micro-batches.
     """
 
     update: int
@@ -127,15 +127,15 @@ Rates = Callable[[int], tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All stages at one version.
+    """The state of all stages at one version.
 
     Args:
-        header: the last micro-batch that its updates have seen.
+        header: the last micro-batch of its last update.
         parameters: by name.
         buffers: by name.
         optimizer: state by parameter name.
-        flight: what every stage has in flight, if a checkpoint is to be made of it.
-        loss_scale: a dynamic one: what stage 0 would give next, and the finite batches in a row behind it; else None.
+        flight: what every stage has in flight, if the snapshot is for a checkpoint.
+        loss_scale: if dynamic: the next scale of stage 0, and the number of finite batches in a row; else None.
     """
 
     header: MicroBatch
@@ -147,15 +147,15 @@ class Snapshot:
 
 
 class StateGatherer:
-    """Takes reports in the order they come.
+    """Takes reports in the order of their arrival.
 
     Args:
-        num_stages: stages, each of which hands over its own state.
+        num_stages: number of stages, each of which reports its own state.
         num_workers: D.
-        notify: told of every update.
-        on_snapshot: told when every stage has handed over its state of one version, and each epoch's first batch.
+        notify: called with every update.
+        on_snapshot: called when all stages have reported their state of one version, with each epoch's first batch.
         rates: from an update's number to its learning rates.
-        kept: micro-batches of which loss, metrics and scale are kept; by default all.
+        kept: number of micro-batches whose loss, metrics and scale are kept; by default all.
     """
 
     def __init__(
@@ -170,14 +170,13 @@ class StateGatherer:
         self._kept = kept
         self.num_stages, self.notify, self.on_snapshot, self.rates = num_stages, notify, on_snapshot, rates
         self._began = time.perf_counter()
-        #: loss of every micro-batch, and terms summed in it (0 where the loss is a mean)
+        #: micro-batch to its loss, and the number of terms summed (0 where the loss is a mean)
         self.micro_losses: dict[int, tuple[float, float]] = {}
-        self.micro_lacking: dict[int, float] = {}  # of a micro-batch's share of the mean, for want of labels
-        #: the same of every metric that the loss returns beside it
+        self.micro_lacking: dict[int, float] = {}  # part of a micro-batch's weight in the mean that has no labels
+        #: the same for every metric that is returned in addition to the loss
         self.micro_metrics: dict[int, dict[str, tuple[float, float]]] = {}
-        #: what every micro-batch's loss was multiplied by; empty where losses are not scaled
+        #: micro-batch to its loss scale; empty where losses are not scaled
         self.micro_scales: dict[int, float] = {}
-        #: (update, epoch, mean loss, rows, seconds since the start)
         self.updates: list[Updated] = []
         self.times: list[float] = []
         #: first batch of every epoch
@@ -213,7 +212,7 @@ class StateGatherer:
         elif report.kind == "digest":
             self.digests |= {(kind, stage, number): value for kind, stage, number, value in data["digests"]}
         elif report.kind == "finished":
-            self.summaries[report.worker] = _together(self.summaries.get(report.worker, {}), data)
+            self.summaries[report.worker] = _summed(self.summaries.get(report.worker, {}), data)
         elif report.kind == "state":
             self._state(report)
 
@@ -230,7 +229,7 @@ class StateGatherer:
         }
         self.times.append(time.perf_counter())
         rate = self._rate(header.batch_rows)
-        made = Updated(
+        updated = Updated(
             update=header.batch,
             epoch=header.epoch,
             loss=mean,
@@ -242,10 +241,10 @@ class StateGatherer:
             metrics=metrics,
             loss_scale=self.micro_scales.get(header.g),
         )
-        self.updates.append(made)
-        self.notify(made)
-        for known in (self.micro_losses, self.micro_lacking, self.micro_metrics, self.micro_scales):
-            _forget_oldest(known, self._kept)
+        self.updates.append(updated)
+        self.notify(updated)
+        for values in (self.micro_losses, self.micro_lacking, self.micro_metrics, self.micro_scales):
+            _drop_oldest(values, self._kept)
 
     def _rate(self, rows: int) -> float:
         """Samples per second over the last few seconds."""
@@ -253,8 +252,8 @@ class StateGatherer:
         while now - self.times[self._recent] > 5.0 and self._recent < len(self.times) - 1:
             self._recent += 1
         first = self._recent
-        seen = sum(u.rows for u in self.updates[first + 1 :]) + (rows if first < len(self.times) - 1 else 0)
-        return seen / (now - self.times[first]) if now > self.times[first] else 0.0
+        rows_since = sum(u.rows for u in self.updates[first + 1 :]) + (rows if first < len(self.times) - 1 else 0)
+        return rows_since / (now - self.times[first]) if now > self.times[first] else 0.0
 
     def _state(self, report: Report) -> None:
         header = MicroBatch.of(tuple(report.data["header"]))
@@ -266,14 +265,14 @@ class StateGatherer:
         self.on_snapshot(whole, self.epoch_starts)
 
 
-def _forget_oldest(known: dict[int, Any], kept: int) -> None:
-    """Have no more entries than so many."""
-    while len(known) > kept:
-        del known[next(iter(known))]
+def _drop_oldest(values: dict[int, Any], kept: int) -> None:
+    """Remove the oldest entries until ``kept`` are left."""
+    while len(values) > kept:
+        del values[next(iter(values))]
 
 
 def samples_per_second(updates: Sequence[Updated]) -> float:
-    """Over all updates of a run, its first tenth left out as a warm-up."""
+    """Over all updates of a run but the first tenth, the warm-up."""
     skip = max(1, len(updates) // 10)
     if len(updates) <= skip:
         return 0.0
@@ -282,7 +281,7 @@ def samples_per_second(updates: Sequence[Updated]) -> float:
 
 
 def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
-    """The states of all stages, in order, as one. A buffer that several have is the same in all: none changes it."""
+    """Join the states of all stages, in order. A buffer of several stages is the same in all: none changes it."""
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -311,27 +310,30 @@ def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
 _ADDED = ("busy_s", "wall_s", "updates", "skipped")
 
 
-def _together(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's account of all parts of a run: what it has spent is added up."""
-    account = dict(data)
+def _summed(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's final report over all parts of a run: seconds, counts and bytes are added up."""
+    total = dict(data)
     if not before:
-        return account
+        return total
     for name in _ADDED:
-        account[name] += before[name]
+        total[name] += before[name]
     for name in ("bytes_sent", "bytes_received"):
-        account[name] = {k: count + before[name].get(k, 0) for k, count in data[name].items()}
-    return account | {"first_event_g": before["first_event_g"]}
+        total[name] = {k: count + before[name].get(k, 0) for k, count in data[name].items()}
+    return total | {"first_event_g": before["first_event_g"]}
 
 
 def _mean(
     parts: Sequence[MicroBatch], values: Mapping[int, tuple[float, float]], lacking: Mapping[int, float] | None = None
 ) -> float:
-    """Of a batch's micro-batches, each (value, terms summed in it): by terms where there are any, else by rows.
+    """The mean over a batch's micro-batches, weighted by the number of terms where there are any, else by rows.
 
-    By rows, a micro-batch may lack some of its share.
+    Args:
+        parts: the batch's micro-batches.
+        values: micro-batch to (value, number of terms summed).
+        lacking: micro-batch to the part of its weight by rows that does not count.
     """
-    terms, less = sum(values[header.g][1] for header in parts), lacking or {}
-    weights = [1.0 / terms if terms else header.weight - less.get(header.g, 0.0) for header in parts]
+    terms, missing = sum(values[header.g][1] for header in parts), lacking or {}
+    weights = [1.0 / terms if terms else header.weight - missing.get(header.g, 0.0) for header in parts]
     total = sum(values[header.g][0] * weight for header, weight in zip(parts, weights, strict=True))
-    left = 1.0 - sum(less.get(header.g, 0.0) for header in parts)
+    left = 1.0 - sum(missing.get(header.g, 0.0) for header in parts)
     return total / left if left else total

@@ -78,7 +78,7 @@ def compare_command(
 ) -> None:
     """Train under several rules from the same weights, seed by seed; leave a table and learning curves."""
     o.exclusive(steps, epochs)
-    o.alone("compare")
+    o.refuse_launcher("compare")
     aims = Aims(numbers(time_to or [], "--time-to"), pairs(better or [], "--better"))
     folder = out or Path("compare") / job_file.stem
     asked = {

@@ -1,4 +1,4 @@
-"""What ``ROUNDELAY_DEBUG`` shows on stderr, each level one step deeper: plan, timings, programs, events."""
+"""Output of ``ROUNDELAY_DEBUG`` on stderr, by level: plan (1), timings (2), programs (3), instructions (4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundelay.lower.verify_schedule import programs_of
 
 
 def show_choices(plan: Plan) -> None:
-    """The plan from level 1 on, its programs from level 3 on."""
+    """Print the plan from level 1 on, its programs from level 3 on."""
     if env.level() >= 1:
         stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
     if env.level() >= 3:
@@ -21,21 +21,21 @@ def show_choices(plan: Plan) -> None:
 
 
 def show_run(trained: Trained) -> None:
-    """Median seconds of every instruction beside the plan's from level 2 on, every event from level 4 on."""
+    """Print measured and planned seconds by opcode from level 2 on, every instruction from level 4 on."""
     if env.level() >= 2:
         for worker, events in sorted(trained.events.items()):
             for k in sorted({event[8] for event in events}):
-                stage, which = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
+                stage, label = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
                 planned = {"forward": stage.forward_s, "backward": stage.backward_s}
                 planned |= {"backward-weight": stage.weights_s, "update": stage.update_s}
                 for opcode, seconds in planned.items():
-                    took = [event[6] - event[5] for event in events if (event[0], event[8]) == (opcode, k)]
-                    if took:
-                        told = f"{statistics.median(took) * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms"
-                        stderr.print(f"worker {worker}{which} {opcode}: {told}")
+                    measured = [event[6] - event[5] for event in events if (event[0], event[8]) == (opcode, k)]
+                    if measured:
+                        times = f"{statistics.median(measured) * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms"
+                        stderr.print(f"worker {worker}{label} {opcode}: {times}")
         for worker, loads in sorted(trained.loads.items()):
-            each = statistics.fmean(end - start for _, start, end in loads) / trained.plan.micro_batches
-            stderr.print(f"worker {worker} data: {each * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
+            mean_s = statistics.fmean(end - start for _, start, end in loads) / trained.plan.micro_batches
+            stderr.print(f"worker {worker} data: {mean_s * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
     if env.level() >= 4:
         for worker, events in sorted(trained.events.items()):
             for event in events:

@@ -1,4 +1,4 @@
-"""``train --tensorboard``: what a run tells, as points of curves."""
+"""``train --tensorboard``: events of a run as points of curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from roundelay.observe.tensorboard import Curves
 
 
 def draw(event: Event, curves: Curves) -> None:
-    """Add what an event tells to the curves.
+    """Add an event to the curves.
 
     Raises:
         RunError: they cannot be written.
@@ -26,7 +26,7 @@ def draw(event: Event, curves: Curves) -> None:
             **busy,
         }
         curves.write(event.update, values)
-    elif isinstance(event, Evaluated):  # beside the loss of the last update that the weights have seen
+    elif isinstance(event, Evaluated):  # at the same step as the loss of the last update
         curves.write(event.updates - 1, {f"evaluation/{name}": value for name, value in event.metrics.items()})
     elif isinstance(event, Restarted):
-        curves.go_on(event.updates)
+        curves.restart(event.updates)

@@ -1,4 +1,4 @@
-"""``roundelay train``: the run folder, the live line, the table at the end."""
+"""``roundelay train``: train in a run folder, with progress on the screen and a table at the end."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from roundelay.schedules import num_workers
 
 _NO_GRACE = Grace()
 RUNS = Path("runs")
-"""Where run folders are made that are given no name."""
+"""Parent of the run folders without a name of their own."""
 
-_TOLD_SKIPS = (8, 16, 32, 64, 128)
-"""Updates in a row that are skipped when it is told: a dynamic scale that is found skips fewer."""
+_REPORTED_SKIPS = (8, 16, 32, 64, 128)
+"""Numbers of updates skipped in a row that are reported; a dynamic scale settles after fewer."""
 
 
 def train_job(
@@ -78,7 +78,7 @@ def train_job(
     grace: Grace = _NO_GRACE,
     check: str | None = None,
 ) -> dict[str, Any]:
-    """Train, show it, and leave the run folder; returns the summary.
+    """Train in a run folder, with progress and results on the screen; returns the summary.
 
     Args:
         job: the job.
@@ -89,16 +89,17 @@ def train_job(
         epochs: epochs, or None.
         resume: checkpoint to continue from.
         out: the run's folder, or None for one below ``runs``.
-        runs: where the folders of runs without a name are.
-        baseline: measure plain PyTorch first.
-        restarts: how often a run that fails may go on from its last checkpoint.
-        checkpoint_every: updates from one checkpoint to the next, besides those at epochs' ends; 0: only those.
-        quiet: show nothing.
-        party: the processes that a launcher has started, if one has; this one leads them.
+        runs: parent of the folders of runs without a name.
+
+        baseline: measure the speed of plain PyTorch first.
+        restarts: how often a run that fails may continue from its last checkpoint.
+        checkpoint_every: updates between checkpoints, in addition to those at epochs' ends; 0: only those.
+        quiet: print nothing.
+        party: the launcher's processes, if one has started this process; this one leads them.
         reasons: for the plan's cuts.
-        curves: TensorBoard's writer, if it is to draw the run.
-        grace: what the run is granted when a signal asks for its end.
-        check: how the captured job is held to plain PyTorch first: ``full``, ``quick`` or ``off``; None by its cost.
+        curves: TensorBoard's writer, if wanted.
+        grace: the time for a checkpoint when a signal asks for the run's end.
+        check: how the captured job is compared with plain PyTorch first: ``full``, ``quick`` or ``off``; None by cost.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
@@ -113,13 +114,13 @@ def train_job(
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
-            folder.discard()  # nothing was trained: leave nothing half-made
+            folder.discard()  # nothing was trained
         raise
     show_run(trained)
     spans = spans_of(trained)
     gaps = gaps_between(spans, plan)
     summary = _summary(plan, trained, plain, folder) | utilization(session, trained, spans, gaps) | {"check": checked}
-    folder.write_summary(summary)  # first: should the disk be full, the trace is the larger, and the least loss
+    folder.write_summary(summary)  # before the trace, which is larger and may not fit on the disk
     write_trace(folder.trace, spans, gaps=gaps, loads=loads_of(trained), names=stage_names(session))
     if not quiet:
         _show(plan, trained, summary)
@@ -130,7 +131,7 @@ def train_job(
 
 
 def _begun(session: Session, out: Path | None, runs: Path, party: ProcessGroup | None) -> tuple[Session, RunFolder]:
-    """The session and its folder; both go on where they were if the launcher has restarted everybody."""
+    """The session and its folder; after a launcher's restart, the rest of the session and the same folder."""
     if out is not None and party is not None and party.restart and (out / "plan.toml").is_file():
         return _rest(session, out, party), RunFolder.reopen(out)
     inside = out is None or out.parent == runs
@@ -139,7 +140,7 @@ def _begun(session: Session, out: Path | None, runs: Path, party: ProcessGroup |
 
 
 def _rest(session: Session, out: Path | None, party: ProcessGroup) -> Session:
-    """What is left to do after a launcher's restart; without a folder of a fixed name, everything."""
+    """The rest of a session after a launcher's restart; the whole session without a folder of a fixed name."""
     if out is None or not party.restart:
         return session
     rest = rest_of(session, out / "checkpoint")
@@ -148,7 +149,7 @@ def _rest(session: Session, out: Path | None, party: ProcessGroup) -> Session:
             f"restart {party.restart} of the run in {out}",
             got="a checkpoint of its end",
             expected="something left to train",
-            remedy="Nothing is to be done: the training is complete.",
+            remedy="Nothing to do: the training is complete.",
         )
     return rest
 
@@ -165,10 +166,10 @@ def follow_job(
     resume: Path | None,
     out: Path | None,
 ) -> int:
-    """Run one worker of a party that another process leads, which shows and writes everything; the exit code.
+    """Run one worker under a launcher, while another process leads, prints and writes; returns the exit code.
 
     Raises:
-        WorkerLostError: the leader is gone, and this is the member that tells so.
+        WorkerLostError: the leader is lost, and this is the process that reports it.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
@@ -181,17 +182,17 @@ def follow_job(
 
 
 def _fits_one(job: Job, plan: Plan) -> bool:
-    """Whether one process may hold the whole model, and tells something: beside devices, what a CPU does does not."""
+    """Whether a plain-PyTorch baseline is meaningful: on the CPU only, and if the model fits one process."""
     return set(plan.devices) == {CPU} and job.weights is None
 
 
 def _plain(job: Job, seed: int, precision: str, quiet: bool) -> list[Baseline]:
     counts = sorted({1, os.cpu_count() or 1})
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    found = {threads: measure(job, seed, threads, precision) for threads in counts}
-    for threads in [threads for threads, one in found.items() if one is None]:
-        announce(f"Plain PyTorch told no figure with threads: {threads}.", quiet)
-    return [one for one in found.values() if one is not None]
+    measured = {threads: measure(job, seed, threads, precision) for threads in counts}
+    for threads in [threads for threads, baseline in measured.items() if baseline is None]:
+        announce(f"Plain PyTorch could not be measured with threads: {threads}.", quiet)
+    return [baseline for baseline in measured.values() if baseline is not None]
 
 
 def _trained(
@@ -222,51 +223,51 @@ def _trained(
 
         def run(session: Session, notify: Notify) -> Trained:
             saving = Saving(path=folder.checkpoint, every=every)
-            ending = GracefulStop(session, notify, folder)
-            with SIGNALS.gracefully(grace, ending.ask, ending.ready):
-                return session.run(notify=ending.heard, saving=saving, party=party)
+            stop = GracefulStop(session, notify, folder)
+            with SIGNALS.gracefully(grace, stop.request, stop.ready):
+                return session.run(notify=stop.observe, saving=saving, party=party)
 
         return run_restarting(session, restarts, run, notify, folder.checkpoint)
 
 
 @final
 class GracefulStop:
-    """The end of a run that a signal has asked for: a checkpoint in mid-flight, and then the interrupt.
+    """Ends a run at a signal's request: a checkpoint in mid-flight, then ``KeyboardInterrupt``.
 
     Args:
         session: the run.
-        notify: told of every event.
-        folder: the run's.
+        notify: called with every event.
+        folder: the run's folder.
     """
 
     def __init__(self, session: Session, notify: Notify, folder: RunFolder) -> None:
         self._session, self._notify, self._folder = session, notify, folder
         self._updates = 0
-        self._wanted: int | None = None
+        self._requested_at: int | None = None
 
-    def ask(self) -> None:
-        """Ask for it."""
-        self._wanted = self._updates
+    def request(self) -> None:
+        """Request the checkpoint and the end."""
+        self._requested_at = self._updates
         self._session.control.save_soon()
 
     def ready(self) -> bool:
         """Whether there is anything to save."""
         return self._updates > 0
 
-    def heard(self, event: Event) -> None:
-        """Pass an event on; the checkpoint that was asked for ends the run.
+    def observe(self, event: Event) -> None:
+        """Pass an event on; the requested checkpoint ends the run.
 
         Raises:
-            KeyboardInterrupt: it is written, or cannot be.
+            KeyboardInterrupt: the checkpoint is written, or cannot be.
         """
         self._notify(event)
         if isinstance(event, Updated):
             self._updates = event.update + 1
-        if self._wanted is None or not isinstance(event, (Saved, NotSaved)):
+        if self._requested_at is None or not isinstance(event, (Saved, NotSaved)):
             return
-        if isinstance(event, Saved) and event.updates >= self._wanted:
+        if isinstance(event, Saved) and event.updates >= self._requested_at:
             stderr.print(
-                f"Asked to end: the checkpoint after update {event.updates - 1} is written. Go on with --from "
+                f"Asked to end: the checkpoint after update {event.updates - 1} is written. Continue with --from "
                 f"{self._folder.path}.",
                 markup=False,
             )
@@ -292,28 +293,28 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
         if live is not None and bar is not None:
             live.start()  # only now: its thread must not be alive while workers are forked
             busy = " ".join(f"{share:.0%}" for share in event.busy)
-            told = "".join(f"  {escape(name)} {value:.4f}" for name, value in event.metrics.items())
-            text = f"loss {event.loss:.4f}{told}  {event.samples_per_second:.0f} samples/s  busy {busy}"
+            metrics_text = "".join(f"  {escape(name)} {value:.4f}" for name, value in event.metrics.items())
+            text = f"loss {event.loss:.4f}{metrics_text}  {event.samples_per_second:.0f} samples/s  busy {busy}"
             live.update(bar, advance=1, description=text)
     elif isinstance(event, Evaluated):
         folder.add_evaluation(event.updates - 1, event.epoch, event.metrics)
         if live is not None:
-            told = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
-            live.console.print(f"after update {event.updates}: {told}", markup=False)
+            metrics_text = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+            live.console.print(f"after update {event.updates}: {metrics_text}", markup=False)
     elif isinstance(event, Restarted):
         metrics.cut(event.updates)
         folder.cut_evaluations(event.updates)
         if live is not None and bar is not None:
             live.stop()  # workers are forked now
             live.update(bar, completed=event.updates)
-        stderr.print(f"{event.cause}\nRestart {event.number}: going on after update {event.updates}.", markup=False)
+        stderr.print(f"{event.cause}\nRestart {event.number}: continuing after update {event.updates}.", markup=False)
     elif isinstance(event, Drained):
         stderr.print(
-            f"{event.micro_batches} micro-batches that were in flight are dropped and start anew: {event.reason}.",
+            f"{event.micro_batches} micro-batches that were in flight are dropped and start again: {event.reason}.",
             markup=False,
         )
     elif isinstance(event, Skipped):
-        if event.in_a_row in _TOLD_SKIPS:
+        if event.in_a_row in _REPORTED_SKIPS:
             stderr.print(
                 f"Updates {event.update - event.in_a_row + 1} to {event.update} are skipped: their gradients are not "
                 f"finite, with losses scaled by up to {event.loss_scale:g}.",
@@ -321,7 +322,7 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
             )
     elif isinstance(event, NotSaved):
         stderr.print(
-            f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is whole.",
+            f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is complete.",
             markup=False,
         )
     elif isinstance(event, Stopping):
@@ -331,16 +332,16 @@ def _note(event: Event, folder: RunFolder, metrics: MetricsWriter, live: Progres
 
 
 def activation_bytes(trained: Trained) -> list[int]:
-    """Most bytes that each worker's tapes, and what backwards in two halves owe, have held at one time."""
+    """Most bytes that each worker's tapes, and the inputs kept for its deferred weight gradients, took at one time."""
     return [
         max(accumulate((_change(data, event[0], event[8]) for event in trained.events.get(k, [])), initial=0))
         for k, data in sorted(trained.workers.items())
     ]
 
 
-def _change(account: Mapping[str, Any], opcode: str, stage: int) -> int:
-    """Bytes that an instruction leaves behind or takes away."""
-    tape, debt = int(account["tape_bytes"][str(stage)]), int(account["owed_bytes"][str(stage)])
+def _change(report: Mapping[str, Any], opcode: str, stage: int) -> int:
+    """Bytes that an instruction allocates (positive) or frees (negative)."""
+    tape, debt = int(report["tape_bytes"][str(stage)]), int(report["owed_bytes"][str(stage)])
     return {"forward": tape, "backward": debt - tape, "backward-weight": -debt}.get(opcode, 0)
 
 
@@ -359,7 +360,7 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "metrics_first": trained.updates[0].metrics,
         "metrics_last": trained.updates[-1].metrics,
         "samples_per_second": trained.samples_per_second,
-        "plain_samples_per_second": {str(one.threads): one.samples_per_second for one in plain},
+        "plain_samples_per_second": {str(baseline.threads): baseline.samples_per_second for baseline in plain},
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
         "activation_bytes": activation_bytes(trained),
         "skipped_updates": [trained.workers[k]["skipped"] for k in sorted(wall)],
@@ -388,10 +389,10 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         rows.append(["ended early", summary["stopped"]])
     if any(summary["skipped_updates"]):
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
-    for k, held in enumerate(summary["activation_bytes"]):
-        rows.append([f"worker {k}, activations", amount(held)])
-    who, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
-    title = f"{plan.rule} on {who} over {plan.transport}, {updates}"
+    for k, num_bytes in enumerate(summary["activation_bytes"]):
+        rows.append([f"worker {k}, activations", amount(num_bytes)])
+    workers, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
+    title = f"{plan.rule} on {workers} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
 
 
@@ -406,7 +407,7 @@ def _showcase(job: Job, captured: Captured, optimizer: Mapping[str, Mapping[str,
             torch.random.fork_rng(devices=[]),
         ):
             text = str(job.showcase(captured.model))
-    except Exception as error:  # the person's own code
+    except Exception as error:  # user code
         raise UserCodeError(
             "Job(showcase=...)",
             got=f"{type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""Where time and memory of a finished training went, worker by worker: for the summary and on the screen."""
+"""Time and memory of a finished training by worker: for the summary and as tables."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from roundelay.schedules import num_workers, stages_of
 
 
 def spans_of(trained: Trained) -> list[Span]:
-    """Every instruction of a run as a span of its trace."""
+    """All instructions of a run as spans of its trace."""
     return [Span(k, *event[:9]) for k, events in sorted(trained.events.items()) for event in events]
 
 
 def loads_of(trained: Trained) -> list[Load]:
-    """Every batch that was loaded beside the instructions."""
+    """All batches that readers have loaded."""
     return [Load(k, *load) for k, loads in sorted(trained.loads.items()) for load in loads]
 
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
-    """What lies between the instructions of a run."""
+    """The gaps between the instructions of a run."""
     return gaps_of(spans, plan.edges, num_workers(plan))
 
 
 def stage_names(session: Session) -> dict[int, str]:
-    """Worker to the modules in which its segments end, for people."""
+    """Worker to the operations and modules in which its segments end, as text."""
     graph = session.captured.graph
     modules = {op.name: op.module or "the model" for op in graph.ops}
     return {
@@ -46,20 +46,20 @@ def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
 
 
 def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
-    """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
+    """Fields of the summary: ``busy``, ``shares`` and ``memory`` by worker, and where the measured stretch begins."""
     plan = trained.plan
     shares = shares_of(spans, gaps, num_workers(plan))
-    of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan)
+    optimizer_sizes = optimizer_bytes(session.job, session.captured, session.partition, plan)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
         "busy": [share.busy for share in shares],
         "shares": [share.as_json() for share in shares],
-        "memory": memory_report(plan, of_optimizer, trained.workers),
+        "memory": memory_report(plan, optimizer_sizes, trained.workers),
     }
 
 
 def show_utilization(summary: dict[str, Any]) -> None:
-    """Both as tables."""
+    """Print time and memory as tables."""
     kinds = ["forward", "backward", "update", "data", "bubble", "wait"]
     columns = ["", "busy", *kinds]
     rows = [[f"worker {k}", *(_share(row[kind]) for kind in columns[1:])] for k, row in enumerate(summary["shares"])]
@@ -71,9 +71,9 @@ def show_utilization(summary: dict[str, Any]) -> None:
     )
     shared = any(row["process_shared"] for row in summary["memory"])
     rows = [[f"worker {k}", *_memory(row)] for k, row in enumerate(summary["memory"])]
-    told = "; the workers are threads of one process, so what is measured is that of all" if shared else ""
+    note = "; the workers are threads of one process, so the measured values are those of all" if shared else ""
     stdout.print()
-    stdout.print(table(f"Memory{told}", ["", "predicted", "private", "peak resident", "of it at the start"], rows))
+    stdout.print(table(f"Memory{note}", ["", "predicted", "private", "peak resident", "of it at the start"], rows))
 
 
 def _share(value: float | None) -> str:
