@@ -195,7 +195,7 @@ def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypat
         "batches=lambda e: STORED, inputs=put, loss=lambda o, b: nn.functional.cross_entropy(o, b['z'])",
     ):
         job, out = job_file(workplace, changes, stored), f"run{len(ends)}"
-        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out)
+        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out, "--baseline")
         assert said.code == 0, said.err
         assert "could not be measured" not in said.told
         ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))
@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_waits_as_long_as_its_plan_says(
 ) -> None:
     options = ("--rule", "pipedream", "--steps", 2, "--cuts", "equal", "--deadline-s", 70)
     assert here(capsys, "train", MLP, *FAST, *options, "--out", "one").code == 0
-    monkeypatch.setattr("roundelay.cli.options.DEADLINE_S", 0.2)
+    monkeypatch.setattr("roundelay.cli.plan_from_options.DEADLINE_S", 0.2)
     late = job_file(workplace, "batches=lambda e: time.sleep(0.5) or mlp.batches(e)", "import time")
     assert here(capsys, "train", late, *FAST, "--from", "one", "--steps", 1).code == 0
 

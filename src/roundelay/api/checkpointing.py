@@ -14,8 +14,9 @@ from typing import Any, Protocol, final
 import torch
 
 from roundelay.api.background import Background
+from roundelay.api.events import Evaluated, Event, NotSaved, Observer, Saved, Stopping
 from roundelay.api.resume import laid_out
-from roundelay.api.state_gather import Evaluated, Event, Notify, NotSaved, Saved, Snapshot, Stopping
+from roundelay.api.state_gather import Snapshot
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until
 from roundelay.checkpoint.in_flight import InFlight
@@ -112,7 +113,7 @@ class Checkpointer:
             self._waiting = place if within_epoch else []
         self._background.submit(lambda: self._begin(place))
 
-    def deliver(self, notify: Notify) -> None:
+    def deliver(self, notify: Observer) -> None:
         """Report what has been done since the last call, in the caller's thread; raise its error if there was one."""
         self._background.check()
         self._deliver(notify)
@@ -129,12 +130,12 @@ class Checkpointer:
         assert self._last is not None, "every run ends with a snapshot"
         return self._last
 
-    def close(self, notify: Notify) -> None:
+    def close(self, notify: Observer) -> None:
         """End the thread, within :data:`ABANDON_S` seconds if the run has failed, and report what it has done."""
         self._background.abandon(ABANDON_S)
         self._deliver(notify)
 
-    def _deliver(self, notify: Notify) -> None:
+    def _deliver(self, notify: Observer) -> None:
         while not self._events.empty():
             notify(self._events.get())
 

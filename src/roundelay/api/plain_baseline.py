@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -31,16 +30,8 @@ LIMIT_S = 60.0
 """Seconds after which the child is ended if it has not finished: its loader hangs, or an update takes too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Samples per second of plain PyTorch with this many intra-op threads."""
-
-    threads: int
-    samples_per_second: float
-
-
-def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baseline | None:
-    """Train a copy of the model for a few seconds; None if that fails or takes more than :data:`LIMIT_S`.
+def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> float | None:
+    """Samples per second of a copy of the model, trained for a few seconds; None if that fails or exceeds LIMIT_S.
 
     Args:
         job: the job; its model is not changed.
@@ -49,12 +40,12 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baselin
         precision: as in a plan.
     """
     try:
-        rate = isolated(
+        rate: float = isolated(
             lambda: _samples_per_second(job, seed, precision), "plain PyTorch", threads=threads, limit_s=LIMIT_S
         )
     except RoundelayError:
         return None
-    return Baseline(threads, rate) if rate else None
+    return rate or None
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:

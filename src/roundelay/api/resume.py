@@ -1,17 +1,21 @@
-"""Resume from a checkpoint: whether a run can continue in mid-flight, and the initial state of its stages."""
+"""Resume from a checkpoint: load it, whether a run can continue in mid-flight, the initial state of the stages."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from roundelay.checkpoint import checkpoint as store
+from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.checkpoint.in_flight import InFlight, StageInFlight
+from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.stage_optimizer import RateTable
@@ -19,6 +23,63 @@ from roundelay.runtime.stage_state import Initial
 from roundelay.schedules import num_workers, schedule_named
 
 TRAINED = "trained parameters"
+
+
+def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
+    """Load a checkpoint into the captured model, and return it.
+
+    Args:
+        path: the checkpoint, or the run folder that has it.
+        captured: the model.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another model.
+    """
+    inner = path / "checkpoint"
+    start = store.load(inner if present(inner).exists() else path)
+    names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}
+    saved = {n: tuple(t.shape) for n, t in start.parameters.items()}
+    if names != saved:
+        odd = next(n for n in [*names, *saved] if names.get(n) != saved.get(n))
+        raise CheckpointError(
+            f"checkpoint {path}, parameter {odd!r}",
+            got=f"shape {saved.get(odd, 'none: it is missing')}",
+            expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
+            remedy="Continue with the job that wrote the checkpoint.",
+        )
+    try:
+        captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
+    except Exception as error:  # a buffer of another size, or a hook of the user's
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            expected="tensors that the model's load_state_dict takes",
+            remedy="Continue with the job that wrote the checkpoint.",
+        ) from error
+    return start
+
+
+def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
+    """Refuse to continue with another optimizer than the one whose state a checkpoint has.
+
+    Args:
+        start: the checkpoint.
+        kinds: names of the job's optimizer class and its bases, in method resolution order.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    saved = start.optimizer_kind
+    entries = sorted({key for state in start.optimizer.values() for key in state} - {EMA, EVALUATED})
+    if not saved or saved in kinds or not entries:
+        return
+    raise CheckpointError(
+        "the optimizer that the run continues with",
+        got=f"{kinds[0]}, but a checkpoint of {saved}, with {', '.join(entries)} of every parameter",
+        expected=f"{saved}: its state means nothing to another optimizer",
+        remedy=f"Continue with {saved}; or begin a new run with the weights alone: leave --from out, and call "
+        "roundelay.load(model, RUN) in job().",
+    )
 
 
 def order_of(plan: Plan) -> dict[str, str]:

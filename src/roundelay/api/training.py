@@ -5,36 +5,36 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
+from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
 from roundelay.api.fidelity_precheck import check_known, checked_before
+from roundelay.api.observers import user_observer
 from roundelay.api.planning import captured_and_planned, fitted
-from roundelay.api.resume import changed, computing_digest, initial, order_of, trained, values_digest
-from roundelay.api.state_gather import (
-    Drained,
-    Evaluated,
-    Event,
-    Notify,
-    Snapshot,
-    StateGatherer,
-    Stopping,
-    Updated,
-    samples_per_second,
+from roundelay.api.resume import (
+    changed,
+    check_optimizer,
+    computing_digest,
+    initial,
+    load_checkpoint,
+    order_of,
+    trained,
+    values_digest,
 )
+from roundelay.api.run_record import RunRecord, Trained
+from roundelay.api.state_gather import Snapshot, StateGatherer
 from roundelay.api.statelessness import check_reused
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread
-from roundelay.checkpoint import checkpoint as store
-from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.env import launched_as
-from roundelay.errors import CheckpointError, UsageError, UserCodeError
+from roundelay.errors import UsageError
 from roundelay.frontend import Captured
-from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.plan import Plan
 from roundelay.job import Job, StopTraining
 from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
@@ -55,53 +55,6 @@ from roundelay.runtime.worker_messages import Report
 from roundelay.schedules import num_workers, stages_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A finished training.
-
-    Args:
-        plan: the plan that was run.
-        updates: every update's loss.
-        evaluations: what ``evaluate`` returned, in order.
-        snapshot: the final state.
-        samples_per_second: over all updates but the first tenth.
-        micro_losses: micro-batch to (loss, number of terms summed); the last 8,192 micro-batches, as in the trace.
-        micro_metrics: the same for every metric that the loss function returns in addition to the loss.
-        micro_scales: micro-batch to its loss scale; empty where losses are not scaled.
-        events: worker to its instructions: [opcode, g, batch, version, distance, start_s, end_s, bytes sent, stage,
-            text].
-        loads: worker that reads to the batches loaded by its reader: [batch, start_s, end_s].
-        digests: (kind, stage, number) to a digest, if audited.
-        workers: worker to its final report.
-        stopped: why ``evaluate`` or ``on_update`` ended the training early; empty if neither did.
-        numbers: the evaluated metric that ReduceLROnPlateau needs, one number per epoch, from the first epoch on.
-        check: how the captured job was compared with plain PyTorch before the run, in one line; empty if it was not.
-    """
-
-    plan: Plan
-    updates: tuple[Updated, ...]
-    evaluations: tuple[Evaluated, ...]
-    snapshot: Snapshot
-    samples_per_second: float
-    micro_losses: dict[int, tuple[float, float]] = field(hash=False)
-    micro_metrics: dict[int, dict[str, tuple[float, float]]] = field(hash=False)
-    micro_scales: dict[int, float] = field(hash=False)
-    events: dict[int, list[list[Any]]] = field(hash=False)
-    loads: dict[int, list[list[Any]]] = field(hash=False)
-    digests: dict[tuple[str, int, int], str] = field(hash=False)
-    workers: dict[int, dict[str, Any]] = field(hash=False)
-    stopped: str = ""
-    numbers: tuple[float, ...] = ()
-    check: str = ""
-
-    def __repr__(self) -> str:
-        losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"
-        return (
-            f"Trained(rule={self.plan.rule!r}, workers={num_workers(self.plan)}, updates={len(self.updates)}, "
-            f"loss: {losses}, samples_per_second={self.samples_per_second:.1f})"
-        )
-
-
 def train(  # noqa: PLR0913  as many parameters as the command has options
     job: Job,
     *,
@@ -115,6 +68,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     save_to: str | Path | None = None,
     checkpoint_every: int | None = None,
     on_update: Callable[[Updated], None] | None = None,
+    observers: Sequence[Observer] = (),
     check: str | None = None,
     **choices: Any,
 ) -> Trained:
@@ -136,6 +90,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         on_update: called once per update, in order, in the caller's thread. The training does not wait for it: a slow
             function is called late. An exception ends the training; the last checkpoint is complete.
             :class:`roundelay.StopTraining` ends it in good order, soon after.
+        observers: called in the same way with every event: updates, evaluations, checkpoints and others
+            (``roundelay.api.events``).
         check: ``full`` first trains the captured job and plain PyTorch over two updates, in processes of their own, and
             refuses a job that differs; ``quick`` relies on what capture has detected; ``off`` checks nothing. By
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
@@ -147,16 +103,10 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         TypeError: a choice is unknown.
         UsageError: an argument cannot be used, or both a plan and a choice were given.
         FidelityError: the captured job trains differently from plain PyTorch.
-        UserCodeError: ``on_update`` raises, or other user code does on a worker.
+        UserCodeError: ``on_update`` or an observer raises, or other user code does on a worker.
         RunError: the run failed; the last checkpoint is complete.
     """
-    if checkpoint_every is not None and (checkpoint_every < 1 or save_to is None):
-        raise UsageError(
-            "checkpoint_every",
-            got=str(checkpoint_every) if checkpoint_every < 1 else "no save_to, where checkpoints are written",
-            expected="a positive number of updates, and save_to",
-            remedy="Give both, or leave checkpoint_every out.",
-        )
+    _check_saving(checkpoint_every, save_to)
     check_known(check)
     if (process := launched_as()) is not None:
         warnings.warn(
@@ -169,33 +119,18 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
     check_result = session.check(check)
-    notify = _calling(on_update, captured.settings.check)
+    notify = user_observer(on_update, observers, captured.settings.check)
     return replace(session.run(notify=notify, saving=saving), check=check_result)
 
 
-def _calling(on_update: Callable[[Updated], None] | None, check_settings: Callable[[], None]) -> Notify:
-    """Pass updates to the user's function; an exception in it becomes a :class:`UserCodeError`.
-
-    After each call ``check_settings`` looks for changes that the stages would not notice.
-    """
-
-    def notify(event: Event) -> None:
-        if on_update is None or not isinstance(event, Updated):
-            return
-        try:
-            on_update(event)
-        except StopTraining:
-            raise
-        except Exception as error:  # user code
-            raise UserCodeError(
-                f"on_update at update {event.update}",
-                got=f"{type(error).__name__}: {error}",
-                expected="a function of one roundelay.Updated that returns",
-                remedy="Correct the function; with save_to, resume continues from the last checkpoint.",
-            ) from error
-        check_settings()
-
-    return notify
+def _check_saving(checkpoint_every: int | None, save_to: str | Path | None) -> None:
+    if checkpoint_every is not None and (checkpoint_every < 1 or save_to is None):
+        raise UsageError(
+            "checkpoint_every",
+            got=str(checkpoint_every) if checkpoint_every < 1 else "no save_to, where checkpoints are written",
+            expected="a positive number of updates, and save_to",
+            remedy="Give both, or leave checkpoint_every out.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,29 +145,6 @@ def _rest(whole: Extent, at: Position) -> Extent:
     """The rest of a run after an epoch's end."""
     left = None if whole.batches is None else whole.batches - (at.updates - whole.start_batch)
     return replace(whole, start_g=at.micro_batches, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
-
-
-def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
-    """Refuse to continue with another optimizer than the one whose state a checkpoint has.
-
-    Args:
-        start: the checkpoint.
-        kinds: names of the job's optimizer class and its bases, in method resolution order.
-
-    Raises:
-        CheckpointError: it is another one.
-    """
-    saved = start.optimizer_kind
-    entries = sorted({key for state in start.optimizer.values() for key in state} - {EMA, EVALUATED})
-    if not saved or saved in kinds or not entries:
-        return
-    raise CheckpointError(
-        "the optimizer that the run continues with",
-        got=f"{kinds[0]}, but a checkpoint of {saved}, with {', '.join(entries)} of every parameter",
-        expected=f"{saved}: its state means nothing to another optimizer",
-        remedy=f"Continue with {saved}; or begin a new run with the weights alone: leave --from out, and call "
-        "roundelay.load(model, RUN) in job().",
-    )
 
 
 def check_not_launched(party: ProcessGroup | None) -> None:
@@ -338,7 +250,7 @@ class Session:
     def run(
         self,
         *,
-        notify: Notify,
+        notify: Observer = ignore,
         saving: Saving | None = None,
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
@@ -361,20 +273,22 @@ class Session:
         notify = self._stopping_on_request(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
+        record = RunRecord(
+            num_workers(self.plan), notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
+        )
+        gatherer = StateGatherer(
+            self.plan.num_stages, lambda snapshot: checkpointer.keep(snapshot, record.epoch_starts)
+        )
 
         def take(report: Report) -> None:
-            gatherer.take(report)
+            (gatherer if report.kind == "state" else record).take(report)
             checkpointer.deliver(notify)
 
-        kept = sys.maxsize if audit else KEPT_MICRO_BATCHES
-        gatherer = StateGatherer(
-            self.plan.num_stages, num_workers(self.plan), notify, checkpointer.keep, self._rates(()).at, kept
-        )
         if self.drained is not None:
             notify(self.drained)
         try:
             with one_thread():
-                for part in self._parts(checkpointer, gatherer, party):
+                for part in self._parts(checkpointer, record, party):
                     run(self._task(part, audit, handlers or {}, prepare), take, wrap, party)
             last = checkpointer.finish()
             # as plain PyTorch leaves the model
@@ -383,19 +297,22 @@ class Session:
         finally:
             checkpointer.close(notify)
             forget(self.job.batches)  # a loader that a forked worker has read from cannot be continued here
+        return self._trained(record, checkpointer, last)
+
+    def _trained(self, record: RunRecord, checkpointer: Checkpointer, last: Snapshot) -> Trained:
         return Trained(
             plan=self.plan,
-            updates=tuple(gatherer.updates),
+            updates=tuple(record.updates),
             evaluations=tuple(checkpointer.evaluations),
             snapshot=last,
-            samples_per_second=samples_per_second(gatherer.updates),
-            micro_losses=gatherer.micro_losses,
-            micro_metrics=gatherer.micro_metrics,
-            micro_scales=gatherer.micro_scales,
-            events=dict(gatherer.events),
-            loads=gatherer.loads,
-            digests=gatherer.digests,
-            workers=gatherer.summaries,
+            samples_per_second=samples_per_second(record.updates),
+            micro_losses=record.losses,
+            micro_metrics=record.metrics,
+            micro_scales=record.scales,
+            events=dict(record.events),
+            loads=dict(record.loads),
+            digests=record.digests,
+            workers=record.workers,
             stopped=self.stopped,
             numbers=tuple(checkpointer.numbers),
         )
@@ -404,7 +321,7 @@ class Session:
         named = without_gradients(self.captured.model)
         return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
 
-    def _parts(self, checkpointer: Checkpointer, gatherer: StateGatherer, party: ProcessGroup | None) -> Iterator[Part]:
+    def _parts(self, checkpointer: Checkpointer, record: RunRecord, party: ProcessGroup | None) -> Iterator[Part]:
         """The parts of the run: one; or one per epoch where the next epoch's learning rate depends on an evaluation."""
         part, whole = Part(self.initial, self.extent), self.extent
         if not self.waits:
@@ -412,10 +329,10 @@ class Session:
             return
         check_not_launched(party)
         while True:
-            gatherer.rates = self._rates(part.initial.numbers).at
+            record.rates = self._rates(part.initial.numbers).at
             yield Part(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
             last = checkpointer.settle()
-            at = position_of(last.header, gatherer.epoch_starts, whole)
+            at = position_of(last.header, record.epoch_starts, whole)
             if self.control.ending or at.epoch == whole.epochs or at.updates - whole.start_batch == whole.batches:
                 return
             self.since = at.updates
@@ -433,7 +350,7 @@ class Session:
             numbers,
         )
 
-    def _stopping_on_request(self, notify: Notify) -> Notify:
+    def _stopping_on_request(self, notify: Observer) -> Observer:
         """Pass events on; end the run soon where ``evaluate`` or an observer asks for it."""
 
         def end(reason: str) -> None:
@@ -506,37 +423,3 @@ class Session:
             prepare=prepare,
             control=self.control,
         )
-
-
-def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
-    """Load a checkpoint into the captured model, and return it.
-
-    Args:
-        path: the checkpoint, or the run folder that has it.
-        captured: the model.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another model.
-    """
-    inner = path / "checkpoint"
-    start = store.load(inner if present(inner).exists() else path)
-    names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}
-    saved = {n: tuple(t.shape) for n, t in start.parameters.items()}
-    if names != saved:
-        odd = next(n for n in [*names, *saved] if names.get(n) != saved.get(n))
-        raise CheckpointError(
-            f"checkpoint {path}, parameter {odd!r}",
-            got=f"shape {saved.get(odd, 'none: it is missing')}",
-            expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
-            remedy="Continue with the job that wrote the checkpoint.",
-        )
-    try:
-        captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
-    except Exception as error:  # a buffer of another size, or a hook of the user's
-        raise CheckpointError(
-            f"checkpoint {path}",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            expected="tensors that the model's load_state_dict takes",
-            remedy="Continue with the job that wrote the checkpoint.",
-        ) from error
-    return start

@@ -23,10 +23,12 @@ from roundelay.api.reference_start import (
     reference_start_of,
     since_checkpoint,
 )
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
 from roundelay.api.statelessness import world_of
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.training import Session
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey, StageFunction
 from roundelay.ir.clip import Clip

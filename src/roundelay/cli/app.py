@@ -17,11 +17,11 @@ import typer
 
 from roundelay import env
 from roundelay.api import simulate
-from roundelay.api.fidelity_precheck import check_known
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import explain
 from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.training import Session, load_checkpoint
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.training import Session
 from roundelay.api.verifying import check_way, judged, length_of, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
@@ -29,15 +29,14 @@ from roundelay.cli.compare_command import compare_command
 from roundelay.cli.doctor_command import doctor, show_version
 from roundelay.cli.job_file import PathResolver, load_job, own_arguments
 from roundelay.cli.output_streams import lost
+from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
-from roundelay.cli.signals import SIGNALS, Grace
+from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
-from roundelay.cli.train_command import RUNS, follow_job, train_job
+from roundelay.cli.train_command import train_command
 from roundelay.cli.utilization import ends_of, gaps_between
 from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.observe.run_folder import check_vacant
-from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.run_page import run_page
 from roundelay.runtime.tamper import WAYS
@@ -74,94 +73,16 @@ def roundelay(
 
 
 @app.command(epilog="Example: `roundelay train my_job.py --workers 2 --steps 100`")
-@o.choosing
-def train(
-    job_file: o.JobFile,
-    choices: o.Choices,
-    steps: o.Steps = None,
-    epochs: o.Epochs = None,
-    seed: o.Seed = 0,
-    plan_file: o.PlanFile = None,
-    resume: o.Resume = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/TIME]")] = None,
-    baseline: Annotated[
-        bool, typer.Option(help="First measure plain PyTorch's speed for a few seconds, for comparison.")
-    ] = True,
-    restarts: Annotated[
-        int, typer.Option(help="How often a run that fails is restarted from its last checkpoint.", min=0)
-    ] = 0,
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(
-            help="Also write a checkpoint every S updates, without draining the stages. [default: only after epochs]",
-            min=0,
-            metavar="S",
-            show_default=False,
-        ),
-    ] = 0,
-    grace_s: Annotated[
-        float,
-        typer.Option(
-            help="Seconds for a last checkpoint after SIGTERM; a second signal ends the run at once. 0: none.", min=0
-        ),
-    ] = 20.0,
-    usr1: Annotated[
-        bool, typer.Option("--usr1", help="Handle SIGUSR1 like SIGTERM: Slurm sends it with --signal=USR1@60.")
-    ] = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write curves for TensorBoard, in the run's folder.")
-    ] = False,
-    check: o.Check = None,
-    as_json: o.Json = False,
-) -> int:
+@o.expand_options
+def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    with o.together(choices, restarts) as (party, choices):
+    with o.together(choices, run.restarts) as (party, choices):
         SIGNALS.join()
-        o.exclusive(steps, epochs)
-        check_known(check)
-        paths = PathResolver()
-        curves = curve_writer() if tensorboard and (party is None or party.leads) else None
-        job = load_job(job_file, seed)
-        plan_file, resume, out = paths.of(plan_file), paths.of(resume), paths.of(out)
-        restarted = out if party is not None and party.restart else None
-        if out is not None and party is None:
-            check_vacant(out)  # before capture and planning, which take seconds
-        captured, plan, reasons = o.planned(
-            job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
-        )
-        grace = Grace(grace_s, (signal.SIGTERM, signal.SIGUSR1) if usr1 else (signal.SIGTERM,))
-        if party is not None and not party.leads:
-            with SIGNALS.gracefully(grace, lambda: None, lambda: party.met):
-                return follow_job(
-                    job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
-                )
-        summary = train_job(
-            job,
-            captured,
-            plan,
-            seed=seed,
-            steps=steps,
-            epochs=epochs,
-            resume=resume,
-            out=out,
-            runs=paths.of(RUNS),
-            baseline=baseline,
-            restarts=restarts,
-            checkpoint_every=checkpoint_every,
-            quiet=as_json,
-            party=party,
-            reasons=reasons,
-            curves=curves,
-            grace=grace,
-            check=check,
-        )
-        if as_json:
-            show_json(summary)
-        return 0
+        return train_command(job_file, choices, run, party, as_json=as_json)
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
-@o.choosing
+@o.expand_options
 def plan_command(
     job_file: o.JobFile,
     choices: o.Choices,
@@ -174,8 +95,9 @@ def plan_command(
     paths = PathResolver()
     job = load_job(job_file, seed)
     job_file, output = paths.of(job_file), paths.of(output)
-    captured, plan, reasons = o.planned(job, choices, seed, None, as_json)
-    text = plan.text(explain(captured, plan, reasons))
+    planned = plan_job(job, choices, seed, PlanSource(), quiet=as_json)
+    plan = planned.plan
+    text = plan.text(explain(planned.captured, plan, planned.reasons))
     if output is not None:
         write_text(output, text)
     if as_json:
@@ -221,7 +143,7 @@ def simulate_command(
 
 
 @app.command("verify", epilog="Example: `roundelay verify my_job.py --steps 8 --tamper stash`")
-@o.choosing
+@o.expand_options
 def verify_command(
     job_file: o.JobFile,
     choices: o.Choices,
@@ -240,7 +162,8 @@ def verify_command(
     paths = PathResolver()
     job = load_job(job_file, seed)
     plan_file, resume = paths.of(plan_file), paths.of(resume)
-    captured, plan, _ = o.planned(job, choices, seed, plan_file, as_json, resume=resume)
+    planned = plan_job(job, choices, seed, PlanSource(plan_file, resume), quiet=as_json)
+    captured, plan = planned.captured, planned.plan
     first, length = ReferenceStart.of(captured), length_of(steps, epochs)
     announce("Training in plain PyTorch, and as captured ...", as_json)
     fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)

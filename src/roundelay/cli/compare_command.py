@@ -16,7 +16,7 @@ from roundelay.api.comparison import Begun, Ended, Resumed, compare
 from roundelay.api.comparison_charts import Written, write_comparison
 from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, numbers, pairs
-from roundelay.api.state_gather import Event, Updated
+from roundelay.api.events import Event, Updated
 from roundelay.cli import options as o
 from roundelay.cli.job_file import PathResolver, job_maker
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table

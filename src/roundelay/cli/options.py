@@ -1,10 +1,11 @@
-"""Options that several commands share, and the plan that follows from them."""
+"""Options that several commands share, and what a launcher's environment makes of them."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -12,26 +13,14 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from roundelay.api import capture
-from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import Planned, fitted, plan_with_reasons
-from roundelay.api.recompute_choice import names_in
-from roundelay.cli.debug_output import show_choices
-from roundelay.cli.resume_options import inherited, plan_files
-from roundelay.cli.screen import announce, doing
+from roundelay.cli.job_file import PathResolver
+from roundelay.cli.signals import Grace
 from roundelay.env import first_on_host, launched
 from roundelay.errors import ToldElsewhereError, UsageError
-from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
-from roundelay.job import Job
-from roundelay.runtime.device import named, present
-from roundelay.runtime.forked_call import apart
+from roundelay.runtime.device import present
 from roundelay.runtime.launch import needs_launcher
-from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers
 
 _T = TypeVar("_T")
 
@@ -172,101 +161,81 @@ class Choices:
         return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
 
 
-def choosing(command: Callable[..., _T]) -> Callable[..., _T]:
-    """Replace a command's parameter ``choices`` by one option for each field of :class:`Choices`."""
-    hints = get_type_hints(Choices, include_extras=True)
-    options = [Parameter(n, Parameter.KEYWORD_ONLY, default=None, annotation=hints[n]) for n in Choices.__slots__]
-    own = list(signature(command, eval_str=True).parameters.values())
-    at = [parameter.name for parameter in own].index("choices")
-    parameters = [*own[:at], *options, *own[at + 1 :]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of ``train`` other than its plan's choices, one for each field."""
+
+    steps: Steps = None
+    epochs: Epochs = None
+    seed: Seed = 0
+    plan_file: PlanFile = None
+    resume: Resume = None
+    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/TIME]")] = None
+    baseline: Annotated[
+        bool, typer.Option(help="First measure plain PyTorch's speed for a few seconds, for comparison.")
+    ] = False
+    restarts: Annotated[
+        int, typer.Option(help="How often a run that fails is restarted from its last checkpoint.", min=0)
+    ] = 0
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Also write a checkpoint every S updates, without draining the stages. [default: only after epochs]",
+            min=0,
+            metavar="S",
+            show_default=False,
+        ),
+    ] = 0
+    grace_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for a last checkpoint after SIGTERM; a second signal ends the run at once. 0: none.", min=0
+        ),
+    ] = 20.0
+    usr1: Annotated[
+        bool, typer.Option("--usr1", help="Handle SIGUSR1 like SIGTERM: Slurm sends it with --signal=USR1@60.")
+    ] = False
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write curves for TensorBoard, in the run's folder.")
+    ] = False
+    check: Check = None
+
+    @property
+    def grace(self) -> Grace:
+        """The signals that request a graceful end, and its time limit."""
+        return Grace(self.grace_s, (signal.SIGTERM, signal.SIGUSR1) if self.usr1 else (signal.SIGTERM,))
+
+    def resolved(self, paths: PathResolver) -> RunOptions:
+        """The same options, if the job file has changed the current folder."""
+        return replace(self, plan_file=paths.of(self.plan_file), resume=paths.of(self.resume), out=paths.of(self.out))
+
+
+def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
+    """Replace every parameter of a command whose type is a dataclass by one option for each of its fields."""
+    groups = {
+        name: hint for name, hint in get_type_hints(command).items() if isinstance(hint, type) and is_dataclass(hint)
+    }
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        if (group := groups.get(parameter.name)) is None:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+            for field in fields(group)
+        ]
 
     @wraps(command)
     def expanded(**given: Any) -> _T:
-        return command(choices=Choices(**{n: given.pop(n) for n in Choices.__slots__}), **given)
+        together = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**together, **given)
 
-    keyword_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
-    expanded.__signature__ = Signature(keyword_only)  # type: ignore[attr-defined]
+    expanded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return expanded
-
-
-def planned(
-    job: Job,
-    choices: Choices,
-    seed: int,
-    plan_file: Path | None,
-    quiet: bool,
-    party: ProcessGroup | None = None,
-    resume: Path | None = None,
-    restarted: Path | None = None,
-) -> tuple[Captured, Plan, tuple[str, ...]]:
-    """Capture the job, and read or make its plan; returns both, and the reasons for the plan's cuts.
-
-    A run that is continued keeps its plan unless a choice differs from it. After a launcher's restart in the folder
-    ``restarted`` the plan is kept in any case. Under a launcher the leader makes the plan and sends it to the others.
-
-    Raises:
-        UsageError: both a plan and choices that contradict it were given.
-    """
-    deadline_s = _deadline_s(choices, plan_file, resume, leads=party is None or party.leads)
-    with doing("Capturing the model ...", quiet) as show_wait:
-        captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
-    if party is not None and not party.leads:
-        return captured, Plan.parse(party.take("plan")), ()
-    kept = None if restarted is None else restarted / "plan.toml"
-    new_deadline_s = choices.deadline_s if plan_file is None else None  # no computed value depends on it
-    if kept is not None and kept.is_file() and read_plan(kept).model == captured.graph.fingerprint:
-        plan_file, choices = kept, replace(choices, cuts=None, deadline_s=None)  # the plan was made with these cuts
-    elif plan_file is None and resume is not None:
-        plan_file = _plan_of(resume, captured, replace(choices, deadline_s=None))
-        choices = choices if plan_file is None else replace(choices, deadline_s=None)
-    if plan_file is not None:
-        chosen = Planned(_with_deadline(_checked(read_plan(plan_file), choices), new_deadline_s))
-        if chosen.plan.compile and party is None:
-            with doing("Compiling the stages ...", quiet):
-                stages = fitted(captured, chosen.plan)
-                lowered = for_plan(captured, chosen.plan)
-                apart(lambda: compile_stages(job, lowered, chosen.plan, stages, seed), "compiling the stages")
-    else:
-        given = choices.given()
-        from_run = {} if resume is None else inherited(resume, captured.graph.fingerprint, given)
-        wanted = {"rule": "pipeoptim", **from_run, **given}
-        steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
-        with doing(f"{steps} the stages ...", quiet) as show_wait:
-            chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-        for line in chosen.told:
-            announce(f"{line}.", quiet)
-    show_choices(chosen.plan)
-    if party is not None:
-        party.give("plan", chosen.plan.text())
-    return captured, chosen.plan, chosen.reasons
-
-
-def _deadline_s(choices: Choices, plan_file: Path | None, resume: Path | None, *, leads: bool) -> float:
-    """Seconds that capture waits for the loader: the option's, or those of the plan that will be run.
-
-    Under a launcher only the leader needs the plan file: its absence elsewhere is no error.
-    """
-    if choices.deadline_s is not None:
-        return choices.deadline_s
-    if plan_file is not None:
-        files = [plan_file] if leads or plan_file.is_file() else []
-    else:
-        files = [] if resume is None else list(plan_files(resume))
-    return read_plan(files[0]).deadline_s if files else DEADLINE_S
-
-
-def _with_deadline(plan: Plan, seconds: float | None) -> Plan:
-    """The plan with another deadline, if one is given."""
-    return plan if seconds is None else replace(plan, deadline_s=seconds)
-
-
-def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
-    """The plan file of the run that is continued, if it is for this model and agrees with the choices."""
-    for file in plan_files(resume) if choices.cuts is None else ():
-        plan = read_plan(file)
-        if plan.model == captured.graph.fingerprint and not list(_contradicted(plan, choices)):
-            return file
-    return None
 
 
 @contextmanager
@@ -356,50 +325,3 @@ def refuse_launcher(command: str) -> None:
                 expected="the command by itself",
                 remedy=f"Run `roundelay {command}` without the launcher; only `train` runs under one.",
             )
-
-
-def _checked(plan: Plan, choices: Choices) -> Plan:
-    """The plan; refuses choices that contradict it."""
-    if choices.cuts is not None:
-        raise UsageError(
-            "--cuts with --plan",
-            got=choices.cuts,
-            expected="one of them: a plan has its own cuts",
-            remedy="Leave --cuts out, or edit the plan's segments.",
-        )
-    for name, value, planned_value in _contradicted(plan, choices):
-        raise UsageError(
-            f"--{name.replace('_', '-')} with --plan",
-            got=str(value),
-            expected=f"{','.join(planned_value) or 'none' if name in LISTED else planned_value}, as in the plan",
-            remedy="Leave the option out, or edit the plan.",
-        )
-    return plan
-
-
-def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value of the option, value in the plan) where these differ, except for cuts."""
-    size = num_workers(plan)
-    for name, value in choices.given().items():
-        if name == "cuts":
-            continue
-        planned_value: Any = _planned_value(plan, name, size)
-        if planned_value != _normalized(name, value, size, plan):
-            yield name, value, planned_value
-
-
-def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
-    """A choice in the form in which a plan has it."""
-    if name == "devices":
-        return named(value, size, plan.transport)
-    return names_in(value) if name == "recompute" else value
-
-
-LISTED = ("devices", "recompute")
-"""Choices that are lists in a plan."""
-
-
-def _planned_value(plan: Plan, name: str, size: int) -> Any:
-    """The plan's value of a choice."""
-    of_workers = {"workers": size, "devices": plan.devices[:size]}  # a worker's first stage is of its own number
-    return of_workers[name] if name in of_workers else getattr(plan, name)

@@ -1,4 +1,4 @@
-"""Screen output: progress, tables, and a panel for an error. Results go to stdout, the rest to stderr."""
+"""Screen output: spinners, tables, and a panel for an error. Results go to stdout, the rest to stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, TextIO
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -123,20 +122,6 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     for row in rows:
         text_table.add_row(*row)
     return text_table
-
-
-def progress() -> Progress:
-    """The progress line of a training."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("update"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=stderr,
-        transient=False,
-    )
 
 
 def amount(num_bytes: float) -> str:

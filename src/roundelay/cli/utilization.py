@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from roundelay import env
 from roundelay.api.memory_report import memory_report, optimizer_bytes
-from roundelay.api.training import Session, Trained
-from roundelay.cli.screen import amount, stdout, table
-from roundelay.ir.micro_batch import Load
+from roundelay.api.run_record import Trained
+from roundelay.api.training import Session
+from roundelay.cli.screen import amount, stderr, stdout, table
 from roundelay.ir.plan import Plan
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
@@ -17,12 +19,7 @@ from roundelay.schedules import num_workers, stages_of
 
 def spans_of(trained: Trained) -> list[Span]:
     """All instructions of a run as spans of its trace."""
-    return [Span(k, *event[:9]) for k, events in sorted(trained.events.items()) for event in events]
-
-
-def loads_of(trained: Trained) -> list[Load]:
-    """All batches that readers have loaded."""
-    return [Load(k, *load) for k, loads in sorted(trained.loads.items()) for load in loads]
+    return [Span(k, *event[:-1]) for k, events in sorted(trained.events.items()) for event in events]
 
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
@@ -83,3 +80,30 @@ def _share(value: float | None) -> str:
 def _memory(row: dict[str, Any]) -> list[str]:
     measured = [row["private_bytes"], row["peak_rss_bytes"], row["rss_at_start_bytes"]]
     return ["-" if value is None else amount(value) for value in (row["predicted"]["total"], *measured)]
+
+
+def show_debug(trained: Trained) -> None:
+    """What ROUNDELAY_DEBUG shows of a run: times from level 2 on, every instruction from level 4 on."""
+    if env.level() >= 2:
+        for worker, stages in enumerate(stages_of(trained.plan)):
+            for k in stages:
+                _show_times(trained, worker, k)
+        for worker, loads in sorted(trained.loads.items()):
+            mean_s = statistics.fmean(load.end_s - load.start_s for load in loads) / trained.plan.micro_batches
+            stderr.print(f"worker {worker} data: {mean_s * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
+    if env.level() >= 4:
+        for worker, events in sorted(trained.events.items()):
+            for event in events:
+                stderr.print(f"worker {worker} {event.text}", markup=False, soft_wrap=True)
+
+
+def _show_times(trained: Trained, worker: int, k: int) -> None:
+    """Median measured and planned seconds of a stage's instructions."""
+    stage, label = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
+    planned = {"forward": stage.forward_s, "backward": stage.backward_s}
+    planned |= {"backward-weight": stage.weights_s, "update": stage.update_s}
+    for opcode, seconds in planned.items():
+        executed = [event for event in trained.events[worker] if (event.opcode, event.stage) == (opcode, k)]
+        if executed:
+            median_s = statistics.median(event.end_s - event.start_s for event in executed)
+            stderr.print(f"worker {worker}{label} {opcode}: {median_s * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -34,34 +33,8 @@ class MetricsWriter:
         except OSError as error:
             raise unwritten(path, error) from error
 
-    def write(
-        self, *, update: int, epoch: int, loss: float, samples_per_second: float, busy: Sequence[float], **more: Any
-    ) -> None:
-        """Add one line. A float that is not finite is written as ``null``.
-
-        Args:
-            update: number of the update.
-            epoch: its epoch, from 0.
-            loss: mean loss of its batch.
-            samples_per_second: over the last few seconds.
-            busy: share of the time since the start that each worker has computed, 0 to 1.
-            more: further fields, as JSON values.
-
-        Raises:
-            RunError: it cannot be written.
-        """
-        fields = {
-            "update": update,
-            "epoch": epoch,
-            "loss": loss,
-            "samples_per_second": samples_per_second,
-            "busy": list(busy),
-            **more,
-        }
-        self.add(fields)
-
-    def add(self, fields: Mapping[str, Any]) -> None:
-        """Add one line of any fields, including ``update``.
+    def write(self, **fields: Any) -> None:
+        """Add one line of fields, including ``update``; a float that is not finite is written as ``null``.
 
         Raises:
             RunError: it cannot be written.

@@ -7,27 +7,38 @@ and the profile is measured again. A folder that cannot be written is no error.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json
 from roundelay.errors import RunError
 from roundelay.ir.graph import Profile
-
-FORMAT = 1
 
 _LONGEST = 64 << 20
 """Most bytes of a file that is read."""
 
 Key = Mapping[str, Any]
 """Everything that a profile depends on, as JSON values."""
+
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, lt=1e9)]
+
+
+class _Entry(msgspec.Struct):
+    """A file of the cache."""
+
+    format: Literal[1]
+    key: dict[str, Any]
+    forward_s: tuple[_Seconds, ...]
+    backward_s: tuple[_Seconds, ...]
+    update_s: tuple[_Seconds, ...]
 
 
 def machine() -> dict[str, Any]:
@@ -60,23 +71,13 @@ def kept(path: Path, key: Key, length: int) -> Profile | None:
     try:
         if not path.is_file() or path.stat().st_size > _LONGEST:
             return None
-        entry = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        entry = msgspec.json.decode(path.read_bytes(), type=_Entry)
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
-    if not isinstance(entry, dict) or entry.get("format") != FORMAT or entry.get("key") != dict(key):
+    parts = entry.forward_s, entry.backward_s, entry.update_s
+    if entry.key != dict(key) or any(len(part) != length for part in parts):
         return None
-    parts = [entry.get(field.name) for field in fields(Profile)]
-    if not all(_seconds(part, length) for part in parts):
-        return None
-    return Profile(*(tuple(map(float, part)) for part in parts if part is not None))
-
-
-def _seconds(part: Any, length: int) -> bool:
-    return (
-        isinstance(part, list)
-        and len(part) == length
-        and all(type(number) in (int, float) and 0 <= number < 1e9 and math.isfinite(number) for number in part)
-    )
+    return Profile(*parts)
 
 
 def keep(path: Path, key: Key, profile: Profile) -> bool:
@@ -84,7 +85,7 @@ def keep(path: Path, key: Key, profile: Profile) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path) as file:
-            file.write(strict_json({"format": FORMAT, "key": dict(key), **asdict(profile)}))
+            file.write(strict_json({"format": 1, "key": dict(key), **asdict(profile)}))
     except (OSError, RunError):
         return False
     return True

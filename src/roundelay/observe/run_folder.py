@@ -146,7 +146,7 @@ class RunFolder:
             RunError: it cannot be written.
         """
         with MetricsWriter(self.evaluations) as file:
-            file.add({"update": update, "epoch": epoch, "time": round(time.time(), 3), "metrics": dict(metrics)})
+            file.write(update=update, epoch=epoch, time=round(time.time(), 3), metrics=dict(metrics))
 
     def cut_evaluations(self, updates: int) -> None:
         """Remove the evaluations after update number ``updates`` and later ones: they will be repeated.
