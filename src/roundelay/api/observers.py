@@ -96,7 +96,7 @@ def user_observer(
             raise UserCodeError(
                 name,
                 got=f"{type(error).__name__}: {error}",
-                expected=f"a function of one roundelay.{type(event).__name__} that returns",
+                expected=f"a function of one event, here {type(event).__name__}, that returns",
                 remedy="Correct the function; with save_to, resume continues from the last checkpoint.",
             ) from error
         check_settings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -364,7 +365,8 @@ class Session:
                 notify(event)
             except StopTraining as stop:
                 end(stop.reason)
-                notify(Stopping(stop.reason))
+                with suppress(StopTraining):
+                    notify(Stopping(stop.reason))
 
         return observe
 
