@@ -175,7 +175,7 @@ class Checkpointer:
         return not header.final and time.monotonic() - self._saved_at >= INTERIM_S
 
     def _evaluate(self, header: MicroBatch) -> tuple[Evaluated, str | None]:
-        with self._session.captured.settings.apart():
+        with self._session.captured.settings.suspended():
             return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
 
     def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:

@@ -13,12 +13,12 @@ import torch
 import torch.fx
 
 from roundelay.errors import JobError, RoundelayError, counted
-from roundelay.frontend.activation_checkpointing import noting_checkpoints
+from roundelay.frontend.activation_checkpointing import recording_checkpoints
 from roundelay.frontend.batch import SPARSE, Batch, fresh, layout, leaves, num_rows, replace, twice
 from roundelay.frontend.compiled_segment import CompiledSegment
 from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
-from roundelay.frontend.export_adapter import CallShape, Inputs, Unready, default_inputs
+from roundelay.frontend.export_adapter import CallShape, Inputs, LazyBuffer, default_inputs
 from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.graph_outputs import hand_out, read_with_writes, settle_buffers
 from roundelay.frontend.graph_passes import (
@@ -33,7 +33,7 @@ from roundelay.frontend.graph_passes import (
 )
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.label_counts import add_count
-from roundelay.frontend.loss import LossCall, LossFunction, record, with_unseen
+from roundelay.frontend.loss import LossCall, LossFunction, record, with_unobserved_reads
 from roundelay.frontend.model_call import alone_if_drawing, called, changes_on, first_forward, train
 from roundelay.frontend.precision import FULL, Lowered, autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
@@ -351,7 +351,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     given = _given(model, loss, inputs, sample)
     tensors, call = given.tensors, given.call
     with torch.random.fork_rng(devices=[]):
-        with noting_checkpoints(model) as checkpointed:
+        with recording_checkpoints(model) as checkpointed:
             exported = _exported(model, loss, call, tensors)
         settle_buffers(exported)
         cleaned = _cleaned(model, exported, call, tensors)
@@ -360,7 +360,9 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
             made, _ = run_nodes(exported, tensors)
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
         outputs = [made[node.name] for node in nodes]
-        loss_call = with_unseen(LossCall(loss, looked.reads, exported.output_shape, looked.places, sample), outputs)
+        loss_call = with_unobserved_reads(
+            LossCall(loss, looked.reads, exported.output_shape, looked.places, sample), outputs
+        )
         reads = loss_call.reads
         by_forward = [path for i in cleaned.inputs if (path := given.fields[i]) is not None]
         refuse_written(by_forward, reads.batch, leaves(batch) if not doubled else leaves(sample))
@@ -444,7 +446,7 @@ def _exported(model: torch.nn.Module, loss: LossFunction, call: CallShape, tenso
     roots = [("model", model), ("loss", loss)]
     try:
         return export(model, call, tensors, roots)
-    except Unready:
+    except LazyBuffer:
         made = first_forward(model, call, tensors, roots)
     exported = export(model, call, tensors, roots)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

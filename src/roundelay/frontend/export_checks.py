@@ -1,8 +1,8 @@
-"""What ``torch.export`` leaves out without a word, or stages cannot keep, found and refused.
+"""Refuse models of which ``torch.export`` would silently drop a part, or with parts that stages do not support.
 
-An exported graph holds the operations of a forward, and nothing else of what the person's code does: not the backward
-of a ``torch.autograd.Function``, no hook on a gradient; and a number that Python or NumPy draws is a constant in it. A
-run would then equal its reference, bit for bit, and not be the training that was asked for.
+An exported graph has the operations of a forward and nothing else of the user's code: not the backward of a
+``torch.autograd.Function``, no gradient hooks; and a number drawn by Python or NumPy becomes a constant. A run would
+still equal its reference bit for bit, but not be the user's training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError
 
-_KEPT = "operations whose gradients autograd knows by itself: a stage's backward runs no code of the model's own"
+_KEPT = "operations with gradients of torch's own: a stage's backward runs no user code"
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
@@ -71,15 +71,15 @@ def refuse_sparse(graph: torch.fx.Graph) -> None:
 
 
 def refuse_vmap(graph: torch.fx.Graph) -> None:
-    """Refuse operations between which torch counts levels of vmap or grad: a stage could not begin among them.
+    """Refuse torch.vmap, which counts its nesting level in operations between which the graph could not be cut.
 
     Raises:
-        CaptureError: the forward uses torch.vmap, or what is made of it.
+        CaptureError: the forward uses torch.vmap, or a function built on it.
     """
     for node in graph.nodes:
         if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
             raise CaptureError(
-                "torch.vmap in the model's forward (associative_scan and torch.func are made of it)",
+                "torch.vmap in the model's forward (associative_scan and torch.func are built on it)",
                 got=f"operation {node.name!r}",
                 expected="operations on whole tensors, between which the model can be cut",
                 remedy="Write it with operations over all rows at once: broadcasting, torch.einsum, torch.cumsum.",
@@ -88,7 +88,7 @@ def refuse_vmap(graph: torch.fx.Graph) -> None:
 
 @contextmanager
 def refusing_tensor_hooks() -> Iterator[None]:
-    """Refuse a forward in this block that hangs hooks on gradients of its tensors.
+    """Refuse code within the block that registers gradient hooks on tensors.
 
     Raises:
         CaptureError: it does.
@@ -96,11 +96,11 @@ def refusing_tensor_hooks() -> Iterator[None]:
     tensor: Any = torch.Tensor
     register_hook, hooked = tensor.register_hook, [False]
 
-    def noting(self: torch.Tensor, hook: Any) -> Any:
+    def recording(self: torch.Tensor, hook: Any) -> Any:
         hooked[0] |= not _of_torch(sys._getframe(1).f_globals.get("__name__", ""))
         return register_hook(self, hook)
 
-    tensor.register_hook = noting
+    tensor.register_hook = recording
     try:
         yield
     finally:
@@ -110,7 +110,7 @@ def refusing_tensor_hooks() -> Iterator[None]:
 
 
 def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
-    """Refuse outputs that were made by an autograd function of the person's own.
+    """Refuse outputs computed by a user's autograd function.
 
     Raises:
         CaptureError: naming the function.
@@ -122,17 +122,17 @@ def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
             continue
         seen.add(node)
         kind = getattr(node, "_forward_cls", None)
-        if kind is not None and not kind.__module__.startswith("torch._"):  # where operators live that export keeps
+        if kind is not None and not kind.__module__.startswith("torch._"):  # these export keeps
             raise _own_backward(kind)
         left += [below for below, _ in node.next_functions]
 
 
 @contextmanager
 def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
-    """Refuse a call in this block that draws from Python's or NumPy's own generators.
+    """Refuse code within the block that draws from Python's or NumPy's default generators.
 
     Args:
-        what: is called, for people.
+        what: the code's name, the subject of the error.
 
     Raises:
         CaptureError: it does.
@@ -144,7 +144,7 @@ def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
         raise CaptureError(
             what,
             got=f"a number drawn by {drawn}",
-            expected="random numbers of torch, which are the same wherever and however often a stage computes",
+            expected="torch's random numbers, which do not depend on where and how often a stage computes",
             remedy="Draw with torch, for example torch.rand(()), and choose with torch.where instead of `if`.",
         )
 
@@ -161,7 +161,7 @@ def _of_torch(module: str) -> bool:
 def _hook(where: str) -> CaptureError:
     return CaptureError(
         where,
-        got="a hook on its gradient, which no stage would call",
+        got="a hook on its gradient, which stages do not call",
         expected=_KEPT,
         remedy="Remove the hook; put what it does into the loss, or into the optimizer's step.",
     )
@@ -175,7 +175,7 @@ def _own_backward(kind: type) -> CaptureError:
         remedy += "same for modules."
     return CaptureError(
         f"torch.autograd.Function {kind.__qualname__!r} in the model's forward",
-        got="a backward of its own, which torch.export does not see",
+        got="a backward of its own, which torch.export drops",
         expected=_KEPT,
         remedy=remedy,
     )

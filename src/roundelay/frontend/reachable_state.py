@@ -1,14 +1,14 @@
-"""What a person's code can reach, and what a call of it has changed there.
+"""Find and undo the side effects of a call of user code, by walking through all objects that the code can reach.
 
-A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. Python
-does not say so. Here everything that models and functions can reach is walked through, as slots: attributes of modules
-and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
-Two walks tell what a call in between has changed, and it can be put back as if nobody had called. What lies in a tensor
-or an array is compared where it is asked for: copies are kept, up to :data:`MOST_BYTES`.
+A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. The
+walk visits everything that models and functions can reach, as slots: attributes of modules and of plain objects,
+entries of dicts, the contents of lists, cells of closures, and globals that a function names. Two walks give what a
+call in between has changed, and it can be undone. Values of tensors and arrays are compared on request: copies are
+kept, up to :data:`MOST_BYTES`.
 
-Iterators of Python's own, such as ``itertools.count``, are compared by copies, and put back as copies. Not seen: the
-frames of generators, what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C
-code knows.
+Python's own iterators, such as ``itertools.count``, are compared and restored as copies. Not found: frames of
+generators, the contents of library objects, containers of more than :data:`MOST` items, and state that only C code
+reaches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 MOST = 10_000
-"""Items of a container up to which it is walked through."""
+"""Containers with more items are not walked through."""
 
 _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collections", "typing", "logging", "threading")
-"""Packages whose objects and functions are not walked into: containers and partials apart."""
+"""Packages whose objects and functions are not walked into, except containers and partials."""
 
 _NUMBERS, _LAST_NAME = re.compile(r"(\[\d+\])+$"), re.compile(r"\['([^']*)'\]$|(\w+)$")
 
@@ -41,22 +41,22 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 MOST_BYTES = 1 << 31
-"""Bytes of tensors and arrays that are copied to be compared; further ones are not."""
+"""Bytes of tensors and arrays that are copied for comparison; further ones are not compared."""
 
 Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state", "values"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSlot:
-    """One place where a value lies.
+    """One place where an object holds a value.
 
     Args:
-        holder: the object that holds it.
-        kind: what place of it: an attribute, one of a class, a buffer or a parameter of a module, an entry of a dict,
-            all that is in a list, a set or a deque, the cell of a closure, the state of a generator of random
-            numbers, or the values of a tensor or an array.
-        key: its name there.
-        path: what it is called, for people.
+        holder: the object.
+        kind: an attribute of an object or a class, a buffer or a parameter of a module, an entry of a dict, the
+            contents of a list, a set or a deque, the cell of a closure, the state of a random number generator, or the
+            values of a tensor or an array.
+        key: the name or key under which the object holds the value.
+        path: the slot's name in error messages.
     """
 
     holder: Any
@@ -66,19 +66,19 @@ class StateSlot:
 
     @property
     def place(self) -> tuple[int, str, Any]:
-        """What tells it from others."""
+        """Identifies the slot."""
         return id(self.holder), self.kind, self.key
 
     @property
     def name(self) -> str:
-        """The name by which code would come to it: the last one of its path."""
+        """The name by which code would read the slot: the last one of its path."""
         if isinstance(self.key, str):
             return self.key
-        found = _LAST_NAME.search(_NUMBERS.sub("", self.path))
-        return self.path if found is None else found[1] or found[2]
+        match = _LAST_NAME.search(_NUMBERS.sub("", self.path))
+        return self.path if match is None else match[1] or match[2]
 
     def read(self) -> Any:
-        """What lies there now; :data:`MISSING` if nothing does."""
+        """The current value, :data:`MISSING` if there is none."""
         if self.kind == "contents":
             return _contents(self.holder)
         if self.kind == "state":
@@ -89,11 +89,11 @@ class StateSlot:
             return _in_cell(self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
-        return dict.get(self._entries(), self.key, MISSING)  # past what a dict of the person's class does
+        return dict.get(self._entries(), self.key, MISSING)  # bypasses overridden methods
 
     def write(self, value: Any) -> None:
-        """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
-        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's own is not to go on
+        """Set the value without running user code; :data:`MISSING` removes it."""
+        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's must not advance
         if self.kind == "contents":
             _fill(self.holder, value)
         elif self.kind == "state":
@@ -118,7 +118,7 @@ class StateSlot:
 
 
 def _dict_of(entries: dict[Any, Any]) -> Any:
-    """The class whose methods know how entries are kept."""
+    """The built-in class whose methods keep the entries consistent."""
     return OrderedDict if isinstance(entries, OrderedDict) else dict
 
 
@@ -128,7 +128,7 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""Lies where nothing does."""
+"""The value of a slot that holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,23 +142,23 @@ class Change:
 
 @final
 class ReachableState:
-    """All slots that can be reached, with what lies there now.
+    """All slots reachable from some objects, with their current values.
 
     Args:
-        roots: name for people and object: modules, functions.
-        own: the model whose parameters and buffers are looked after elsewhere; the values of all other tensors and
-            arrays are slots too. None: no values are.
+        roots: name and object of each starting point: modules, functions.
+        own: a model whose parameters and buffers are left out; the values of all other tensors and arrays are slots
+            too. None: no values are.
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]], own: torch.nn.Module | None = None) -> None:
-        #: from where it was walked
+        #: where the walk started
         self.roots = tuple(roots)
         self.slots: dict[tuple[int, str, Any], StateSlot] = {}
         self._values: dict[tuple[int, str, Any], Any] = {}
         self._holders: dict[int, Any] = {}
-        self._apart = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
+        self._excluded = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
         left = MOST_BYTES
-        for slot, value in _walk(self.roots, self._holders, self._apart):
+        for slot, value in _walk(self.roots, self._holders, self._excluded):
             if slot.kind == "values":
                 left -= value.nbytes
                 if left < 0:
@@ -168,84 +168,85 @@ class ReachableState:
             self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
 
     def changes(self) -> list[Change]:
-        """What has changed since: topmost slots, of holders that could be reached before."""
-        found, seen = [], set()
-        for slot, after in _walk(self.roots, {}, self._apart):
+        """All changes since: only topmost slots, of holders that could be reached before."""
+        changes, seen = [], set()
+        for slot, after in _walk(self.roots, {}, self._excluded):
             if slot.place in seen or slot.place[0] not in self._holders:
                 continue
             seen.add(slot.place)
             before = self._values.get(slot.place, MISSING)
             if slot.kind == "values":
                 if before is not MISSING and not _same_values(before, after):
-                    found.append(Change(slot, before, _copied(after)))
+                    changes.append(Change(slot, before, _copied(after)))
             elif not _same(before, after):
-                found.append(Change(slot, before, after))
-        for place, slot in self.slots.items():  # what is out of reach now may have been changed before
+                changes.append(Change(slot, before, after))
+        for place, slot in self.slots.items():  # no longer reachable, but perhaps changed
             if place not in seen and not same_value(slot, self._values[place]):
-                found.append(Change(slot, self._values[place], slot.read()))
-        return found
+                changes.append(Change(slot, self._values[place], slot.read()))
+        return changes
 
-    def restore(self, apart: Collection[Kind] = ()) -> None:
-        """Put back what has changed since, but for some kinds of slots."""
-        put_back([change for change in self.changes() if change.slot.kind not in apart])
+    def restore(self, except_kinds: Collection[Kind] = ()) -> None:
+        """Undo all changes since, except in some kinds of slots."""
+        put_back([change for change in self.changes() if change.slot.kind not in except_kinds])
 
     def names_read(self) -> set[str]:
-        """Names and texts in the code of the functions among the roots, and of what these may call by name.
+        """Names and strings in the code of the roots' functions, and of functions that these may call by name.
 
-        An attribute or an entry of a dict whose name is not among them is not read, but for code that makes up names.
+        An attribute or dict entry with another name is not read, except by code that computes names.
         """
         return self._names()[0]
 
     def names_set(self) -> set[str]:
-        """Those of them that the code itself assigns to; all texts of a function that sets entries of a dict."""
+        """Those that the code assigns to, and all strings of a function that sets dict entries."""
         return self._names()[1]
 
     def _names(self) -> tuple[set[str], set[str]]:
-        found, stored = set[str](), set[str]()
+        read, assigned = set[str](), set[str]()
         known = {type(holder) for holder in self._holders.values() if not _is_library(type(holder))}
-        left = [function for _, root in self.roots for function in _functions_of(root)]
+        functions = [function for _, root in self.roots for function in _functions_of(root)]
         seen: set[types.CodeType] = set()
-        while left:
-            function = left.pop()
+        while functions:
+            function = functions.pop()
             if function.__code__ in seen:
                 continue
             seen.add(function.__code__)
             names = _names(function.__code__) | _texts(function.__code__)
-            for name in names - found:
-                left += _functions_of(function.__globals__.get(name))
-                left += [inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))]
+            for name in names - read:
+                functions += _functions_of(function.__globals__.get(name))
+                functions += [
+                    inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))
+                ]
             for cell in function.__closure__ or ():
-                left += _functions_of(_in_cell(cell))
-            found |= names
-            stored |= _stored(function.__code__)
-        return found, stored
+                functions += _functions_of(_in_cell(cell))
+            read |= names
+            assigned |= _assigned_names(function.__code__)
+        return read, assigned
 
     def holding(self, wanted: Any) -> list[StateSlot]:
-        """The slots in which one object lies; a list that holds it among others included."""
-        made = []
+        """The slots that hold an object, including containers that hold it among others."""
+        slots = []
         for place, value in self._values.items():
             parts = value if self.slots[place].kind == "contents" else (value,)
             if any(part is wanted for part in parts):
-                made.append(self.slots[place])
-        return made
+                slots.append(self.slots[place])
+        return slots
 
 
 def same_value(slot: StateSlot, before: Any) -> bool:
-    """Whether in a slot lies what did before."""
+    """Whether a slot still holds an earlier value."""
     return _same_values(before, slot.holder) if slot.kind == "values" else _same(before, slot.read())
 
 
 def put_back(changes: Sequence[Change]) -> None:
-    """Undo changes."""
+    """Undo changes, the last one first."""
     for change in reversed(changes):
         change.slot.write(change.before)
 
 
 def set_at(change: Change) -> str:
-    """Where a slot is set, for people: file, line and the line's text; empty if that is not known.
+    """The line that sets a slot, as "file:line `text`"; empty if unknown.
 
-    The source of the class that has the attribute is looked through: its methods, and those of its bases that are no
-    library's.
+    Searches the source of the class that has the attribute, and of its bases outside of libraries.
     """
     holder, name = change.slot.holder, change.slot.key
     if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
@@ -254,8 +255,8 @@ def set_at(change: Change) -> str:
 
 
 def place_of(kind: type, name: str) -> str:
-    """File, line and text of where a class's methods assign to an attribute, or change it; the last such line."""
-    found = ""
+    """The last line in a class's source that assigns to or changes an attribute, as "file:line `text`"."""
+    line_found = ""
     for base in kind.__mro__:
         if _is_library(base):
             continue
@@ -266,12 +267,12 @@ def place_of(kind: type, name: str) -> str:
             continue
         for i, line in enumerate(lines):
             if _sets(line, name):
-                found = f"{file}:{first + i} `{line.strip()[:120]}`"
-    return found
+                line_found = f"{file}:{first + i} `{line.strip()[:120]}`"
+    return line_found
 
 
 def _sets(line: str, name: str) -> bool:
-    """Whether a line of source writes an attribute of that name, in whatever way."""
+    """Whether a line of source assigns to or changes an attribute of that name."""
     start = 0
     while (at := line.find("." + name, start)) >= 0:
         start, rest = at + 1, line[at + 1 + len(name) :].lstrip()
@@ -288,28 +289,28 @@ def _sets(line: str, name: str) -> bool:
 
 
 def _walk(
-    roots: Sequence[tuple[str, Any]], holders: dict[int, Any], apart: Collection[int] | None = None
+    roots: Sequence[tuple[str, Any]], holders: dict[int, Any], excluded: Collection[int] | None = None
 ) -> Iterator[tuple[StateSlot, Any]]:
-    """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id.
+    """Yield every reachable slot with its value; adds every object that holds one to ``holders``, by id.
 
-    The values of tensors and arrays are slots where ``apart`` tells the memory of those that are not; the value is the
-    tensor itself.
+    Unless ``excluded`` is None, values of tensors and arrays outside these addresses are slots as well; the yielded
+    value is the tensor itself.
     """
-    left = deque((path, value) for path, value in roots)
-    while left:
-        path, value = left.popleft()
+    queue = deque((path, value) for path, value in roots)
+    while queue:
+        path, value = queue.popleft()
         if id(value) in holders or isinstance(value, (str, bytes, int, float, type(None))):
             continue
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            if apart is not None and (memory := _memory(value)) and memory not in apart:
+            if excluded is not None and (memory := _memory(value)) and memory not in excluded:
                 holders[id(value)] = value
                 yield StateSlot(value, "values", None, path), value
             continue
-        made = list(_slots(path, value))
-        if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
+        slots = list(_slots(path, value))
+        if slots or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
             holders[id(value)] = value
-        yield from made
-        left.extend(_below(path, value, made))
+        yield from slots
+        queue.extend(_below(path, value, slots))
 
 
 _ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter(())), type(iter([])), type(iter(range(0))))
@@ -350,7 +351,7 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[StateSlot, 
 
 
 def _of_class(path: str, kind: type) -> Iterator[tuple[StateSlot, Any]]:
-    """What a class holds for all its objects: numbers, texts, tensors and containers."""
+    """Class attributes that are numbers, strings, tensors or containers."""
     for key, item in list(vars(kind).items()):
         if not key.startswith("__") and isinstance(item, (bool, int, float, str, torch.Tensor, *_CONTAINERS)):
             yield StateSlot(kind, "class", key, f"{path}.{key}"), item
@@ -369,9 +370,9 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Stat
             yield StateSlot(used, "item", name, name), used[name]
 
 
-def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iterator[tuple[str, Any]]:
-    """What is walked through next."""
-    for slot, inner in made:
+def _below(path: str, value: Any, slots: Sequence[tuple[StateSlot, Any]]) -> Iterator[tuple[str, Any]]:
+    """The objects that the walk visits next, with their paths."""
+    for slot, inner in slots:
         if slot.kind == "contents":
             yield from ((f"{slot.path}[{i}]", item) for i, item in enumerate(inner))
         elif slot.kind != "state":
@@ -398,39 +399,39 @@ def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iter
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The global names that a function's code uses, with those of functions inside of it."""
-    found = set(code.co_names)
+    """The global and attribute names that a function's code uses, nested functions included."""
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
+            names |= _names(constant)
+    return names
 
 
-def _stored(code: types.CodeType) -> set[str]:
-    """Names that a function's code assigns to; all its texts where it sets entries."""
-    found = set()
+def _assigned_names(code: types.CodeType) -> set[str]:
+    """Names that a function's code assigns to, and all its strings if it sets entries."""
+    names = set()
     for step in dis.get_instructions(code):
         if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
-            found.add(step.argval)
+            names.add(step.argval)
         elif step.opname == "STORE_SUBSCR":
-            found |= _texts(code)
+            names |= _texts(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _stored(constant)
-    return found
+            names |= _assigned_names(constant)
+    return names
 
 
 def _texts(code: types.CodeType) -> set[str]:
-    """The texts in a function's code."""
-    found = {constant for constant in code.co_consts if isinstance(constant, str)}
+    """The string constants in a function's code, nested functions included."""
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _texts(constant)
-    return found
+            texts |= _texts(constant)
+    return texts
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
-    """The person's functions that a call of it begins with."""
+    """The user's functions that a call of ``value`` runs first."""
     if isinstance(value, torch.nn.Module):
         parts = [part for part in value.modules() if not _is_library(type(part))]
         return [function for part in parts for function in _functions_of(type(part).forward)]
@@ -448,7 +449,7 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an object of the person's own kind, whose attributes are its own."""
+    """Whether it is an object of a user's class, with attributes."""
     return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not _is_library(type(value))
 
 
@@ -504,7 +505,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _memory(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    """Where a tensor or an array lies, if its values can be copied and put back; else 0."""
+    """Address of a tensor or an array whose values can be copied and restored; else 0."""
     if isinstance(value, np.ndarray):
         return 0 if value.dtype.hasobject or not value.flags.writeable else value.__array_interface__["data"][0]
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
@@ -512,7 +513,7 @@ def _memory(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
     if value.is_meta or value.is_inference() or value.is_quantized or not value.numel():
         return 0
     storage = value.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() >= value.nbytes else 0  # else an expanded one, written nowhere
+    return storage.data_ptr() if storage.nbytes() >= value.nbytes else 0  # else it is expanded
 
 
 def _copied(value: Any) -> Any:
@@ -521,7 +522,7 @@ def _copied(value: Any) -> Any:
 
 def _copy_into(holder: Any, value: Any) -> None:
     if isinstance(holder, torch.Tensor):
-        inner = holder.data  # whose writes no version counts: a backward may be to come
+        inner = holder.data  # writes do not count as a new version: a backward may follow
         if inner.shape == value.shape:
             inner.copy_(value)
         else:
@@ -536,7 +537,7 @@ def _same_values(one: Any, two: Any) -> bool:
         if one.shape != two.shape or one.dtype != two.dtype:
             return False
         one, two = (tensor.detach() for tensor in (one, two))
-        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # which NaN has, too
+        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # equal also for NaN
     return bool(one.shape == two.shape and one.tobytes() == two.tobytes())
 
 
@@ -545,7 +546,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Whether a slot holds what it held: the same object, an equal number or text, a container of the same items."""
+    """Whether two slot values are the same object, equal numbers or strings, or containers of the same items."""
     if one is two:
         return True
     if type(one) is not type(two):
