@@ -224,7 +224,7 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        captured.laid(name, laid_out(own[name].data, tensor).clone())
+        captured.set_parameter(name, laid_out(own[name].data, tensor).clone())
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             new = snapshot.buffers.get(name, buffer)
@@ -246,7 +246,7 @@ def put_again(captured: Captured, snapshot: Snapshot) -> None:
                 raise _moved_by_evaluate(f"{kind} {name!r}")
     for name, tensor in snapshot.parameters.items():
         if not torch.equal(own[name].data, tensor):
-            captured.laid(name, laid_out(own[name].data, tensor).clone())
+            captured.set_parameter(name, laid_out(own[name].data, tensor).clone())
 
 
 def _about(now: torch.Tensor, before: torch.Tensor) -> bool:
@@ -287,11 +287,11 @@ def holding_averages(captured: Captured, optimizer: Mapping[str, Mapping[str, An
     before = {name: own[name].data for name in found}
     try:
         for name, average in found.items():
-            captured.laid(name, laid_out(before[name], average).clone())
+            captured.set_parameter(name, laid_out(before[name], average).clone())
         yield
     finally:
         for name, weight in before.items():
-            captured.laid(name, weight)
+            captured.set_parameter(name, weight)
 
 
 def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:

@@ -390,7 +390,7 @@ def _measured(
         read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=least)
         with preserving_state(job):
             for micro_batch in read:
-                captured.check_numbers(micro_batch)
+                captured.inputs.check_numbers(micro_batch)
     captured.settings.check()  # the loader has been read
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
     prove(made)

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, in_step, num_rows, replace, split
+from roundelay.frontend.batch import Batch, copied, in_step, num_rows, replace, split
 from roundelay.frontend.cross_call_state import refuse_state
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.reachable_state import Change, ReachableState
+from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
 from roundelay.frontend.source_lines import users_line
 from roundelay.job import Job, Peekable
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
-
-_GENERATORS: tuple[tuple[str, Any], ...] = (
-    ("random", random._inst),
-    ("numpy.random", np.random.mtrand._rand),
-    ("torch", torch.default_generator),
-)
 
 LIMIT_S = 120.0
 """Seconds that all calls together may take."""
@@ -41,7 +33,7 @@ def reachable_state_of(job: Job) -> ReachableState:
     """
     functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
     roots = [("model", job.model), *((name, call) for name, call in functions if call is not None)]
-    return ReachableState([*roots, *_GENERATORS], job.model)
+    return ReachableState([*roots, *DEFAULT_GENERATORS], job.model)
 
 
 @contextmanager
@@ -147,21 +139,19 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
     if not changes:
         return
     batches = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
-    state = ReachableState([("batches", batches)])
-    names = state.names_read()
-    for change in changes:
-        if change.slot.place in state.slots and change.slot.name in names:
-            raise JobError(
-                f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
-                got="data that depend on the training",
-                expected="the same data whatever was trained before: batches are prefetched",
-                remedy="Compute what varies with the training in the loss or in forward, from the batch.",
-            )
+    change = ReachableState([("batches", batches)]).first_read(changes)
+    if change is not None:
+        raise JobError(
+            f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
+            got="data that depend on the training",
+            expected="the same data whatever was trained before: batches are prefetched",
+            remedy="Compute what varies with the training in the loss or in forward, from the batch.",
+        )
 
 
 def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
     def call(rows: Batch) -> Any:
-        batch = replace(rows, lambda _, leaf: leaf.clone())
+        batch = copied(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
         value, _ = without_metrics(job.loss(job.model(*args, **kwargs), batch))
         return value  # without metrics, which may depend on earlier calls

@@ -374,7 +374,7 @@ class Session:
                     run(self._task(part, audit, handlers or {}, prepare), listen, wrap, party)
             last = keeper.finish()
             for name, weight in averages(last.optimizer, moving=False).items():  # as plain PyTorch leaves the model
-                self.captured.laid(name, weight.clone())
+                self.captured.set_parameter(name, weight.clone())
         finally:
             keeper.leave(notify)
             forget(self.job.batches)  # what a forked worker has read on from is no other's

@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.reachable_state import Change, ReachableState, set_at
-from roundelay.frontend.source_lines import line_of_change
+from roundelay.frontend.reachable_state import Change, ReachableState, SlotId
+from roundelay.frontend.source_lines import line_of_change, set_at
 
 STEPS = (1, 10, 100, 1_000, 10_000, 1_000_000)
 """Added to changed numbers: a schedule that counts its calls reacts to one of them."""
@@ -30,7 +30,7 @@ def refuse_state(
     call: Call,
     other: Call,
     roots: Sequence[tuple[str, Any]],
-    of_loss: Collection[tuple[int, str, Any]],
+    of_loss: Collection[SlotId],
 ) -> None:
     """Refuse code in which one call reads what the previous one has left; all state is restored.
 

@@ -22,7 +22,9 @@ from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.export_checks import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
-from roundelay.frontend.reachable_state import MISSING, Change, ReachableState, StateSlot, set_at
+from roundelay.frontend.reachable_state import Change, ReachableState, StateSlot
+from roundelay.frontend.slot_values import MISSING
+from roundelay.frontend.source_lines import set_at
 from roundelay.frontend.trace_guards import guarded_trace, owners_of
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]

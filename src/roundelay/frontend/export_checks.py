@@ -7,17 +7,16 @@ still equal its reference bit for bit, but not be the user's training.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx
 
 from roundelay.errors import CaptureError
+from roundelay.frontend.reachable_state import PYTHON_GENERATORS, ReachableState
 
 _KEPT = "operations with gradients of torch's own: a stage's backward runs no user code"
 
@@ -97,7 +96,7 @@ def refusing_tensor_hooks() -> Iterator[None]:
     register_hook, hooked = tensor.register_hook, [False]
 
     def recording(self: torch.Tensor, hook: Any) -> Any:
-        hooked[0] |= not _of_torch(sys._getframe(1).f_globals.get("__name__", ""))
+        hooked[0] |= sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch"
         return register_hook(self, hook)
 
     tensor.register_hook = recording
@@ -137,25 +136,15 @@ def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
     Raises:
         CaptureError: it does.
     """
-    python, numpy = random.getstate(), _numpy()
+    state = ReachableState(PYTHON_GENERATORS)
     yield
-    drawn = "random" if random.getstate() != python else "numpy.random" if _numpy() != numpy else None
-    if drawn is not None:
+    if changes := state.changes():
         raise CaptureError(
             what,
-            got=f"a number drawn by {drawn}",
+            got=f"a number drawn by {changes[0].slot.path}",
             expected="torch's random numbers, which do not depend on where and how often a stage computes",
             remedy="Draw with torch, for example torch.rand(()), and choose with torch.where instead of `if`.",
         )
-
-
-def _numpy() -> tuple[bytes, int]:
-    state: Any = np.random.get_state(legacy=False)
-    return state["state"]["key"].tobytes(), state["state"]["pos"]
-
-
-def _of_torch(module: str) -> bool:
-    return module.split(".")[0] == "torch"
 
 
 def _hook(where: str) -> CaptureError:

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.reachable_state import ReachableState, StateSlot
+from roundelay.frontend.reachable_state import ReachableState, SlotId, StateSlot
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
@@ -33,7 +33,7 @@ class ExternalMutations:
     def __init__(
         self,
         model: torch.nn.Module,
-        excluded: Collection[tuple[int, str, Any]] = (),
+        excluded: Collection[SlotId] = (),
         functions: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self._attributes = list(_attributes(model, set(excluded)))
@@ -75,9 +75,7 @@ class ExternalMutations:
         return None
 
 
-def _attributes(
-    model: torch.nn.Module, excluded: Collection[tuple[int, str, Any]]
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+def _attributes(model: torch.nn.Module, excluded: Collection[SlotId]) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     for name, module in model.named_modules():
         entries = module.__dict__
         for key, value in entries.items():
@@ -86,7 +84,7 @@ def _attributes(
 
 
 def _slots(
-    state: ReachableState, excluded: Collection[tuple[int, str, Any]], model: torch.nn.Module
+    state: ReachableState, excluded: Collection[SlotId], model: torch.nn.Module
 ) -> Iterator[tuple[StateSlot, Any]]:
     """Numbers and strings outside the model that the forward, the loss or ``inputs`` read by name and never set."""
     own, read, written = {id(module) for module in model.modules()}, state.names_read(), state.names_set()

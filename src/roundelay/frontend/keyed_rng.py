@@ -18,13 +18,11 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from roundelay.errors import DeadlineError
@@ -67,16 +65,6 @@ class GeneratorLock:
 
 
 DEFAULT_GENERATOR_LOCK = GeneratorLock()
-
-
-def generator_states() -> tuple[bytes, ...]:
-    """States of torch's, numpy's and Python's default generators."""
-    _, key, position, *_ = np.random.get_state()
-    return (
-        torch.random.get_rng_state().numpy().tobytes(),
-        np.asarray(key).tobytes() + str(position).encode(),
-        repr(random.getstate()).encode(),
-    )
 
 
 _MASK = (1 << 64) - 1

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from roundelay.errors import CaptureError, JobError
+from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.export_adapter import CallShape, Inputs
-from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, generator_states
-from roundelay.frontend.reachable_state import MISSING, ReachableState
+from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK
+from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, ReachableState
+from roundelay.frontend.slot_values import MISSING
 
 
 def train(model: torch.nn.Module) -> None:
@@ -30,11 +31,11 @@ def train(model: torch.nn.Module) -> None:
         module.training = False
 
 
-def alone_if_drawing(inputs: Inputs, batch: Batch) -> tuple[Inputs, tuple[tuple[Any, ...], dict[str, Any]]]:
+def locked_if_random(inputs: Inputs, batch: Batch) -> tuple[Inputs, tuple[tuple[Any, ...], dict[str, Any]]]:
     """``inputs`` and its result for ``batch``; if it draws random numbers, wrapped to hold the generator lock."""
-    before = generator_states()
-    result = called(inputs, batch)
-    if before == generator_states():
+    state = ReachableState(DEFAULT_GENERATORS)
+    result = call_inputs(inputs, batch)
+    if not state.changes():
         return inputs, result
 
     def locked(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -44,7 +45,7 @@ def alone_if_drawing(inputs: Inputs, batch: Batch) -> tuple[Inputs, tuple[tuple[
     return locked, result
 
 
-def called(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_inputs(inputs: Inputs, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The model's (args, kwargs) for a batch, from the user's ``inputs``.
 
     Raises:
@@ -90,13 +91,3 @@ def first_forward(
             change.slot.write(value)
             created.add(id(value))
     return created
-
-
-def changes_on(name: str) -> CaptureError:
-    """The error for a buffer that the first forward creates and later ones change."""
-    return CaptureError(
-        f"buffer {name!r}, which the first forward creates",
-        got="a buffer that later forwards change, so that its initial value is not known",
-        expected="a buffer that __init__ initialises, or that only the first forward sets",
-        remedy=f'Register it in __init__: self.register_buffer("{name.split(".")[-1]}", torch.zeros(...)).',
-    )

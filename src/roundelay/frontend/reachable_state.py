@@ -17,7 +17,6 @@ import copy
 import dis
 import functools
 import inspect
-import itertools
 import random
 import re
 import types
@@ -28,6 +27,22 @@ from typing import Any, Literal, final
 
 import numpy as np
 import torch
+
+from roundelay.frontend.slot_values import (
+    GENERATORS,
+    ITERATORS,
+    MISSING,
+    address,
+    contents,
+    copied_values,
+    copy_into,
+    generator_state,
+    in_cell,
+    same,
+    same_values,
+    set_contents,
+    set_generator_state,
+)
 
 MOST = 10_000
 """Containers with more items are not walked through."""
@@ -40,10 +55,20 @@ _NUMBERS, _LAST_NAME = re.compile(r"(\[\d+\])+$"), re.compile(r"\['([^']*)'\]$|(
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+PYTHON_GENERATORS = (("random", random._inst), ("numpy.random", np.random.mtrand._rand))
+"""The default random number generators of Python and NumPy, as roots of :class:`ReachableState`."""
+
+DEFAULT_GENERATORS = (*PYTHON_GENERATORS, ("torch", torch.default_generator))
+"""These and torch's."""
+
 MOST_BYTES = 1 << 31
 """Bytes of tensors and arrays that are copied for comparison; further ones are not compared."""
 
 Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state", "values"]
+
+
+SlotId = tuple[int, str, Any]
+"""The id of a slot's holder, the slot's kind and its key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +90,7 @@ class StateSlot:
     path: str
 
     @property
-    def place(self) -> tuple[int, str, Any]:
+    def place(self) -> SlotId:
         """Identifies the slot."""
         return id(self.holder), self.kind, self.key
 
@@ -80,26 +105,26 @@ class StateSlot:
     def read(self) -> Any:
         """The current value, :data:`MISSING` if there is none."""
         if self.kind == "contents":
-            return _contents(self.holder)
+            return contents(self.holder)
         if self.kind == "state":
-            return _state(self.holder)
+            return generator_state(self.holder)
         if self.kind == "values":
-            return _copied(self.holder)
+            return copied_values(self.holder)
         if self.kind == "cell":
-            return _in_cell(self.holder)
+            return in_cell(self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
         return dict.get(self._entries(), self.key, MISSING)  # bypasses overridden methods
 
     def write(self, value: Any) -> None:
         """Set the value without running user code; :data:`MISSING` removes it."""
-        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's must not advance
+        value = copy.copy(value) if isinstance(value, ITERATORS) else value  # the snapshot's must not advance
         if self.kind == "contents":
-            _fill(self.holder, value)
+            set_contents(self.holder, value)
         elif self.kind == "state":
-            _set_state(self.holder, value)
+            set_generator_state(self.holder, value)
         elif self.kind == "values":
-            _copy_into(self.holder, value)
+            copy_into(self.holder, value)
         elif self.kind == "cell":
             if value is not MISSING:
                 self.holder.cell_contents = value
@@ -120,15 +145,6 @@ class StateSlot:
 def _dict_of(entries: dict[Any, Any]) -> Any:
     """The built-in class whose methods keep the entries consistent."""
     return OrderedDict if isinstance(entries, OrderedDict) else dict
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
-"""The value of a slot that holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,19 +169,19 @@ class ReachableState:
     def __init__(self, roots: Sequence[tuple[str, Any]], own: torch.nn.Module | None = None) -> None:
         #: where the walk started
         self.roots = tuple(roots)
-        self.slots: dict[tuple[int, str, Any], StateSlot] = {}
-        self._values: dict[tuple[int, str, Any], Any] = {}
+        self.slots: dict[SlotId, StateSlot] = {}
+        self._values: dict[SlotId, Any] = {}
         self._holders: dict[int, Any] = {}
-        self._excluded = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
+        self._excluded = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := address(t))}
         left = MOST_BYTES
         for slot, value in _walk(self.roots, self._holders, self._excluded):
             if slot.kind == "values":
                 left -= value.nbytes
                 if left < 0:
                     continue
-                value = _copied(value)
+                value = copied_values(value)
             self.slots.setdefault(slot.place, slot)
-            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
+            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, ITERATORS) else value)
 
     def changes(self) -> list[Change]:
         """All changes since: only topmost slots, of holders that could be reached before."""
@@ -176,9 +192,9 @@ class ReachableState:
             seen.add(slot.place)
             before = self._values.get(slot.place, MISSING)
             if slot.kind == "values":
-                if before is not MISSING and not _same_values(before, after):
-                    changes.append(Change(slot, before, _copied(after)))
-            elif not _same(before, after):
+                if before is not MISSING and not same_values(before, after):
+                    changes.append(Change(slot, before, copied_values(after)))
+            elif not same(before, after):
                 changes.append(Change(slot, before, after))
         for place, slot in self.slots.items():  # no longer reachable, but perhaps changed
             if place not in seen and not same_value(slot, self._values[place]):
@@ -188,6 +204,11 @@ class ReachableState:
     def restore(self, except_kinds: Collection[Kind] = ()) -> None:
         """Undo all changes since, except in some kinds of slots."""
         put_back([change for change in self.changes() if change.slot.kind not in except_kinds])
+
+    def first_read(self, changes: Sequence[Change]) -> Change | None:
+        """The first of some changes whose slot the roots' code can read."""
+        names = self.names_read()
+        return next((c for c in changes if c.slot.place in self.slots and c.slot.name in names), None)
 
     def names_read(self) -> set[str]:
         """Names and strings in the code of the roots' functions, and of functions that these may call by name.
@@ -202,7 +223,7 @@ class ReachableState:
 
     def _names(self) -> tuple[set[str], set[str]]:
         read, assigned = set[str](), set[str]()
-        known = {type(holder) for holder in self._holders.values() if not _is_library(type(holder))}
+        known = {type(holder) for holder in self._holders.values() if not is_library(type(holder))}
         functions = [function for _, root in self.roots for function in _functions_of(root)]
         seen: set[types.CodeType] = set()
         while functions:
@@ -217,7 +238,7 @@ class ReachableState:
                     inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))
                 ]
             for cell in function.__closure__ or ():
-                functions += _functions_of(_in_cell(cell))
+                functions += _functions_of(in_cell(cell))
             read |= names
             assigned |= _assigned_names(function.__code__)
         return read, assigned
@@ -234,58 +255,13 @@ class ReachableState:
 
 def same_value(slot: StateSlot, before: Any) -> bool:
     """Whether a slot still holds an earlier value."""
-    return _same_values(before, slot.holder) if slot.kind == "values" else _same(before, slot.read())
+    return same_values(before, slot.holder) if slot.kind == "values" else same(before, slot.read())
 
 
 def put_back(changes: Sequence[Change]) -> None:
     """Undo changes, the last one first."""
     for change in reversed(changes):
         change.slot.write(change.before)
-
-
-def set_at(change: Change) -> str:
-    """The line that sets a slot, as "file:line `text`"; empty if unknown.
-
-    Searches the source of the class that has the attribute, and of its bases outside of libraries.
-    """
-    holder, name = change.slot.holder, change.slot.key
-    if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
-        return ""
-    return place_of(holder if isinstance(holder, type) else type(holder), str(name))
-
-
-def place_of(kind: type, name: str) -> str:
-    """The last line in a class's source that assigns to or changes an attribute, as "file:line `text`"."""
-    line_found = ""
-    for base in kind.__mro__:
-        if _is_library(base):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(base)
-            file = inspect.getsourcefile(base)
-        except (OSError, TypeError):
-            continue
-        for i, line in enumerate(lines):
-            if _sets(line, name):
-                line_found = f"{file}:{first + i} `{line.strip()[:120]}`"
-    return line_found
-
-
-def _sets(line: str, name: str) -> bool:
-    """Whether a line of source assigns to or changes an attribute of that name."""
-    start = 0
-    while (at := line.find("." + name, start)) >= 0:
-        start, rest = at + 1, line[at + 1 + len(name) :].lstrip()
-        if rest[:1].isalnum() or rest[:1] == "_":
-            continue
-        if (rest.startswith("=") and not rest.startswith("==")) or rest[1:2] == "=" or rest[2:3] == "=":
-            return True
-        if rest.startswith((".append", ".extend", ".add", ".update", ".pop", ".clear", ".insert", "[", ",", ".copy_")):
-            return True
-    return False
-
-
-# ------------------------------------------------------------------------------------------------------- the walk
 
 
 def _walk(
@@ -302,7 +278,7 @@ def _walk(
         if id(value) in holders or isinstance(value, (str, bytes, int, float, type(None))):
             continue
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            if excluded is not None and (memory := _memory(value)) and memory not in excluded:
+            if excluded is not None and (memory := address(value)) and memory not in excluded:
                 holders[id(value)] = value
                 yield StateSlot(value, "values", None, path), value
             continue
@@ -313,9 +289,7 @@ def _walk(
         queue.extend(_below(path, value, slots))
 
 
-_ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter(())), type(iter([])), type(iter(range(0))))
 _CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
@@ -326,13 +300,13 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
             yield from ((StateSlot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
     elif isinstance(value, (list, set, deque)):
         if len(value) <= MOST:
-            yield StateSlot(value, "contents", None, path), _contents(value)
-    elif isinstance(value, _GENERATORS):
-        yield StateSlot(value, "state", None, path), _state(value)
+            yield StateSlot(value, "contents", None, path), contents(value)
+    elif isinstance(value, GENERATORS):
+        yield StateSlot(value, "state", None, path), generator_state(value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
     elif isinstance(value, type):
-        if not _is_library(value):
+        if not is_library(value):
             yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
@@ -358,11 +332,11 @@ def _of_class(path: str, kind: type) -> Iterator[tuple[StateSlot, Any]]:
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[StateSlot, Any]]:
-    if _is_library(function):
+    if is_library(function):
         return
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        content = _in_cell(cell)
+        content = in_cell(cell)
         yield StateSlot(cell, "cell", name, name), content
     used = function.__globals__
     for name in sorted(_names(function.__code__)):
@@ -382,7 +356,7 @@ def _below(path: str, value: Any, slots: Sequence[tuple[StateSlot, Any]]) -> Ite
         yield from ((f"{path}.{name}", part) for name, part in list(parts.items()) if part is not None)
         yield from ((f"{path}.{hooks}", value.__dict__[hooks]) for hooks in _HOOKS if hooks in value.__dict__)
         yield path, type(value).forward
-        yield from ((path, base) for base in type(value).__mro__ if not _is_library(base))
+        yield from ((path, base) for base in type(value).__mro__ if not is_library(base))
     elif isinstance(value, tuple) and len(value) <= MOST:
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.MethodType):
@@ -390,7 +364,7 @@ def _below(path: str, value: Any, slots: Sequence[tuple[StateSlot, Any]]) -> Ite
         yield path, value.__func__
     elif isinstance(value, functools.partial):
         yield from ((path, part) for part in (value.func, value.args, value.keywords))
-    elif isinstance(value, types.FunctionType) and not _is_library(value):
+    elif isinstance(value, types.FunctionType) and not is_library(value):
         yield from ((path, part) for part in (value.__defaults__, value.__kwdefaults__) if part is not None)
     elif _is_plain(value) and not isinstance(value, type):
         yield path, type(value)
@@ -398,42 +372,40 @@ def _below(path: str, value: Any, slots: Sequence[tuple[StateSlot, Any]]) -> Ite
             yield path, type(value).__call__
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """The global and attribute names that a function's code uses, nested functions included."""
-    names = set(code.co_names)
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of all functions defined inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+            yield from _nested(constant)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The global and attribute names that a function's code uses."""
+    return {name for part in _nested(code) for name in part.co_names}
+
+
+def _texts(code: types.CodeType) -> set[str]:
+    """The string constants in a function's code."""
+    return {constant for part in _nested(code) for constant in part.co_consts if isinstance(constant, str)}
 
 
 def _assigned_names(code: types.CodeType) -> set[str]:
     """Names that a function's code assigns to, and all its strings if it sets entries."""
     names = set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
-            names.add(step.argval)
-        elif step.opname == "STORE_SUBSCR":
-            names |= _texts(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _assigned_names(constant)
+    for part in _nested(code):
+        for step in dis.get_instructions(part):
+            if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
+                names.add(step.argval)
+            elif step.opname == "STORE_SUBSCR":
+                names |= _texts(part)
     return names
-
-
-def _texts(code: types.CodeType) -> set[str]:
-    """The string constants in a function's code, nested functions included."""
-    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            texts |= _texts(constant)
-    return texts
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
     """The user's functions that a call of ``value`` runs first."""
     if isinstance(value, torch.nn.Module):
-        parts = [part for part in value.modules() if not _is_library(type(part))]
+        parts = [part for part in value.modules() if not is_library(type(part))]
         return [function for part in parts for function in _functions_of(type(part).forward)]
     if isinstance(value, property):
         value = value.fget
@@ -442,7 +414,7 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
     if isinstance(value, functools.partial):
         return _functions_of(value.func)
     if isinstance(value, types.FunctionType):
-        return [] if _is_library(value) else [value]
+        return [] if is_library(value) else [value]
     if _is_plain(value) and not isinstance(value, type) and callable(value):
         return _functions_of(type(value).__call__)
     return []
@@ -450,117 +422,10 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
 
 def _is_plain(value: Any) -> bool:
     """Whether it is an object of a user's class, with attributes."""
-    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not _is_library(type(value))
+    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not is_library(type(value))
 
 
-def _is_library(what: Any) -> bool:
+def is_library(what: Any) -> bool:
+    """Whether a class or a function belongs to a package that is not walked into."""
     module = getattr(what, "__module__", None) or ""
     return module.split(".")[0] in _LIBRARIES
-
-
-# ------------------------------------------------------------------------------------------------- contents, states
-
-
-def _contents(container: Any) -> Any:
-    return tuple(container)
-
-
-def _fill(container: Any, items: Any) -> None:
-    if isinstance(container, list):
-        container[:] = items
-        return
-    container.clear()
-    if isinstance(container, set):
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _memory(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    """Address of a tensor or an array whose values can be copied and restored; else 0."""
-    if isinstance(value, np.ndarray):
-        return 0 if value.dtype.hasobject or not value.flags.writeable else value.__array_interface__["data"][0]
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-        return 0
-    if value.is_meta or value.is_inference() or value.is_quantized or not value.numel():
-        return 0
-    storage = value.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() >= value.nbytes else 0  # else it is expanded
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
-
-
-def _copy_into(holder: Any, value: Any) -> None:
-    if isinstance(holder, torch.Tensor):
-        inner = holder.data  # writes do not count as a new version: a backward may follow
-        if inner.shape == value.shape:
-            inner.copy_(value)
-        else:
-            holder.data = value
-    else:
-        holder[...] = value
-
-
-def _same_values(one: Any, two: Any) -> bool:
-    """Whether two tensors or arrays have the same bits."""
-    if isinstance(one, torch.Tensor):
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return False
-        one, two = (tensor.detach() for tensor in (one, two))
-        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # equal also for NaN
-    return bool(one.shape == two.shape and one.tobytes() == two.tobytes())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _same(one: Any, two: Any) -> bool:
-    """Whether two slot values are the same object, equal numbers or strings, or containers of the same items."""
-    if one is two:
-        return True
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, (bool, int, float, complex, str, bytes)):
-        return bool(one == two or (one != one and two != two))
-    if isinstance(one, tuple):
-        return len(one) == len(two) and all(map(_same, one, two))
-    if isinstance(one, _ITERATORS):
-        return bool(one.__reduce__() == two.__reduce__())
-    if isinstance(one, types.MethodType):
-        return bool(one == two)
-    if isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and one.ndim == 1:  # a generator's state
-        return torch.equal(one, two)
-    if isinstance(one, dict) and "bit_generator" in one:
-        return repr(one) == repr(two)
-    return False

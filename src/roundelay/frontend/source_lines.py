@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import traceback
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.reachable_state import Change, same_value
+from roundelay.frontend.reachable_state import Change, is_library, same_value
 
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
@@ -70,3 +71,45 @@ def line_of_change(change: Change, call: Callable[[], Any]) -> str:
         return ""
     file, number = lines[0]
     return f"{file}:{number} `{linecache.getline(file, number).strip()[:120]}`"
+
+
+def set_at(change: Change) -> str:
+    """The line that sets a slot, as "file:line `text`"; empty if unknown.
+
+    Searches the source of the class that has the attribute, and of its bases outside of libraries.
+    """
+    holder, name = change.slot.holder, change.slot.key
+    if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
+        return ""
+    return place_of(holder if isinstance(holder, type) else type(holder), str(name))
+
+
+def place_of(kind: type, name: str) -> str:
+    """The last line in a class's source that assigns to or changes an attribute, as "file:line `text`"."""
+    line_found = ""
+    for base in kind.__mro__:
+        if is_library(base):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(base)
+            file = inspect.getsourcefile(base)
+        except (OSError, TypeError):
+            continue
+        for i, line in enumerate(lines):
+            if _sets(line, name):
+                line_found = f"{file}:{first + i} `{line.strip()[:120]}`"
+    return line_found
+
+
+def _sets(line: str, name: str) -> bool:
+    """Whether a line of source assigns to or changes an attribute of that name."""
+    start = 0
+    while (at := line.find("." + name, start)) >= 0:
+        start, rest = at + 1, line[at + 1 + len(name) :].lstrip()
+        if rest[:1].isalnum() or rest[:1] == "_":
+            continue
+        if (rest.startswith("=") and not rest.startswith("==")) or rest[1:2] == "=" or rest[2:3] == "=":
+            return True
+        if rest.startswith((".append", ".extend", ".add", ".update", ".pop", ".clear", ".insert", "[", ",", ".copy_")):
+            return True
+    return False

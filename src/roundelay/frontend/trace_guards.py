@@ -81,7 +81,12 @@ class ProxyMode(TorchFunctionMode):
         if name in ("__get__", "__set__") and getattr(func, "__self__", None) is torch.Tensor.data:
             return self._data(name, args)
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise _own_generator(name)
+            raise CaptureError(
+                f"torch.{name} in the model's forward{users_line()}",
+                got="numbers drawn from a torch.Generator of its own",
+                expected="random numbers of torch's default generator, which are keyed by the run's seed",
+                remedy="Leave generator= out; --seed makes the numbers the same in every run.",
+            )
         if name != "__get__":
             args = tuple([self._proxied(arg) for arg in args])
             kwargs = {key: self._proxied(arg) for key, arg in kwargs.items()}
@@ -121,15 +126,6 @@ def _proxy_of(value: torch.Tensor, owner: Owner) -> torch.Tensor:
     return traced.as_strided(value.size(), value.stride(), value.storage_offset() - tensor.storage_offset())
 
 
-def _own_generator(name: str) -> CaptureError:
-    return CaptureError(
-        f"torch.{name} in the model's forward{users_line()}",
-        got="numbers drawn from a torch.Generator of its own",
-        expected="random numbers of torch's default generator, which are keyed by the run's seed",
-        remedy="Leave generator= out; --seed makes the numbers the same in every run.",
-    )
-
-
 @contextmanager
 def guarded_trace(owners: Owners) -> Iterator[None]:
     """Apply all guards of this module while a forward is traced.
@@ -140,30 +136,30 @@ def guarded_trace(owners: Owners) -> Iterator[None]:
     Raises:
         CaptureError: the forward does something that a stage could not do.
     """
-    with refusing_seeds(), refusing_grad(_forces), checks_left_out(), substituting(), ProxyMode(owners):
+    remedy = "Train this model in plain PyTorch, or predict the gradient by an output of its own."
+    no_grad = refusing_grad("the model's forward", CaptureError, remedy)
+    with refusing_seeds(), no_grad, checks_left_out(), substituting(), ProxyMode(owners):
         yield
 
 
-def _forces(where: str) -> CaptureError:
-    return CaptureError(
-        f"torch.autograd.grad in the model's forward{where}",
-        got="a gradient that the forward computes (forces from an energy, for example)",
-        expected="a forward that is differentiated once: a stage runs its backward once, and keeps no graph of it",
-        remedy="Train this model in plain PyTorch, or predict the gradient by an output of its own.",
-    )
-
-
 @contextmanager
-def refusing_grad(refusal: Callable[[str], RoundelayError]) -> Iterator[None]:
+def refusing_grad(what: str, error: type[RoundelayError], remedy: str) -> Iterator[None]:
     """Refuse calls of ``torch.autograd.grad`` within the block.
 
     Args:
-        refusal: makes the error from the calling line, as :func:`users_line` writes it.
+        what: the code in the block, for the error's subject.
+        error: the class of the error.
+        remedy: what the user can do instead.
     """
     grad = torch.autograd.grad
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise refusal(users_line())
+        raise error(
+            f"torch.autograd.grad in {what}{users_line()}",
+            got="a gradient that it computes itself (forces from an energy, or a gradient penalty)",
+            expected="code that is differentiated once: a stage's backward runs once and is not differentiated itself",
+            remedy=remedy,
+        )
 
     torch.autograd.grad = refuse
     try:
