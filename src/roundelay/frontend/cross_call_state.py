@@ -46,42 +46,43 @@ def refuse_state(
         JobError: the loss is.
     """
     state = ReachableState(roots, model)
-    changes: list[Change] = []
-    where = ""
     try:
-        index = _state(model, call, other, state, changes)
-        if index is not None:
+        change = _state(model, call, other, state)
+        if change is not None:
             state.restore()
-            where = line_of_change(changes[index], other) or set_at(changes[index])
+            where = line_of_change(change, other) or set_at(change)
     finally:
         state.restore()
-    if index is not None:
-        raise _refusal(changes[index], where, changes[index].slot.place in of_loss)
+    if change is not None:
+        raise _refusal(change, where, change.slot.place in of_loss)
 
 
-def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableState, changes: list[Change]) -> int | None:
-    """Index of a change by one call that the next call reads, None if there is none; fills ``changes``."""
+def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableState) -> Change | None:
+    """A change by the call ``other`` that the next call reads, None if there is none."""
     first = _computed(model, call)
     state.restore()
     _computed(model, other)
-    changes += state.changes()
-    if not changes:
+    if not (changes := state.changes()):
         return None
-    try:
-        same = _same(first, _computed(model, call))
-    except Exception:  # raised by user code on what the other call has left: so it was read
-        same = False
-    if not same:
-        read = (i for i, change in enumerate(changes) if _differs(model, call, state, first, [change], _after))
-        return next(read, 0)
-    numbers = [i for i, change in enumerate(changes) if _is_number(change.before)]
+
+    def differs(values: Sequence[tuple[Change, Any]] | None) -> bool:
+        """Whether the results differ with only these values in their slots; None: with what ``other`` has left."""
+        if values is not None:
+            state.restore()
+            for change, value in values:
+                change.slot.write(value)
+        try:
+            return not _same(first, _computed(model, call))
+        except Exception:  # raised by user code on an unexpected value: so it was read
+            return True
+
+    if differs(None):
+        return next((change for change in changes if differs([(change, change.after)])), changes[0])
+    numbers = [change for change in changes if _is_number(change.before)]
     for step in STEPS if numbers else ():
-
-        def moved(change: Change, step: int = step) -> Any:
-            return change.before + step
-
-        if _differs(model, call, state, first, [changes[i] for i in numbers], moved):
-            return next((i for i in numbers if _differs(model, call, state, first, [changes[i]], moved)), numbers[0])
+        moved = [(change, change.before + step) for change in numbers]
+        if differs(moved):
+            return next((one[0] for one in moved if differs([one])), numbers[0])
     return None
 
 
@@ -95,10 +96,8 @@ def _refusal(change: Change, where: str, of_loss: bool) -> RoundelayError:
         got = "a random number generator of its own, from which each call draws"
         remedy = "Draw from torch's default generator, whose numbers are keyed by the run's seed."
     elif of_loss:
-        remedy = (
-            "Give what changes from update to update as a tensor in the batch, or keep it in a buffer of the model "
-        )
-        remedy += "that forward changes and returns."
+        remedy = "Give what changes from update to update as a tensor in the batch, or keep it in a buffer of the "
+        remedy += "model that forward changes and returns."
     elif _is_number(change.before) or isinstance(change.before, bool):
         remedy = f'Keep it in a buffer: self.register_buffer("{slot.key}", torch.tensor({change.before!r})) in '
         remedy += f"__init__, and self.{slot.key} = self.{slot.key} + 1 in forward, with torch operations on it."
@@ -107,28 +106,6 @@ def _refusal(change: Change, where: str, of_loss: bool) -> RoundelayError:
         remedy += "__init__; forward may replace it."
     expected = "a result that depends on its arguments, weights and buffers alone: stages keep nothing else"
     return kind(subject, got=got, expected=expected, remedy=remedy)
-
-
-def _after(change: Change) -> Any:
-    return change.after
-
-
-def _differs(
-    model: torch.nn.Module,
-    call: Call,
-    state: ReachableState,
-    first: list[Any],
-    changes: Sequence[Change],
-    value: Callable[[Change], Any],
-) -> bool:
-    """Whether a call's results differ when only these slots hold another value."""
-    state.restore()
-    for change in changes:
-        change.slot.write(value(change))
-    try:
-        return not _same(first, _computed(model, call))
-    except Exception:  # raised by user code on an unexpected number: so it was read
-        return True
 
 
 def _is_number(value: Any) -> bool:

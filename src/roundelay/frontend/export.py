@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,10 +22,10 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.deferred_signals import Interrupts, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
-from roundelay.frontend import export_substitutes
 from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, OutputShape, Roots, Seen
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
-from roundelay.frontend.recurrent import StandingIn, restore_operations
+from roundelay.frontend.export_substitutes import substitute
+from roundelay.frontend.recurrent import StandingIn
 from roundelay.frontend.source_lines import users_line_of
 
 PREFIX = "model."
@@ -86,8 +87,8 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
     adapter = ExportAdapter(model, call, roots)
     handled = sys.exc_info()[1]
     failures: list[Exception] = []
-    for sizes in (_every_size, _rows_only, _static_sizes):
-        dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
+    for dims in (None, 1, 0):  # every size dynamic, the number of rows, none
+        dynamic = {"leaves": tuple(dict.fromkeys(range(t.ndim)[:dims], torch.export.Dim.AUTO) for t in tensors)}
         with (
             _attributes_kept(model),
             _watch_modules(model) as running,
@@ -103,14 +104,11 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
                 if hides_interrupt(error, handled):
                     raise KeyboardInterrupt from error
                 failures.append(error)
-                if running.failed_at is None:
-                    running.failed_at = ""
                 where = running.failed_at
                 continue
         if adapter.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
-        restore_operations(program.graph_module)
-        export_substitutes.substitute(program.graph_module)
+        substitute(program.graph_module)
         refuse_sparse(program.graph)
         refuse_vmap(program.graph)
         roles = _roles(program, model)
@@ -119,44 +117,26 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
-def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.ndim), torch.export.Dim.AUTO)
-
-
-def _rows_only(tensor: torch.Tensor) -> dict[int, Any]:
-    return {0: torch.export.Dim.AUTO} if tensor.ndim else {}
-
-
-def _static_sizes(tensor: torch.Tensor) -> dict[int, Any]:
-    return {}
+_FILTERS: dict[str, Callable[[logging.LogRecord], bool]] = {
+    # a long message on an inequality of sizes that torch cannot simplify, and checks as it is
+    "torch.fx.experimental.symbolic_shapes": lambda r: not r.getMessage().startswith("Failed to reduce inequalities"),
+    # the traceback of an operation's error, which is raised as well
+    "torch._subclasses.fake_tensor": lambda r: r.exc_info is None,
+}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress torch's log messages and warnings about successful exports, and about errors that it raises anyway."""
-    sizes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    operations = logging.getLogger("torch._subclasses.fake_tensor")
-    sizes.addFilter(_is_relevant)
-    operations.addFilter(_has_no_traceback)
+    for name, accepts in _FILTERS.items():
+        logging.getLogger(name).addFilter(accepts)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="The tensor attributes? .* assigned during export"
-            )  # recurrent layers
+        with warnings.catch_warnings():  # of recurrent layers
+            warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
             yield
     finally:
-        sizes.removeFilter(_is_relevant)
-        operations.removeFilter(_has_no_traceback)
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    """False for the long message on an inequality of sizes that torch cannot simplify, and checks as it is."""
-    return not record.getMessage().startswith("Failed to reduce inequalities")
-
-
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """False for the traceback of an operation's error, which is raised as well."""
-    return record.exc_info is None
+        for name, accepts in _FILTERS.items():
+            logging.getLogger(name).removeFilter(accepts)
 
 
 @contextmanager
@@ -180,24 +160,23 @@ class _Running:
 
     def __init__(self) -> None:
         self.stack: list[str] = []
-        self.failed_at: str | None = None
+        self.failed_at = ""
+
+    def enter(self, name: str, _module: torch.nn.Module, _args: Any) -> None:
+        self.stack.append(name)
+        self.failed_at = name
+
+    def leave(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
+        self.stack.pop()
+        self.failed_at = self.stack[-1] if self.stack else ""
 
 
 @contextmanager
 def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
-    running = _Running()
-    handles = []
+    running, handles = _Running(), list[Any]()
     for name, module in model.named_modules():
-
-        def enter(_module: torch.nn.Module, _args: Any, name: str = name) -> None:
-            running.stack.append(name)
-            running.failed_at = name
-
-        def leave(_module: torch.nn.Module, _args: Any, _result: Any) -> None:
-            running.stack.pop()
-            running.failed_at = running.stack[-1] if running.stack else None
-
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles.append(module.register_forward_pre_hook(partial(running.enter, name)))
+        handles.append(module.register_forward_hook(running.leave))
     try:
         yield running
     finally:
@@ -219,7 +198,7 @@ def refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.
         try:
             torch.func.functional_call(model, buffers, args, kwargs)
         except Exception as error:  # whatever the user's forward raises
-            raise _not_exportable(model, running.failed_at or "", error, in_eager=True) from error
+            raise _not_exportable(model, running.failed_at, error, in_eager=True) from error
 
 
 def _not_exportable(model: torch.nn.Module, where: str, error: Exception, in_eager: bool = False) -> CaptureError:
@@ -285,21 +264,18 @@ def first_of_storages(model: torch.nn.Module) -> dict[str, str]:
         for begin, end, other, tensor in others:
             if start < end and begin < stop:
                 if (begin, tensor.size(), tensor.stride()) != (start, p.size(), p.stride()):
-                    raise _overlap(other, name)
+                    raise CaptureError(
+                        f"parameters {other!r} and {name!r}",
+                        got="two different views of the same memory, both trained",
+                        expected="parameters each in memory of its own, or one parameter under two names",
+                        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or "
+                        "its transpose.",
+                    )
                 first_names[name] = other
                 break
         else:
             others.append((start, stop, name, p))
     return first_names
-
-
-def _overlap(one: str, two: str) -> CaptureError:
-    return CaptureError(
-        f"parameters {one!r} and {two!r}",
-        got="two different views of the same memory, both trained",
-        expected="parameters each in memory of its own, or one parameter under two names",
-        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or its transpose.",
-    )
 
 
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:

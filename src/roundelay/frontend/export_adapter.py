@@ -291,11 +291,7 @@ def _write_buffers(changes: Sequence[Change]) -> tuple[str, ...]:
 
 
 def _refuse_parameters(changes: Sequence[Change]) -> None:
-    """Refuse a forward that replaces parameters.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Refuse a forward that replaces parameters, by a CaptureError."""
     for change in changes:
         if change.slot.kind == "parameter":
             where = set_at(change)

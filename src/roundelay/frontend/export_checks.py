@@ -87,11 +87,7 @@ def refuse_vmap(graph: torch.fx.Graph) -> None:
 
 @contextmanager
 def refusing_tensor_hooks() -> Iterator[None]:
-    """Refuse code within the block that registers gradient hooks on tensors.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Refuse code within the block that registers gradient hooks on tensors, by a CaptureError."""
     tensor: Any = torch.Tensor
     register_hook, hooked = tensor.register_hook, [False]
 
@@ -114,16 +110,21 @@ def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
     Raises:
         CaptureError: naming the function.
     """
-    left, seen = [output.grad_fn for output in outputs], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_nodes(outputs):
         kind = getattr(node, "_forward_cls", None)
         if kind is not None and not kind.__module__.startswith("torch._"):  # these export keeps
             raise _own_backward(kind)
-        left += [below for below, _ in node.next_functions]
+
+
+def autograd_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Every node of the autograd graphs of some tensors, once."""
+    left, seen = [tensor.grad_fn for tensor in tensors], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [below for below, _ in node.next_functions]
 
 
 @contextmanager
@@ -131,10 +132,7 @@ def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
     """Refuse code within the block that draws from Python's or NumPy's default generators.
 
     Args:
-        what: the code's name, the subject of the error.
-
-    Raises:
-        CaptureError: it does.
+        what: the code's name, the subject of the CaptureError.
     """
     state = ReachableState(PYTHON_GENERATORS)
     yield

@@ -17,6 +17,8 @@ import torch
 import torch.fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from roundelay.frontend import recurrent
+
 
 def cumulative_batch_norm(
     x: torch.Tensor,
@@ -65,15 +67,20 @@ def branch(pred: Any, true: Any, false: Any, operands: Sequence[Any] = ()) -> An
     return (true if bool(pred) else false)(*operands)
 
 
+REPLACEMENTS = {
+    **recurrent.REPLACEMENTS,
+    torch.ops.roundelay.cumulative_batch_norm.default: (cumulative_batch_norm, None),
+    torch.ops.higher_order.cond: (branch, None),
+}
+"""Operator to what a stage runs instead, and to how many of the arguments that takes (None: all)."""
+
+
 def substitute(module: torch.fx.GraphModule) -> None:
-    """Replace the operators by the functions in a graph and its sub-graphs."""
-    functions = {
-        torch.ops.roundelay.cumulative_batch_norm.default: cumulative_batch_norm,
-        torch.ops.higher_order.cond: branch,
-    }
+    """Replace the operators of :data:`REPLACEMENTS` in a graph and its sub-graphs."""
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             for node in inner.graph.nodes:
-                if node.op == "call_function":
-                    node.target = functions.get(node.target, node.target)
+                if node.op == "call_function" and node.target in REPLACEMENTS:
+                    node.target, count = REPLACEMENTS[node.target]
+                    node.args = node.args[:count]
             inner.recompile()

@@ -19,6 +19,16 @@ from roundelay.frontend.reachable_state import ReachableState, SlotId, StateSlot
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
 
+_REMEDIES = {
+    "requires_grad": "To train more of the model from some epoch on: train up to there, change it in job(), and "
+    "continue with --from RUN.",
+    "training": "Put parts of the model in eval mode in job() only; `evaluate` gets the whole model in eval mode.",
+}
+_OTHER_REMEDY = (
+    "Give what varies from update to update as a tensor in the batch, or let forward compute it from a counter in a "
+    "buffer."
+)
+
 
 @final
 class ExternalMutations:
@@ -58,7 +68,13 @@ class ExternalMutations:
         """
         turns = self._turns
         if turns % 2 == 0 and (difference := self._difference()) is not None and turns == self._turns:
-            raise _changed(*difference)
+            path, before, now = difference
+            raise JobError(
+                f"{path}, changed by the job while it trains (by batches, evaluate or a callback)",
+                got=repr(now),
+                expected=f"{before!r}, as when the model was captured: stages would keep using it",
+                remedy=_REMEDIES.get(path.rsplit(".", 1)[-1], _OTHER_REMEDY),
+            )
 
     def _difference(self) -> tuple[str, Any, Any] | None:
         for path, entries, key, value in self._attributes:
@@ -87,7 +103,7 @@ def _slots(
     state: ReachableState, excluded: Collection[SlotId], model: torch.nn.Module
 ) -> Iterator[tuple[StateSlot, Any]]:
     """Numbers and strings outside the model that the forward, the loss or ``inputs`` read by name and never set."""
-    own, read, written = {id(module) for module in model.modules()}, state.names_read(), state.names_set()
+    own, (read, written) = {id(module) for module in model.modules()}, state.names()
     for place, slot in state.slots.items():
         if place in excluded or id(slot.holder) in own or slot.kind not in ("attribute", "item", "cell", "class"):
             continue
@@ -95,21 +111,3 @@ def _slots(
         known = slot.kind == "cell" or not isinstance(slot.key, str) or slot.key in read
         if isinstance(value, _KINDS) and known and slot.key not in written:
             yield slot, value
-
-
-def _changed(path: str, before: Any, now: Any) -> JobError:
-    remedies = {
-        "requires_grad": "To train more of the model from some epoch on: train up to there, change it in job(), and "
-        "continue with --from RUN.",
-        "training": "Put parts of the model in eval mode in job() only; `evaluate` gets the whole model in eval mode.",
-    }
-    return JobError(
-        f"{path}, changed by the job while it trains (by batches, evaluate or a callback)",
-        got=repr(now),
-        expected=f"{before!r}, as when the model was captured: stages would keep using it",
-        remedy=remedies.get(
-            path.rsplit(".", 1)[-1],
-            "Give what varies from update to update as a tensor in the batch, or let forward compute it from a counter "
-            "in a buffer.",
-        ),
-    )

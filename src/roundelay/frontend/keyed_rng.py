@@ -224,29 +224,15 @@ def keyed_call(
         return draw.unkeyed(position, functools.partial(operator, *args, **kwargs))
     if isinstance(operator, torch._ops.OpOverload) and not operator._schema.is_mutable:
         args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
-    if on is not None and on.type in _GENERATORS:
-        return _keyed_on(on, draw.key(position), functools.partial(operator, *args, **kwargs))
-    with DEFAULT_GENERATOR_LOCK:
-        before = torch.random.get_rng_state()
-        try:
-            torch.default_generator.manual_seed(draw.key(position))
-            return operator(*args, **kwargs)
-        finally:
-            torch.random.set_rng_state(before)
-
-
-def _keyed_on(device: torch.device, key: int, call: Callable[[], Any]) -> Any:
-    """``call`` on the default generators of the CPU and of a CUDA device, seeded by ``key``.
-
-    A CUDA generator is read when a kernel is launched, so the lock need not be held until it has run.
-    """
-    generators = (torch.default_generator, torch.cuda.default_generators[device.index or 0])
+    generators = [torch.default_generator]
+    if on is not None and on.type in _GENERATORS:  # read when a kernel is launched: the lock covers no more than that
+        generators.append(torch.cuda.default_generators[on.index or 0])
     with DEFAULT_GENERATOR_LOCK:
         before = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
-                generator.manual_seed(key)
-            return call()
+                generator.manual_seed(draw.key(position))
+            return operator(*args, **kwargs)
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)

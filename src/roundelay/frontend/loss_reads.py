@@ -6,7 +6,7 @@ become outputs of the model, and :mod:`roundelay.frontend.loss_closure` puts the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import Batch, leaves
 from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen
-from roundelay.frontend.export_checks import refusing_draws
+from roundelay.frontend.export_checks import autograd_nodes, refusing_draws
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss import LossCall, LossFunction, LossReads, checked, with_tensors
 from roundelay.frontend.loss_closure import ClosureSlots, weights_at
@@ -228,7 +228,8 @@ def _through_gradients(
     """
     names = {id(tensor): f"w{name}" for name, tensor in own.items()}
     names |= {id(leaf): f"o{i}" for i, leaf in reversed(list(enumerate(entering)))}
-    trained = list(_trained_leaves(scalar))
+    trained = [leaf for node in autograd_nodes([scalar]) if (leaf := getattr(node, "variable", None)) is not None]
+    trained += [scalar] if scalar.grad_fn is None else []
     for leaf in trained:
         if id(leaf) not in names:
             raise JobError(
@@ -241,21 +242,6 @@ def _through_gradients(
             )
     entered = {names[id(leaf)] for leaf in trained}
     return entered if entered <= seen else entered | {f"b{path}" for path in fields}
-
-
-def _trained_leaves(scalar: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaf tensors for which a backward would compute gradients."""
-    left, seen = [scalar.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        left += [below for below, _ in node.next_functions]
-    if scalar.grad_fn is None:
-        yield scalar
 
 
 def _with_unobserved_reads(call: LossCall, outputs: Sequence[torch.Tensor]) -> LossCall:

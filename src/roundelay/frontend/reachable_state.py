@@ -32,16 +32,13 @@ from roundelay.frontend.slot_values import (
     GENERATORS,
     ITERATORS,
     MISSING,
+    READERS,
+    WRITERS,
     address,
-    contents,
     copied_values,
-    copy_into,
-    generator_state,
     in_cell,
     same,
     same_values,
-    set_contents,
-    set_generator_state,
 )
 
 MOST = 10_000
@@ -104,14 +101,8 @@ class StateSlot:
 
     def read(self) -> Any:
         """The current value, :data:`MISSING` if there is none."""
-        if self.kind == "contents":
-            return contents(self.holder)
-        if self.kind == "state":
-            return generator_state(self.holder)
-        if self.kind == "values":
-            return copied_values(self.holder)
-        if self.kind == "cell":
-            return in_cell(self.holder)
+        if self.kind in READERS:
+            return READERS[self.kind](self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
         return dict.get(self._entries(), self.key, MISSING)  # bypasses overridden methods
@@ -119,21 +110,14 @@ class StateSlot:
     def write(self, value: Any) -> None:
         """Set the value without running user code; :data:`MISSING` removes it."""
         value = copy.copy(value) if isinstance(value, ITERATORS) else value  # the snapshot's must not advance
-        if self.kind == "contents":
-            set_contents(self.holder, value)
-        elif self.kind == "state":
-            set_generator_state(self.holder, value)
-        elif self.kind == "values":
-            copy_into(self.holder, value)
-        elif self.kind == "cell":
-            if value is not MISSING:
-                self.holder.cell_contents = value
+        if self.kind in WRITERS:
+            WRITERS[self.kind](self.holder, value)
         elif self.kind == "class":
             setattr(self.holder, self.key, value)
         elif value is MISSING:
-            _dict_of(entries := self._entries()).pop(entries, self.key, None)
+            _built_in(entries := self._entries()).pop(entries, self.key, None)
         else:
-            _dict_of(entries := self._entries()).__setitem__(entries, self.key, value)
+            _built_in(entries := self._entries()).__setitem__(entries, self.key, value)
 
     def _entries(self) -> dict[Any, Any]:
         if self.kind == "item":
@@ -142,7 +126,7 @@ class StateSlot:
         return entries if self.kind == "attribute" else entries["_buffers" if self.kind == "buffer" else "_parameters"]
 
 
-def _dict_of(entries: dict[Any, Any]) -> Any:
+def _built_in(entries: dict[Any, Any]) -> Any:
     """The built-in class whose methods keep the entries consistent."""
     return OrderedDict if isinstance(entries, OrderedDict) else dict
 
@@ -207,21 +191,15 @@ class ReachableState:
 
     def first_read(self, changes: Sequence[Change]) -> Change | None:
         """The first of some changes whose slot the roots' code can read."""
-        names = self.names_read()
+        names, _ = self.names()
         return next((c for c in changes if c.slot.place in self.slots and c.slot.name in names), None)
 
-    def names_read(self) -> set[str]:
-        """Names and strings in the code of the roots' functions, and of functions that these may call by name.
+    def names(self) -> tuple[set[str], set[str]]:
+        """Names and strings that the roots' functions, and those that they may call by name, read and assign to.
 
-        An attribute or dict entry with another name is not read, except by code that computes names.
+        A slot with another name is not read, except by code that computes names. All strings of a function that sets
+        dict entries count as assigned.
         """
-        return self._names()[0]
-
-    def names_set(self) -> set[str]:
-        """Those that the code assigns to, and all strings of a function that sets dict entries."""
-        return self._names()[1]
-
-    def _names(self) -> tuple[set[str], set[str]]:
         read, assigned = set[str](), set[str]()
         known = {type(holder) for holder in self._holders.values() if not is_library(type(holder))}
         functions = [function for _, root in self.roots for function in _functions_of(root)]
@@ -245,12 +223,8 @@ class ReachableState:
 
     def holding(self, wanted: Any) -> list[StateSlot]:
         """The slots that hold an object, including containers that hold it among others."""
-        slots = []
-        for place, value in self._values.items():
-            parts = value if self.slots[place].kind == "contents" else (value,)
-            if any(part is wanted for part in parts):
-                slots.append(self.slots[place])
-        return slots
+        parts = {place: value if place[1] == "contents" else (value,) for place, value in self._values.items()}
+        return [self.slots[place] for place, items in parts.items() if any(item is wanted for item in items)]
 
 
 def same_value(slot: StateSlot, before: Any) -> bool:
@@ -300,9 +274,9 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
             yield from ((StateSlot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
     elif isinstance(value, (list, set, deque)):
         if len(value) <= MOST:
-            yield StateSlot(value, "contents", None, path), contents(value)
+            yield StateSlot(value, "contents", None, path), tuple(value)
     elif isinstance(value, GENERATORS):
-        yield StateSlot(value, "state", None, path), generator_state(value)
+        yield StateSlot(value, "state", None, path), READERS["state"](value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
     elif isinstance(value, type):
@@ -314,14 +288,13 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
 
 
 def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[StateSlot, Any]]:
-    entries = module.__dict__
-    for key, item in list(entries.items()):
-        if key not in _OF_MODULES and key not in _HOOKS and not key.startswith("_backward_"):
-            yield StateSlot(module, "attribute", key, f"{path}.{key}"), item
-    for key, item in list(entries.get("_buffers", {}).items()):
-        yield StateSlot(module, "buffer", key, f"{path}.{key}"), item
-    for key, item in list(entries.get("_parameters", {}).items()):
-        yield StateSlot(module, "parameter", key, f"{path}.{key}"), item
+    entries, apart = module.__dict__, (*_OF_MODULES, *_HOOKS)
+    own = {k: v for k, v in entries.items() if k not in apart and not k.startswith("_backward_")}
+    tables: list[tuple[Kind, dict[str, Any]]] = [("attribute", own)]
+    tables += [("buffer", entries.get("_buffers", {})), ("parameter", entries.get("_parameters", {}))]
+    for kind, table in tables:
+        for key, item in list(table.items()):
+            yield StateSlot(module, kind, key, f"{path}.{key}"), item
 
 
 def _of_class(path: str, kind: type) -> Iterator[tuple[StateSlot, Any]]:

@@ -97,19 +97,15 @@ class StandingIn(TorchFunctionMode):
         self._between()
         name = getattr(func, "__name__", "")
         if func is torch._pack_padded_sequence:
-            raise _refused()
+            raise CaptureError(
+                "pack_padded_sequence in the model's forward",
+                got="lengths that are values of a tensor",
+                expected="padded sequences, whose length is the size of a tensor; it may differ from batch to batch",
+                remedy="Give the recurrent layer the padded sequence, and mask the padding out of the loss.",
+            )
         if name in OPERATORS and func is getattr(torch, name) and _padded(args):
             return getattr(torch.ops.roundelay, name)(*args, _lowered(args[0]))
         return func(*args, **(kwargs or {}))
-
-
-def _refused() -> CaptureError:
-    return CaptureError(
-        "pack_padded_sequence in the model's forward",
-        got="lengths that are values of a tensor",
-        expected="padded sequences, whose length is the size of a tensor; it may differ from batch to batch",
-        remedy="Give the recurrent layer the padded sequence, and mask the padding out of the loss.",
-    )
 
 
 def _padded(args: tuple[Any, ...]) -> bool:
@@ -132,13 +128,7 @@ def _lstm_flops(x: Sequence[int], entering: Sequence[int], repeating: Sequence[i
 FLOPS: dict[Any, Callable[..., int]] = {aten.mkldnn_rnn_layer: _lstm_flops}
 """The LSTM kernel, which torch's FLOP counter lacks; the other operations consist of products that it counts."""
 
-
-def restore_operations(module: torch.fx.GraphModule) -> None:
-    """Replace the stand-ins in a graph and its sub-graphs by the operations."""
-    originals = {getattr(torch.ops.roundelay, name).default: operator for name, operator in OPERATORS.items()}
-    for inner in module.modules():
-        if isinstance(inner, torch.fx.GraphModule):
-            for node in inner.graph.nodes:
-                if node.target in originals:
-                    node.target, node.args = originals[node.target], node.args[:ARGUMENTS]
-            inner.recompile()
+REPLACEMENTS = {
+    getattr(torch.ops.roundelay, name).default: (operator, ARGUMENTS) for name, operator in OPERATORS.items()
+}
+"""Stand-in to the operation, and to how many of its arguments the operation takes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,10 @@ MISSING = _Missing()
 """The value of a slot that holds nothing."""
 
 
-def contents(container: Any) -> Any:
-    """The items of a list, a set or a deque."""
-    return tuple(container)
-
-
 def set_contents(container: Any, items: Any) -> None:
     """Replace all items of a list, a set or a deque."""
-    if isinstance(container, list):
-        container[:] = items
-        return
     container.clear()
-    if isinstance(container, set):
-        container.update(items)
-    else:
-        container.extend(items)
+    (container.update if isinstance(container, set) else container.extend)(items)
 
 
 def in_cell(cell: Any) -> Any:
@@ -48,27 +38,27 @@ def in_cell(cell: Any) -> Any:
         return MISSING
 
 
+def set_cell(cell: Any, value: Any) -> None:
+    """Set the value in a closure's cell, unless it is :data:`MISSING`."""
+    if value is not MISSING:
+        cell.cell_contents = value
+
+
 def generator_state(generator: Any) -> Any:
     """A copy of a random number generator's state."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state(legacy=False)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state(**({"legacy": False} if isinstance(generator, np.random.RandomState) else {}))
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Set a random number generator's state."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
-        generator.set_state(state)
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
 
 
 def address(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
@@ -106,12 +96,11 @@ def same_values(one: Any, two: Any) -> bool:
         if one.shape != two.shape or one.dtype != two.dtype:
             return False
         one, two = (tensor.detach() for tensor in (one, two))
-        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # equal also for NaN
+        if torch.equal(one, two):
+            return True
+        one, two = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, two))
+        return torch.equal(one, two)  # also for NaN
     return bool(one.shape == two.shape and one.tobytes() == two.tobytes())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def same(one: Any, two: Any) -> bool:
@@ -133,3 +122,20 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, dict) and "bit_generator" in one:
         return repr(one) == repr(two)
     return False
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "contents": tuple,
+    "state": generator_state,
+    "values": copied_values,
+    "cell": in_cell,
+}
+"""How a slot is read whose value is not an attribute or an entry, by kind."""
+
+WRITERS: dict[str, Callable[[Any, Any], None]] = {
+    "contents": set_contents,
+    "state": set_generator_state,
+    "values": copy_into,
+    "cell": set_cell,
+}
+"""How it is written."""

@@ -177,16 +177,12 @@ def checks_left_out() -> Iterator[None]:
     before = Distribution._validate_args
     detects = transformer._detect_is_causal_mask
     Distribution.set_default_validate_args(False)
-    transformer._detect_is_causal_mask = _is_causal_as_declared
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         transformer._detect_is_causal_mask = detects
         Distribution.set_default_validate_args(before)
-
-
-def _is_causal_as_declared(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    return is_causal is True
 
 
 _UNLIKELY = 0x5EED_0F_A_F0_12_3A
@@ -195,11 +191,7 @@ _UNLIKELY = 0x5EED_0F_A_F0_12_3A
 
 @contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse code within the block that seeds torch's default generator.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Refuse code within the block that seeds torch's default generator, by a CaptureError."""
     state = torch.random.get_rng_state()
     torch.default_generator.manual_seed(_UNLIKELY)
     lines: list[str] = []
