@@ -88,7 +88,9 @@ def two_weights_in_one_memory() -> Job:
     return job(model, data=batches(classes=8))
 
 
-@refused("parameters '0.weight' and '4.weight': got two parameters that share memory, which Adam steps.*model.4.weight = ")
+@refused(
+    "parameters '0.weight' and '4.weight': got two parameters that share memory, which Adam steps.*model.4.weight = "
+)
 def two_weights_in_one_memory_under_adam() -> Job:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     model[4].weight.data = model[0].weight.data

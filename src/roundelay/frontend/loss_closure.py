@@ -60,11 +60,6 @@ class ClosureSlots:
     weights: tuple[Weight, ...]
     start: int
 
-    @property
-    def count(self) -> int:
-        """Number of leaves."""
-        return sum(one.shape.num_tensors for one in self.left) + len(self.weights)
-
     @contextmanager
     def filled(self, leaf: Callable[[int], Any]) -> Iterator[None]:
         """Put the leaves into their slots within the block; restore the slots afterwards.
@@ -98,12 +93,10 @@ class ClosureSlots:
             value = leaf(position)
             position += 1
             for slot in weight.slots:
-                now = slot.read()
                 if slot.kind == "contents":
-                    value_there: Any = [value if item is weight.tensor else item for item in now]
+                    slot.write([value if item is weight.tensor else item for item in slot.read()])
                 else:
-                    value_there = value
-                slot.write(value_there)
+                    slot.write(value)
 
 
 def unread(places: ClosureSlots, i: int) -> Opaque:
