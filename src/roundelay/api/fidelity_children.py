@@ -24,15 +24,14 @@ from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, num_rows, part_rows, split
-from roundelay.frontend.reachable_state import place_of
+from roundelay.frontend.batch import Batch, copied, num_rows, part_rows, split
+from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import FORKING
-from roundelay.runtime.loader_epoch import copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, Asked, Cut, Stages, cut, given_stages, users_code
 from roundelay.api.num_micro_batches import LOOKED_AT, check_counts, choose_parts, wants_parts
 from roundelay.api.recompute_choice import again, meaning, names_for, spared
-from roundelay.api.statelessness import check_sharing, check_stateless, refusing_calls, untouched
+from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
 from roundelay.api.torch_scope import one_thread, without_dumps
 from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
@@ -94,12 +94,12 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Te
         with refusing_calls(job.model):
             sample = first_batch(job.batches, seed, deadline_s, tell)
         train_mode(job.model)
-        with untouched(job):
+        with preserving_state(job):
             return _captured(job, sample)
 
 
 def _captured(job: Job, sample: Batch) -> Captured:
-    with untouched(job):
+    with preserving_state(job):
         check_inputs(job, sample)
     with without_dumps():
         captured = capture_model(job.model, job.loss, sample, job.inputs)
@@ -217,7 +217,7 @@ def plan_with_reasons(
     num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
     home = schedule.workers(num_stages)
     draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
-    with untouched(job):
+    with preserving_state(job):
         parts = choose_parts(
             captured,
             rule_named(rule),
@@ -340,7 +340,7 @@ def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )
-    with untouched(job):
+    with preserving_state(job):
         return cut(captured, asked, num_stages, terms, sample)
 
 
@@ -380,7 +380,7 @@ def _measured(
 
     def profiles() -> list[StageProfile]:
         compile_stages(job, captured, draft, stages, seed)
-        with users_code("measuring the stages on the first micro-batch"), one_thread(), untouched(job):
+        with users_code("measuring the stages on the first micro-batch"), one_thread(), preserving_state(job):
             return profile(captured, stages, sample, draft.backward, devices, halved=halved)  # type: ignore[arg-type]
 
     measured = profiles() if set(draft.devices) != {CPU} else _apart(profiles)
@@ -388,9 +388,9 @@ def _measured(
         read: list[Batch] = []
         least, look = captured.graph.min_rows, read.append
         read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=least)
-        with untouched(job):
+        with preserving_state(job):
             for micro_batch in read:
-                captured.check_numbers(micro_batch)
+                captured.inputs.check_numbers(micro_batch)
     captured.settings.check()  # the loader has been read
     made = replace(checked, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
     prove(made)

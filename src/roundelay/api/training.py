@@ -293,7 +293,7 @@ class Session:
             last = checkpointer.finish()
             # as plain PyTorch leaves the model
             for name, weight in averages(last.optimizer, moving=False).items():
-                self.captured.laid(name, weight.clone())
+                self.captured.set_parameter(name, weight.clone())
         finally:
             checkpointer.close(notify)
             forget(self.job.batches)  # a loader that a forked worker has read from cannot be continued here

@@ -25,7 +25,7 @@ from roundelay.api.reference_start import (
 )
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
-from roundelay.api.statelessness import world_of
+from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread
 from roundelay.api.training import Session
@@ -191,10 +191,10 @@ def verify_session(
     check_way(tamper)
     origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
-    kept = world_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
+    kept = reachable_state_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
-        kept.restore(apart=("buffer", "parameter"))
+        kept.restore(except_kinds=("buffer", "parameter"))
         if session.plan.transport in FORKING:
             found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
         else:

@@ -94,6 +94,18 @@ def fresh(batch: Batch) -> Batch:
     return replace(batch, lambda _, leaf: leaf)
 
 
+def copied(batch: Batch) -> Batch:
+    """A batch with copies of all tensors and arrays; a tensor that occurs twice occurs twice in the copy."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+
+
 def num_rows(batch: Batch) -> int:
     """Rows of a batch: the size of dimension 0 of its tensors, the largest where they differ.
 

@@ -17,10 +17,10 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import num_rows, part_rows, split
+from roundelay.frontend.batch import copied, num_rows, part_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
-from roundelay.runtime.loader_epoch import Generators, OpenEpoch, copied, taken
+from roundelay.runtime.loader_epoch import Generators, OpenEpoch, taken
 from roundelay.runtime.prefetch import Registers, prefetch
 
 

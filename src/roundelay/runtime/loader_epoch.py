@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError, RoundelayError, UserCodeError
-from roundelay.frontend.batch import leaves, replace
+from roundelay.frontend.batch import copied, leaves
 from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.prefetch import hold_up, note
@@ -256,21 +256,6 @@ def _kept(batch: Any) -> Any:
         return copied(batch)
     except Exception:  # the person's own kind of batch: told where it is used
         return batch
-
-
-def copied(batch: Any) -> Any:
-    """A loader may fill its own tensors and arrays again when it is asked for the next batch.
-
-    A tensor that is there twice is there twice again.
-    """
-    made: dict[int, torch.Tensor] = {}
-
-    def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf.clone()
-        return made[id(leaf)]
-
-    return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
 def _refuse_used(batches: Batches, source: Any, epoch: int) -> None:
