@@ -20,7 +20,7 @@ from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.export_adapter import CallShape, Inputs, Unready, default_inputs
 from roundelay.frontend.external_mutation import ExternalMutations
-from roundelay.frontend.graph_outputs import hand_out, read_with_writes, settle_buffers
+from roundelay.frontend.graph_outputs import move_buffer_writes_up, spans_of_output_buffers, wrap_outputs
 from roundelay.frontend.graph_passes import (
     DRAW,
     Cleaned,
@@ -29,7 +29,7 @@ from roundelay.frontend.graph_passes import (
     key_draws,
     prune,
     run_nodes,
-    told_of_write,
+    write_error,
 )
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.label_counts import add_count
@@ -353,9 +353,9 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     with torch.random.fork_rng(devices=[]):
         with noting_checkpoints(model) as checkpointed:
             exported = _exported(model, loss, call, tensors)
-        settle_buffers(exported)
+        move_buffer_writes_up(exported)
         cleaned = _cleaned(model, exported, call, tensors)
-        nodes = hand_out(exported)
+        nodes = wrap_outputs(exported)
         with torch.enable_grad():
             made, _ = run_nodes(exported, tensors)
         looked = record(loss, model, exported.seen, [made[node.name] for node in nodes], sample)
@@ -364,8 +364,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         reads = loss_call.reads
         by_forward = [path for i in cleaned.inputs if (path := given.fields[i]) is not None]
         refuse_written(by_forward, reads.batch, leaves(batch) if not doubled else leaves(sample))
-        nodes = hand_out(exported, reads.weights)
-        together = read_with_writes(exported, cleaned.mutated)
+        nodes = wrap_outputs(exported, reads.weights)
+        together = spans_of_output_buffers(exported, cleaned.mutated)
         cleaned = changed(cleaned, uncuttable=(*cleaned.uncuttable, *together))
         terms = (
             None if reads.labels is None or reads.labels.output < 0 else add_count(exported, nodes[reads.labels.output])
@@ -469,7 +469,7 @@ def _cleaned(model: torch.nn.Module, exported: Exported, call: CallShape, tensor
     except RoundelayError:
         raise
     except StateWritten as error:
-        raise told_of_write(error.role, _line_of_write(model, error.role, call, tensors)) from None
+        raise write_error(error.role, _line_of_write(model, error.role, call, tensors)) from None
     except Exception:  # whatever an operation says of values, or of this processor
         refuse_failing(model, call, tensors)
         raise
