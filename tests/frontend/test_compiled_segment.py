@@ -153,14 +153,14 @@ def test_a_random_operation_that_cannot_be_compiled_is_refused_by_its_name() -> 
 
 def test_an_error_inside_the_compiler_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _fails)
+    monkeypatch.setattr(CompiledSegment, "_compile", lambda self, args: _fails)
     with pytest.raises(CaptureError, match=r"TypeError: no such kernel.*Leave --compile out"):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def test_an_interrupt_inside_the_compiler_is_none_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _is_interrupted)
+    monkeypatch.setattr(CompiledSegment, "_compile", lambda self, args: _is_interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 

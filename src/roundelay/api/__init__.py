@@ -1,7 +1,7 @@
-"""The library's face: what the commands call, and what a notebook can call.
+"""The library's public API, which the commands use too.
 
-Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model: it leaves the trained
-weights in it.
+Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to which it writes the
+trained weights.
 """
 
 from roundelay.api.comparison import compare

@@ -1,4 +1,4 @@
-"""Plans that lie in files."""
+"""Read plan files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from roundelay.ir.plan import Plan
 
 
 def read_plan(path: Path, remedy: str = "Write one with `roundelay plan JOB.py -o plan.toml`.") -> Plan:
-    """The plan in a file.
+    """Read a plan from a file.
 
     Args:
         path: the file.
         remedy: what to do if it cannot be read.
 
     Raises:
-        PlanError: it cannot be read, or is no plan.
+        PlanError: it cannot be read, or is not a plan.
     """
     try:
         return Plan.parse(path.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ def simulate(plan: Plan, *, batches: int = 8) -> Simulation:
     """Simulate ``batches`` full batches.
 
     Raises:
-        PlanError: the plan cannot be obeyed.
+        PlanError: the plan cannot be executed.
     """
     prove(plan)
     return run_simulation(plan, programs_of(plan), stream([plan.micro_batches] * batches))

@@ -1,4 +1,7 @@
-"""One intra-op thread per worker: the same bits everywhere, and no two workers in each other's way."""
+"""Context managers around torch: one intra-op thread, and no output on stderr.
+
+One thread per worker gives the same bits everywhere, and keeps workers from competing for cores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch's operators use one thread each while this lasts."""
+    """Limit torch's operators to one thread each within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -23,8 +26,8 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-class _Held:
-    """A stream that holds back what one thread writes; others, such as a spinner's, write through."""
+class _ThreadBuffer:
+    """A stream that buffers what its creating thread writes; other threads, such as a spinner's, write through."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -32,7 +35,7 @@ class _Held:
         self.parts: list[str] = []
 
     def write(self, text: str) -> int:
-        """Hold the text back, or write it."""
+        """Buffer the text, or write it."""
         if threading.get_ident() != self._owner:
             return self._stream.write(text)
         self.parts.append(text)
@@ -44,8 +47,8 @@ class _Held:
 
 @contextmanager
 def without_dumps() -> Iterator[None]:
-    """Hold back what this thread writes to stderr: shown when the block ends well, dropped with an error."""
-    held = _Held(sys.stderr)
-    with redirect_stderr(held):
+    """Buffer what this thread writes to stderr: written when the block succeeds, dropped when it raises."""
+    buffer = _ThreadBuffer(sys.stderr)
+    with redirect_stderr(buffer):
         yield
-    sys.stderr.write("".join(held.parts))
+    sys.stderr.write("".join(buffer.parts))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from roundelay.api.cuts import users_code
+from roundelay.api.cuts import user_code_errors
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
@@ -207,7 +207,7 @@ def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Train
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
-    with one_thread(), users_code("the one-process reference"):
+    with one_thread(), user_code_errors("the one-process reference"):
         reference = _on_cpu(_reference(session, origin, anew, trained, notes))
     if session.start is not None and anew:
         reference, notes = behind(session, reference, notes)

@@ -16,7 +16,7 @@ from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons
-from roundelay.api.recompute_choice import names_in
+from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.debug_output import show_choices
 from roundelay.cli.resume_options import plan_files, taken_over
 from roundelay.cli.screen import announce, doing
@@ -235,7 +235,7 @@ def planned(
         doings = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
         with doing(f"{doings} the stages ...", quiet) as tell:
             chosen = plan_with_reasons(job, captured=captured, seed=seed, tell=tell, **wanted)
-        for line in chosen.told:
+        for line in chosen.notices:
             announce(f"{line}.", quiet)
     show_choices(chosen.plan)
     if party is not None:
@@ -393,7 +393,7 @@ def _meant(name: str, value: Any, size: int, plan: Plan) -> Any:
     """A choice as a plan would say it."""
     if name == "devices":
         return named(value, size, plan.transport)
-    return names_in(value) if name == "recompute" else value
+    return parse_names(value) if name == "recompute" else value
 
 
 LISTED = ("devices", "recompute")
