@@ -28,7 +28,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from roundelay.errors import RoundelayError
-from roundelay.frontend.batch import Batch, in_step, num_rows, part_rows, rows_between
+from roundelay.frontend.batch import Batch, in_step, num_rows, part_rows, rows_between, split_rows
 from roundelay.frontend.capture import Captured
 from roundelay.frontend.micro_batch_forwards import ForwardResult, MicroBatchForwards
 
@@ -215,7 +215,7 @@ def counts_add_up(captured: Captured, batch: Batch) -> tuple[float, float] | Non
 def _uneven(rows: int, count: int, min_rows: int) -> list[int]:
     """Sizes of about ``count`` parts that are not all equal; empty if there are none."""
     for number in (count - 1, count + 1, 3, 2):
-        sizes = [rows // number + (i < rows % number) for i in range(number)] if number > 1 else [rows]
+        sizes = split_rows(rows, number)
         if len(set(sizes)) > 1 and min(sizes) >= min_rows:
             return sizes
     return []

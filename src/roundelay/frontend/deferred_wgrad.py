@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,40 +83,38 @@ def _linear(
         output = _folded(x, detached.t())
         output = output if bias_cast is None else output + bias_cast
     flat = x.ndim == 2 or x.is_contiguous()  # then the bias is added to the rows, else to the unflattened tensor
-    compute = partial(_linear_wgrad, x.detach(), _column_major(detached.t()), _trained_shape(bias), flat)
+    saved, columns, bias_shape = x.detach(), _column_major(detached.t()), _trained_shape(bias)
+
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        rows = _rows(grad)
+        wgrads = [_wgrad(rows, _rows(saved), columns).t()]
+        return wgrads if bias_shape is None else [*wgrads, (rows if flat else grad).sum_to_size(bias_shape)]
+
     return _defer(pending, output, (weight, bias), (x,), compute)
-
-
-def _linear_wgrad(
-    x: torch.Tensor, columns: bool, bias: torch.Size | None, flat: bool, grad: torch.Tensor
-) -> list[torch.Tensor]:
-    rows, inputs = _rows(grad), _rows(x)
-    wgrads = [rows.t().mm(inputs) if columns else inputs.t().mm(rows).t()]
-    return wgrads if bias is None else [*wgrads, (rows if flat else grad).sum_to_size(bias)]
 
 
 def _matmul(pending: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.matmul`` and ``aten.mm`` with a matrix: (..., n), (n, m) to (..., m)."""
     x, detached = _cast(_requiring_grad(x), weight.detach())
-    compute = partial(_matmul_wgrad, x.detach(), _column_major(detached))
+    saved, columns = x.detach(), _column_major(detached)
+
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        return [_wgrad(_rows(grad), _rows(saved), columns)]
+
     return _defer(pending, _folded(x, detached), (weight,), (x,), compute)
-
-
-def _matmul_wgrad(x: torch.Tensor, columns: bool, grad: torch.Tensor) -> list[torch.Tensor]:
-    return [_wgrad(_rows(grad), _rows(x), columns)]
 
 
 def _addmm(pending: list[PendingWgrad], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.addmm``: (m), (k, n), (n, m) to (k, m)."""
     x, detached, bias_cast = _cast(_requiring_grad(x), weight.detach(), bias.detach())
     output = aten.addmm.default(bias_cast, x, detached)
-    compute = partial(_addmm_wgrad, x.detach(), _column_major(detached), _trained_shape(bias))
+    saved, columns, bias_shape = x.detach(), _column_major(detached), _trained_shape(bias)
+
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        wgrads = [_wgrad(grad, saved, columns)]
+        return wgrads if bias_shape is None else [grad.sum_to_size(bias_shape), *wgrads]
+
     return _defer(pending, output, (bias, weight), (x,), compute)
-
-
-def _addmm_wgrad(x: torch.Tensor, columns: bool, bias: torch.Size | None, grad: torch.Tensor) -> list[torch.Tensor]:
-    wgrads = [_wgrad(grad, x, columns)]
-    return wgrads if bias is None else [grad.sum_to_size(bias), *wgrads]
 
 
 def _folded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -184,43 +181,37 @@ def _convolution(  # noqa: PLR0913  the operator's own arguments
     return _defer(pending, output, (weight, bias), (x,), compute)
 
 
-def _conv(nd: int) -> Callable[..., torch.Tensor]:
+def _conv(  # noqa: PLR0913
+    pending: list[PendingWgrad],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> torch.Tensor:
     """``aten.conv1d``, ``conv2d``, ``conv3d``."""
-
-    def run(  # noqa: PLR0913
-        pending: list[PendingWgrad],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> torch.Tensor:
-        options = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), False, [0] * nd, groups
-        return _convolution(pending, x, weight, bias, *options)
-
-    return run
+    nd = weight.ndim - 2
+    shapes = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), False, [0] * nd
+    return _convolution(pending, x, weight, bias, *shapes, groups)
 
 
-def _conv_transpose(nd: int) -> Callable[..., torch.Tensor]:
+def _conv_transpose(  # noqa: PLR0913
+    pending: list[PendingWgrad],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> torch.Tensor:
     """``aten.conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d``."""
-
-    def run(  # noqa: PLR0913
-        pending: list[PendingWgrad],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> torch.Tensor:
-        shapes = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), True, _repeat(output_padding, nd)
-        return _convolution(pending, x, weight, bias, *shapes, groups)
-
-    return run
+    nd = weight.ndim - 2
+    shapes = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), True, _repeat(output_padding, nd)
+    return _convolution(pending, x, weight, bias, *shapes, groups)
 
 
 def _repeat(value: Any, nd: int) -> list[int]:
@@ -261,12 +252,12 @@ FORMULAS: dict[Any, Formula] = {
     aten.addmm.default: Formula(_addmm, 1, 2, _matrices),
     aten.embedding.default: Formula(_embedding, 1, 0, lambda x, weight, args: len(args) < 5 or args[4] is False),
     aten.convolution.default: Formula(_convolution, 0, 1, _filters),
-    aten.conv1d.default: Formula(_conv(1), 0, 1, _filters),
-    aten.conv2d.default: Formula(_conv(2), 0, 1, _filters),
-    aten.conv3d.default: Formula(_conv(3), 0, 1, _filters),
-    aten.conv_transpose1d.default: Formula(_conv_transpose(1), 0, 1, _filters),
-    aten.conv_transpose2d.input: Formula(_conv_transpose(2), 0, 1, _filters),
-    aten.conv_transpose3d.input: Formula(_conv_transpose(3), 0, 1, _filters),
+    aten.conv1d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv2d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv3d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv_transpose1d.default: Formula(_conv_transpose, 0, 1, _filters),
+    aten.conv_transpose2d.input: Formula(_conv_transpose, 0, 1, _filters),
+    aten.conv_transpose3d.input: Formula(_conv_transpose, 0, 1, _filters),
 }
 """The operators that can be split."""
 

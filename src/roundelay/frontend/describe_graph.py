@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_substitutes import cumulative_batch_norm
-from roundelay.frontend.graph_passes import DRAW, Cleaned, run_nodes
+from roundelay.frontend.graph_passes import DRAW, Cleaned, call_node, run_nodes
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.frontend.recurrent import FLOPS
@@ -42,11 +42,12 @@ def describe_graph(
     tensors, fields, rows = sample
     flops: dict[str, int] = {}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-        total = [0]
 
-        def count(node: Node) -> None:
-            flops[node.name] = counter.get_total_flops() - total[0]
-            total[0] = counter.get_total_flops()
+        def count(node: Node, args: Any, kwargs: Any) -> Any:
+            before = counter.get_total_flops()
+            value = call_node(node, args, kwargs)
+            flops[node.name] = counter.get_total_flops() - before
+            return value
 
         run_nodes(exported, tensors, count)
     with torch.enable_grad():
@@ -103,10 +104,9 @@ def _value(name: str, value: Any) -> Value:
 def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
     roles = [(n, exported.roles.get(n.name)) for n in node.all_input_nodes if n.op != "get_attr" and n.name != DRAW]
     reads = [value_name(exported, n) for n, role in roles if role is None or role.kind == "input"]
-    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
     return Op(
         name=node.name,
-        target=str(target),
+        target=_target_name(node.target),
         module=_module_path(node),
         reads=tuple(dict.fromkeys(reads)),
         parameters=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "parameter")),
@@ -129,11 +129,10 @@ def _num_bytes(tensor: torch.Tensor | None) -> int:
 
 
 def _parameters(exported: Exported) -> dict[str, Parameter]:
-    roles = [role for role in exported.roles.values() if role.kind == "parameter" and role.tensor is not None]
     return {
         r.name: Parameter(r.name, tuple(r.tensor.shape), _num_bytes(r.tensor), r.tensor.requires_grad)
-        for r in roles
-        if r.tensor is not None
+        for r in exported.roles.values()
+        if r.kind == "parameter" and r.tensor is not None
     }
 
 

@@ -96,9 +96,7 @@ def _move_up(graph: torch.fx.Graph, buffer: Node, write: Node, order: dict[Node,
         for reader in readers:
             reader.replace_input_with(buffer, old)
     chain, value = [write], write.args[1]
-    while (
-        isinstance(value, Node) and value.target in (aten.detach.default, aten.clone.default) and len(value.users) == 1
-    ):
+    while isinstance(value, Node) and value.target in _COPIES and len(value.users) == 1:
         chain.insert(0, value)
         value = value.args[0]
     if not isinstance(value, Node) or value.op == "placeholder":

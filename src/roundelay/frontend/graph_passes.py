@@ -60,7 +60,8 @@ Writes = dict[Node, tuple[Node, ...]]
 Call = Callable[[Node, Any, Any], Any]
 
 
-def _call(node: Node, args: Any, kwargs: Any) -> Any:
+def call_node(node: Node, args: Any, kwargs: Any) -> Any:
+    """Call a node's operation."""
     target: Any = node.target
     return target(*args, **kwargs)
 
@@ -68,16 +69,13 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
 def run_nodes(
     exported: Exported,
     tensors: Sequence[torch.Tensor],
-    watch: Callable[[Node], None] | None = None,
-    *,
-    call: Call = _call,
+    call: Call = call_node,
 ) -> tuple[dict[str, Any], Writes]:
     """Run the graph node by node, on copies of buffers and constants.
 
     Args:
         exported: the model.
         tensors: the call's tensors.
-        watch: called after each operation.
         call: runs an operation: node, args and kwargs -> its value.
 
     Returns:
@@ -103,8 +101,6 @@ def run_nodes(
             declared = _declared_writes(node.target, node.args, node.kwargs)
             written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
             writes |= {node: written} if written else {}
-            if watch is not None:
-                watch(node)
     return {node.name: value for node, value in env.items()}, writes
 
 
@@ -140,7 +136,7 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
             graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
-        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call=_refusing_writes(exported))
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
     touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
     mutated = frozenset(
         role.name
@@ -168,10 +164,10 @@ def _refusing_writes(exported: Exported) -> Call:
                 raise _writes_state(exported, [parameters[_storage(value)]])
         leaves = tree_leaves((args, kwargs))
         if not any(map(_writes_within, leaves)):
-            return _call(node, args, kwargs)
+            return call_node(node, args, kwargs)
         copies = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
         try:
-            return _call(node, args, kwargs)
+            return call_node(node, args, kwargs)
         finally:  # restore all of them before refusing
             changed = [(value, copy) for value, copy, version in copies if _version(value) != version]
             for value, copy in changed:

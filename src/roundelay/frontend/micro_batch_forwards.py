@@ -154,7 +154,9 @@ class MicroBatchForwards:
         if function is keyed_dropout:
             return args[0].clone()
         if function is keyed_attention:
-            return function(*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()), **_without_dropout(args, kwargs))
+            if len(args) > 4:
+                return function(*args[:4], 0.0, *args[5:], **kwargs)
+            return function(*args, **{**kwargs, "dropout_p": 0.0})
         evaluated = _in_evaluation(args[0], args[1:], kwargs)
         if evaluated is not None:
             return evaluated()
@@ -165,10 +167,6 @@ class MicroBatchForwards:
             if (rows := _rows_of(whole_draw, part, *rows_of_part)) is not None:
                 part.copy_(rows)
         return result
-
-
-def _without_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
 
 
 def _in_evaluation(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

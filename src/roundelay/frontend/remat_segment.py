@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roundelay.frontend.keyed_rng import RngKey
-from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
+from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors, storages_of
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class RematSegment(Segment):
         # record a graph and drop it: without one some kernels give other bits
         outputs, tape = super().forward(params, buffers, inputs, rng_key, measure=measure, cached_leaves=leaves)
         values = {n: inputs[n] for n in self.spec.inputs}
-        held = _storages([*values.values(), *(before[n] for n in self.mutated)]) if measure else {}
-        excluded = held.keys() | _storages(outputs.values()).keys() if measure else set()
+        held = storages_of([*values.values(), *(before[n] for n in self.mutated)]) if measure else {}
+        excluded = held.keys() | storages_of(outputs.values()).keys() if measure else set()
         saved_bytes = sum(size for address, size in tape.storages.items() if address not in excluded)
         trained = {} if leaves is None else leaves.trained
         return outputs, RematTape({}, {}, trained, None, held, [], leaves, values, before, rng_key, saved_bytes)
@@ -82,9 +82,3 @@ class RematSegment(Segment):
         gradients = super().backward(again, grad_outputs, params)
         tape.parameters, tape.pending = again.parameters, again.pending  # for the second half
         return gradients
-
-
-def _storages(values: Any) -> dict[int, int]:
-    """Return storage address to bytes for the tensors among some values."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}

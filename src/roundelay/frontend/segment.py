@@ -228,6 +228,12 @@ class Segment:
         return [(n, _as_output(value, leaves.addresses)) for n, value in zip(self.spec.outputs, results, strict=True)]
 
 
+def storages_of(values: Iterable[Any]) -> dict[int, int]:
+    """Return storage address to bytes for the tensors among some values."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def _by_name(names: Iterable[str], grads: Sequence[torch.Tensor | None]) -> Tensors:
     return {name: grad.contiguous() for name, grad in zip(names, grads, strict=True) if grad is not None}
 

@@ -16,7 +16,7 @@ import torch
 
 from roundelay.frontend.deferred_wgrad import PendingWgrad
 from roundelay.frontend.keyed_rng import RngKey
-from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
+from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors, storages_of
 from roundelay.frontend.split_backward import settle
 
 Mode = Literal["stash", "recompute", "mixed"]
@@ -93,9 +93,9 @@ class StageFunction:
         )
         outputs = {n: values[n] for n in self.outputs}
         if mode == "recompute":  # a graph was recorded, and is dropped: without one some kernels give other bits
-            held = _num_bytes(self._kept_for_recompute(inputs, before)) if measure else -1
+            held = sum(storages_of(self._kept_for_recompute(inputs, before)).values()) if measure else -1
             return outputs, StageTape(mode, [], {n: inputs[n] for n in self.inputs}, before, rng_key, held)
-        held = sum(_union(tape.storages for tape in tapes).values()) if measure else -1
+        held = sum({k: v for tape in tapes for k, v in tape.storages.items()}.values()) if measure else -1
         return outputs, StageTape(mode, tapes, {}, {}, rng_key, held)
 
     def backward(
@@ -168,13 +168,4 @@ class StageFunction:
 def debt_bytes(debt: Debt) -> int:
     """Bytes held for a backward's second half."""
     waiting = [one for pending, _ in debt for one in pending if one.grad_output is not None]
-    return _num_bytes([tensor for one in waiting for tensor in (*one.saved, one.grad_output)])
-
-
-def _union(storages: Any) -> dict[int, int]:
-    return {address: size for part in storages for address, size in part.items()}
-
-
-def _num_bytes(values: Sequence[Any]) -> int:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(storages_of(tensor for one in waiting for tensor in (*one.saved, one.grad_output)).values())

@@ -71,34 +71,21 @@ def profile(
         _StageOnDevice(captured.stage(spec, device, halved=halved), parameters, spec, device)
         for spec, device in zip(partition.stages, stage_devices, strict=True)
     ]
-    runs = [_once(captured, functions, micro_batch, mode) for _ in range(repeats + 1)][1:]
+    runs = [_once(captured, functions, micro_batch, mode, halved=halved) for _ in range(repeats + 1)][1:]
     profiles = []
     for k, function in enumerate(functions):
-        measurements = [run[k] for run in runs]
-        forward_s, backward_s, weights_s = (statistics.median(m.seconds[i] for m in measurements) for i in range(3))
-        repeated_s = forward_s if mode == "recompute" else 0.0
+        forward_s = statistics.median(run[k].forward_s for run in runs)
+        backward_s = statistics.median(run[k].backward_s for run in runs)
         profiles.append(
-            StageProfile(
+            replace(
+                runs[-1][k],
                 forward_s=forward_s,
-                backward_s=max(1e-9, backward_s - repeated_s),
-                weights_s=weights_s if halved else 0.0,
+                backward_s=max(1e-9, backward_s - (forward_s if mode == "recompute" else 0.0)),
+                weights_s=statistics.median(run[k].weights_s for run in runs),
                 update_s=time_update(function.parameters.values(), function.now_s),
-                tape_bytes=measurements[-1].tape_bytes,
-                owed_bytes=measurements[-1].owed_bytes,
-                spared_bytes=measurements[-1].spared_bytes,
             )
         )
     return profiles
-
-
-@dataclass(slots=True)
-class _Measured:
-    """One run of a stage: seconds of forward, backward and the backward's second half; bytes held in between."""
-
-    seconds: list[float]
-    tape_bytes: int
-    owed_bytes: int = 0
-    spared_bytes: tuple[int, ...] = ()
 
 
 @final
@@ -145,7 +132,7 @@ def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stag
         )
         for spec in partition.stages
     ]
-    _once(captured, functions, micro_batch, captured.mode)
+    _once(captured, functions, micro_batch, captured.mode, halved=False)
 
 
 def _compiling(function: StageFunction) -> StageFunction:
@@ -155,33 +142,36 @@ def _compiling(function: StageFunction) -> StageFunction:
     return replace(function, segments=tuple(segments))
 
 
-def _once(captured: Captured, stages: Sequence[_StageOnDevice], micro_batch: Any, mode: Mode) -> list[_Measured]:
-    """Run forward and backward through all stages once."""
+def _once(
+    captured: Captured, stages: Sequence[_StageOnDevice], micro_batch: Any, mode: Mode, *, halved: bool
+) -> list[StageProfile]:
+    """Run forward and backward through all stages once, and measure all but the update."""
     values: dict[str, Any] = dict(captured.values(micro_batch))
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
-    tapes, measured = [], []
+    forwards = []
     for stage in stages:
         inputs = {n: stage.to_device(values[n]) for n in stage.function.inputs}
         buffers = {n: stage.to_device(b) for n, b in buffers.items()}
         start = stage.now_s()
         outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
-        spared = tuple(part.saved_bytes for part in tape.tapes if isinstance(part, RematTape))
-        measured.append(_Measured([stage.now_s() - start], tape.num_bytes, spared_bytes=spared))
+        forwards.append((stage.now_s() - start, tape))
         values.update(outputs)
-        tapes.append(tape)
     grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}
-    for stage, tape, measurement in zip(reversed(stages), reversed(tapes), reversed(measured), strict=True):
+    profiles = []
+    for stage, (forward_s, tape) in zip(reversed(stages), reversed(forwards), strict=True):
+        spared_bytes = tuple(part.saved_bytes for part in tape.tapes if isinstance(part, RematTape))
         grad_outputs = {n: stage.to_device(grads.pop(n, None)) for n in stage.function.outputs}
         start = stage.now_s()
         of_inputs, _ = stage.function.backward(tape, grad_outputs, stage.parameters)
-        middle = stage.now_s()
+        backward_s = stage.now_s() - start
         grads.update(of_inputs)
-        measurement.owed_bytes = debt_bytes(tape.debt)
-        second = stage.now_s()
+        owed_bytes = debt_bytes(tape.debt)
+        start = stage.now_s()
         stage.function.backward_weights(tape.debt)
-        measurement.seconds += [middle - start, stage.now_s() - second]
+        weights_s = stage.now_s() - start if halved else 0.0
         tape.debt.clear()
-    return measured
+        profiles.append(StageProfile(forward_s, backward_s, weights_s, 0.0, tape.num_bytes, owed_bytes, spared_bytes))
+    return profiles[::-1]
 
 
 def time_update(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:
