@@ -5,8 +5,8 @@ trained weights.
 """
 
 from roundelay.api.comparison import compare
-from roundelay.api.planning import capture, default_workers, plan
-from roundelay.api.simulating import simulate
+from roundelay.api.cuts import default_workers
+from roundelay.api.planning import capture, plan, simulate
 from roundelay.api.state_gather import Updated
 from roundelay.api.training import train
 from roundelay.api.verifying import verify

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from roundelay.api.cuts import user_code_errors
-from roundelay.api.torch_scope import one_thread
+from roundelay.api.torch_scope import in_child, one_thread, user_code
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.batch_divisibility import Divisibility, batch_divisibility, counts_add_up
 from roundelay.frontend.loss_metrics import no_count
 from roundelay.ir.rule import UpdateRule
-from roundelay.runtime.forked_call import apart
 
 _EXAMINING = "looking at the loss of the first batches and of their parts"
 
@@ -54,9 +52,9 @@ def choose_micro_batches(
     if micro_batches <= 1:
         return MicroBatchChoice(micro_batches)
     batches = first()
-    with user_code_errors(_EXAMINING), one_thread():
-        divisibility = Divisibility(
-            **apart(lambda: asdict(batch_divisibility(captured, batches, micro_batches)), _EXAMINING)
+    with user_code(_EXAMINING):
+        divisibility = in_child(
+            lambda: batch_divisibility(captured, batches, micro_batches), _EXAMINING, result=Divisibility
         )
     if divisibility.kind == "mean":
         return MicroBatchChoice(micro_batches)

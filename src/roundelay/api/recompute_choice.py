@@ -68,12 +68,3 @@ def describe_savings(
         if requested and not num_bytes:
             raise idle(name, "which keeps nothing but its inputs and outputs")
     return tuple(notices)
-
-
-def describe_recompute(captured: Captured, plan: Plan) -> tuple[str, ...]:
-    """Describe what is recomputed with which weights, or what the model checkpoints and the plan does not recompute."""
-    if not plan.recompute:
-        own = ",".join(captured.checkpointed)
-        return (f"recompute: not what the model checkpoints, {own}",) if own and plan.backward != "recompute" else ()
-    reads = "its forward's weights: no bit differs" if plan.backward == "stash" else "the weights that it reads"
-    return (f"recompute: {', '.join(plan.recompute)}; the backward runs these modules forward again, with {reads}",)

@@ -1,4 +1,4 @@
-"""Context managers around torch: one intra-op thread, and no output on stderr.
+"""Scopes for torch and the user's code: one intra-op thread, no output on stderr, errors by their cause, a child.
 
 One thread per worker gives the same bits everywhere, and keeps workers from competing for cores.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
+import msgspec
 import torch
+
+from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.runtime.forked_call import apart
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -24,6 +30,34 @@ def one_thread() -> Iterator[None]:
     finally:
         if before != 1:
             torch.set_num_threads(before)
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Run the user's model or loss with one intra-op thread; raise its exceptions as UserCodeError."""
+    try:
+        with one_thread():
+            yield
+    except (RoundelayError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            what,
+            got=f"{type(error).__name__}: {error}",
+            expected="a model and a loss that can be computed again and again",
+            remedy="Correct the model or the loss; ROUNDELAY_DEBUG=1 shows the traceback.",
+        ) from error
+
+
+def in_child(call: Callable[[], _T], what: str, result: type[_T]) -> _T:
+    """Call a function that computes gradients, in a forked child if a backward here would break later forks.
+
+    Args:
+        call: the function.
+        what: what it does, for messages.
+        result: the type of what it returns: a dataclass, or a list of dataclasses.
+    """
+    return msgspec.convert(apart(lambda: msgspec.to_builtins(call()), what), result)
 
 
 class _ThreadBuffer:

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from roundelay.api.cuts import user_code_errors
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
 from roundelay.api.statelessness import world_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread
+from roundelay.api.torch_scope import one_thread, user_code
 from roundelay.api.training import Session, Trained, load_checkpoint
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey, StageFunction
@@ -207,7 +206,7 @@ def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Train
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
-    with one_thread(), user_code_errors("the one-process reference"):
+    with user_code("the one-process reference"):
         reference = _on_cpu(_reference(session, origin, anew, trained, notes))
     if session.start is not None and anew:
         reference, notes = behind(session, reference, notes)

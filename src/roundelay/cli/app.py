@@ -17,9 +17,9 @@ import typer
 
 from roundelay import env
 from roundelay.api import simulate
+from roundelay.api.explain_plan import explain
 from roundelay.api.fidelity_precheck import check_known
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import explain
+from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.training import Session, load_checkpoint
 from roundelay.api.verifying import check_way, judged, length_of, verify_session

@@ -14,8 +14,7 @@ import typer
 
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import Planned, fitted, plan_with_reasons
+from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.debug_output import show_choices
 from roundelay.cli.resume_options import plan_files, taken_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.plan_file import read_plan
+from roundelay.api.planning import read_plan
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.schedules import num_workers, schedule_named

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
+from roundelay.api.explain_plan import explain
 from roundelay.api.plain_baseline import Baseline, measure
-from roundelay.api.planning import explain
 from roundelay.api.restarts import rest_of, run_restarting
 from roundelay.api.state_gather import (
     Drained,

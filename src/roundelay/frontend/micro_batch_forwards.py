@@ -155,8 +155,10 @@ class MicroBatchForwards:
             return args[0].clone()
         if function is keyed_attention:
             if len(args) > 4:
-                return function(*args[:4], 0.0, *args[5:], **kwargs)
-            return function(*args, **{**kwargs, "dropout_p": 0.0})
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+            return function(*args, **kwargs)
         evaluated = _in_evaluation(args[0], args[1:], kwargs)
         if evaluated is not None:
             return evaluated()
