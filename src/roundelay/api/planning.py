@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
@@ -45,12 +46,13 @@ from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batche
 from roundelay.runtime.lr_schedule_check import check_made_alike
 from roundelay.runtime.prefetch import Tell, silent
 from roundelay.schedules import Schedule, schedule_named, schedule_of
-from roundelay.simulator import Simulation
-from roundelay.simulator import simulate as run_simulation
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
 """Transport to (seconds of an empty message, bytes per second), measured between two workers on one host. nccl sends
 its frames over gloo; its bytes per second are assumed (a PCIe 4.0 slot), not measured."""
+
+DIGITS = 6
+"""Decimals of measured seconds in a plan: microseconds."""
 
 CHOICES = (
     "micro_batches",
@@ -332,7 +334,7 @@ def _measure(
             for micro_batch in read:
                 captured.check_numbers(micro_batch)
     captured.settings.check()  # the loader may have changed the model
-    result = replace(draft, stages=_stages(captured.graph, draft, stages, measured), read_s=_round(read_s))
+    result = replace(draft, stages=_stages(captured.graph, draft, stages, measured), read_s=round(read_s, DIGITS))
     prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)
 
@@ -341,21 +343,16 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
     return tuple(
         replace(
             stage,
-            forward_s=_round(part.forward_s),
-            backward_s=_round(part.backward_s),
-            weights_s=_round(part.weights_s),
-            update_s=_round(part.update_s),
+            forward_s=round(part.forward_s, DIGITS),
+            backward_s=round(part.backward_s, DIGITS),
+            weights_s=round(part.weights_s, DIGITS),
+            update_s=round(part.update_s, DIGITS),
             parameter_bytes=sum(graph.parameters[n].num_bytes for n in spec.parameters),
             tape_bytes=part.tape_bytes,
             owed_bytes=part.owed_bytes,
         )
         for stage, spec, part in zip(draft.stages, stages.stages, measured, strict=True)
     )
-
-
-def _round(seconds: float) -> float:
-    """Round to microseconds, the resolution of a measurement."""
-    return round(seconds, 6)
 
 
 def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
@@ -391,11 +388,11 @@ def read_plan(path: Path, remedy: str = "Write one with `roundelay plan JOB.py -
         ) from error
 
 
-def simulate(plan: Plan, *, batches: int = 8) -> Simulation:
+def simulate(plan: Plan, *, batches: int = 8) -> simulator.Simulation:
     """Simulate ``batches`` full batches.
 
     Raises:
         PlanError: the plan cannot be executed.
     """
     prove(plan)
-    return run_simulation(plan, programs_of(plan), stream([plan.micro_batches] * batches))
+    return simulator.simulate(plan, programs_of(plan), stream([plan.micro_batches] * batches))

@@ -14,7 +14,6 @@ modes torch's min-cut partitioner may have the backward recompute cheap values, 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -141,23 +140,13 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 def _with_constants(piece: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
     """Return a copy of the graph in which inputs that are no tensors (sizes) are constants."""
-    graph = copy.deepcopy(piece.graph)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, arg in zip(placeholders[:-1], args[:-1], strict=True):
-        if not isinstance(arg, torch.Tensor):
-            _replace_uses(node, arg)
-            graph.erase_node(node)
+    graph, arguments = torch.fx.Graph(), iter(args)
+    env: dict[torch.fx.Node, Any] = {}
+    for node in piece.graph.nodes:
+        arg = next(arguments) if node.op == "placeholder" else None
+        constant = node.op == "placeholder" and not isinstance(arg, torch.Tensor | RngKey)
+        env[node] = arg if constant else graph.node_copy(node, lambda n: env[n])
     return torch.fx.GraphModule(piece, graph)
-
-
-def _replace_uses(node: torch.fx.Node, value: Any) -> None:
-    """Replace every use of a node by a value."""
-
-    def of(other: torch.fx.Node) -> Any:
-        return value if other is node else other
-
-    for user in list(node.users):
-        user.args, user.kwargs = torch.fx.node.map_arg((user.args, user.kwargs), of)
 
 
 @contextmanager
