@@ -17,8 +17,8 @@ from typing import Any
 
 from roundelay.api.comparison import Compared
 from roundelay.api.comparison_variants import OWN, Variant
+from roundelay.api.planning import simulate
 from roundelay.api.run_results import LOSS, Point, RunResult, each_update
-from roundelay.api.simulating import simulate
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.page.scale import seconds, short, size

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from roundelay.api.cuts import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
@@ -27,7 +26,7 @@ from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
 from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread
+from roundelay.api.torch_scope import one_thread, user_code
 from roundelay.api.training import Session
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey, StageFunction
@@ -216,7 +215,7 @@ def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Train
     _check_same_data(session)
     session.compile()  # known already, but in a process of its own
     notes: list[Note] = []
-    with one_thread(), users_code("the one-process reference"):
+    with user_code("the one-process reference"):
         reference = _on_cpu(_reference(session, origin, anew, trained, notes))
     if session.start is not None and anew:
         reference, notes = since_checkpoint(session, reference, notes)

@@ -17,8 +17,8 @@ import typer
 
 from roundelay import env
 from roundelay.api import simulate
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import explain
+from roundelay.api.explain_plan import explain
+from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.training import Session

@@ -10,9 +10,8 @@ from typing import Any
 from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import Planned, fitted, plan_with_reasons
-from roundelay.api.recompute_choice import names_in
+from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
+from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
@@ -94,7 +93,7 @@ def _make_plan(
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    for line in planned.told:
+    for line in planned.notices:
         announce(f"{line}.", quiet)
     return planned
 
@@ -227,7 +226,7 @@ def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
     """A choice in the form in which a plan has it."""
     if name == "devices":
         return named(value, size, plan.transport)
-    return names_in(value) if name == "recompute" else value
+    return parse_names(value) if name == "recompute" else value
 
 
 def _planned_value(plan: Plan, name: str, size: int) -> Any:

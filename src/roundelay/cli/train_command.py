@@ -13,10 +13,10 @@ import torch
 
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
+from roundelay.api.explain_plan import explain
 from roundelay.api.fidelity_precheck import check_known
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
-from roundelay.api.planning import explain
 from roundelay.api.restarts import rest_of, run_restarting
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained

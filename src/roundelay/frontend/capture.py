@@ -18,8 +18,8 @@ from roundelay.frontend.export import Exported, Role, export, first_of_storages,
 from roundelay.frontend.export_adapter import Inputs, LazyBuffer
 from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.graph_inputs import GraphInputs
-from roundelay.frontend.graph_outputs import hand_out, read_with_writes, settle_buffers
-from roundelay.frontend.graph_passes import Cleaned, StateWritten, clean, key_draws, prune, run_nodes, told_of_write
+from roundelay.frontend.graph_outputs import move_buffer_writes_up, spans_of_output_buffers, wrap_outputs
+from roundelay.frontend.graph_passes import Cleaned, StateWritten, clean, key_draws, prune, run_nodes, write_error
 from roundelay.frontend.label_counts import add_count
 from roundelay.frontend.loss import LossCall, LossFunction
 from roundelay.frontend.loss_reads import observe_loss
@@ -173,9 +173,9 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     with torch.random.fork_rng(devices=[]):
         with recording_checkpoints(model) as checkpointed:
             exported = _export(model, loss, call)
-        settle_buffers(exported)
+        move_buffer_writes_up(exported)
         cleaned = _clean(model, exported, call)
-        nodes = hand_out(exported)
+        nodes = wrap_outputs(exported)
         with torch.enable_grad():
             results, _ = run_nodes(exported, call.tensors)
         loss_call, by_loss = observe_loss(loss, model, exported.seen, [results[node.name] for node in nodes], sample)
@@ -240,7 +240,7 @@ def _clean(model: torch.nn.Module, exported: Exported, call: SampleCall) -> Clea
     except RoundelayError:
         raise
     except StateWritten as error:
-        raise told_of_write(error.role, _line_of_write(model, error.role, call)) from None
+        raise write_error(error.role, _line_of_write(model, error.role, call)) from None
     except Exception:  # raised by an operation
         refuse_failing(model, call.shape, call.tensors)
         raise
@@ -261,8 +261,8 @@ def _line_of_write(model: torch.nn.Module, role: Role, call: SampleCall) -> str:
 def _finish(exported: Exported, cleaned: Cleaned, loss: LossCall) -> tuple[LossCall, Cleaned]:
     """Reduce the graph's outputs to what the loss reads, with a count of labels where the model computes its loss."""
     reads = loss.reads
-    nodes = hand_out(exported, reads.weights)
-    together = read_with_writes(exported, cleaned.mutated)
+    nodes = wrap_outputs(exported, reads.weights)
+    together = spans_of_output_buffers(exported, cleaned.mutated)
     results = [nodes[i] for i in reads.outputs]
     if reads.labels is not None and reads.labels.output >= 0:
         if (terms := add_count(exported, nodes[reads.labels.output])) is None:
