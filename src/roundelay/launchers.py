@@ -1,7 +1,7 @@
-"""Which launcher, if any, has started this process as one of several: torchrun, another that sets ``RANK``, Slurm, MPI.
+"""Detects the launcher that started this process as one of several: torchrun, another that sets ``RANK``, Slurm, MPI.
 
-Pure functions of an environment. A launcher gives each process its number and how many there are. torchrun also keeps a
-store in which they meet; with any other launcher worker 0 opens one, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+All functions are pure functions of an environment. A launcher sets each process's rank and their number. torchrun also
+hosts the store of the rendezvous; with any other launcher worker 0 does, at ``MASTER_ADDR`` and ``MASTER_PORT``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 from roundelay.errors import UsageError
 
 LEADER = 0
-"""Number of the one of a launcher's processes that shows and writes what they do."""
+"""Rank of the process that prints and writes results."""
 
 Environment = Mapping[str, str]
 
@@ -23,21 +23,21 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """This process is one of several that a launcher started together.
+    """How a launcher started this process as one of several.
 
     Args:
-        rank: its number, and its worker's.
-        local_rank: its number on its host.
+        rank: of this process, and the number of its worker.
+        local_rank: rank among the processes of its host.
         host_rank: number of its host; the leader's is 0.
-        size: how many there are.
-        nodes: on how many hosts.
-        host: where the store listens in which they meet.
-        port: at which port.
-        run: name of the run and number of its restart: no two attempts meet.
+        size: number of processes.
+        nodes: number of hosts.
+        host: address at which the rendezvous store listens.
+        port: its port.
+        run: name of the run and number of its restart, so that processes of two attempts do not meet.
         restart: number of the restart.
-        interface: network interface to talk over (``GLOO_SOCKET_IFNAME``); None: loopback.
-        launcher: its name, for people.
-        opens_store: whether worker 0 opens the store, since the launcher keeps none.
+        interface: network interface for connections (``GLOO_SOCKET_IFNAME``); None: loopback.
+        launcher: its name, for messages.
+        opens_store: whether worker 0 opens the store, because the launcher hosts none.
     """
 
     rank: int
@@ -55,24 +55,24 @@ class Launched:
 
     @property
     def deputy(self) -> bool:
-        """Whether it is the first on its host beside the leader."""
+        """Whether it is the first process on its host other than the leader."""
         return self.local_rank == int(self.host_rank == 0)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launcher:
-    """What a launcher calls things.
+    """The environment variables of a launcher.
 
     Args:
-        name: the launcher's, for people.
-        rank: variable of the process's number.
-        size: variable of how many there are.
-        local_rank: variables, the first one set counts, of its number on its host.
-        local_size: variables of how many there are on its host.
-        node: variable of its host's number.
-        nodes: variable of how many hosts there are.
-        line: what to type where variables are missing.
+        name: of the launcher, for messages.
+        rank: variable of the process's rank.
+        size: variable of the number of processes.
+        local_rank: variables of the local rank; the first that is set counts.
+        local_size: variables of the number of processes on this host.
+        node: variable of the host's number.
+        nodes: variable of the number of hosts.
+        line: remedy where variables are missing.
     """
 
     name: str
@@ -104,7 +104,7 @@ _KNOWN = (
     _Launcher(
         name="srun (Slurm)",
         rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",  # of the step: SLURM_NTASKS is the job's, and set in its script, too
+        size="SLURM_STEP_NUM_TASKS",  # of the step: SLURM_NTASKS is also set in the batch script
         local_rank=("SLURM_LOCALID",),
         node="SLURM_NODEID",
         nodes="SLURM_STEP_NUM_NODES",
@@ -138,17 +138,17 @@ def is_torchrun(now: Environment) -> bool:
 
 
 def _launcher_of(now: Environment) -> _Launcher | None:
-    """Another launcher than torchrun that has started this process as one of several."""
+    """The launcher other than torchrun that started this process as one of several, if any."""
     return next((one for one in _KNOWN if one.started(now)), None)
 
 
 def is_launched(now: Environment) -> bool:
-    """Whether a launcher has started this process as one of several, or torchrun has at all."""
+    """Whether a launcher started this process as one of several, or torchrun started it, even alone."""
     return is_torchrun(now) or _launcher_of(now) is not None
 
 
 def rank_of(now: Environment) -> str | None:
-    """The number of this process, as its launcher writes it; None if it was started by hand."""
+    """The rank of this process, as its launcher writes it; None if it was started by hand."""
     if is_torchrun(now):
         return now.get("RANK", "?")
     launcher = _launcher_of(now)
@@ -156,31 +156,31 @@ def rank_of(now: Environment) -> str | None:
 
 
 def local_rank_of(now: Environment) -> str:
-    """Its number on its host, as far as the launcher tells."""
+    """The local rank of this process; 0 if the launcher does not set it."""
     launcher = _KNOWN[0] if is_torchrun(now) else _launcher_of(now)
     return "0" if launcher is None else next((now[name] for name in launcher.local_rank if name in now), "0")
 
 
 def launched(now: Environment) -> Launched | None:
-    """How a launcher started this process; None if it was started by hand.
+    """Return how a launcher started this process; None if it was started by hand.
 
     Raises:
         UsageError: the launcher's variables are incomplete.
     """
-    found = _by_torchrun(now) if is_torchrun(now) else _by_another(now)
-    if found is not None and found.nodes > 1 and found.interface is None:
+    place = _by_torchrun(now) if is_torchrun(now) else _by_another(now)
+    if place is not None and place.nodes > 1 and place.interface is None:
         raise UsageError(
             "the network between hosts",
-            got="no interface to talk over: GLOO_SOCKET_IFNAME is not set",
-            expected=f"one: nothing listens outside loopback unless it is told to; here are {', '.join(_interfaces())}",
+            got="GLOO_SOCKET_IFNAME is not set",
+            expected=f"the interface to listen on, one of {', '.join(_interfaces())}; the default is loopback alone",
             remedy=f"Type `export GLOO_SOCKET_IFNAME={_interfaces()[-1]}` on every host, with the interface that "
             "reaches the others.",
         )
-    return found
+    return place
 
 
 def _by_torchrun(now: Environment) -> Launched:
-    opens_store = now.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun --master-addr keeps none
+    opens_store = now.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun --master-addr hosts none
     try:
         restart, nodes = int(now["TORCHELASTIC_RESTART_COUNT"]), int(now["GROUP_WORLD_SIZE"])
         return Launched(
@@ -213,11 +213,11 @@ def _by_another(now: Environment) -> Launched | None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not now.get(name)]
     if missing or not 0 <= number < size or _number(now["MASTER_PORT"]) <= 0:
         got = f"process {now[launcher.rank]} of {size}"
-        odd = "no " + " and no ".join(missing) if missing else f"MASTER_PORT={now['MASTER_PORT']}"
+        problem = "no " + " and no ".join(missing) if missing else f"MASTER_PORT={now['MASTER_PORT']}"
         raise UsageError(
             f"starting under {launcher.name}",
-            got=f"{got}, but {odd}" if 0 <= number < size else f"{got}: {launcher.rank} and {launcher.size}",
-            expected="a number for each process, and where worker 0 can be met by all: each would train alone",
+            got=f"{got}, but {problem}" if 0 <= number < size else f"{got}: {launcher.rank} and {launcher.size}",
+            expected="a rank for each process, and the address of worker 0; without them each would train alone",
             remedy=launcher.line,
         )
     nodes, host_rank, local_rank = _hosts(now, launcher, number, size)
@@ -238,10 +238,10 @@ def _by_another(now: Environment) -> Launched | None:
 
 
 def _hosts(now: Environment, launcher: _Launcher, number: int, size: int) -> tuple[int, int, int]:
-    """Number of hosts, number of this one, and of this process on it, as far as the launcher tells.
+    """Return the number of hosts, the number of this host, and the local rank.
 
-    Where it tells nothing, all are on this host if they meet on loopback; else each is on a host of its own, as in
-    Kubernetes.
+    Where the launcher sets no variables for them, all processes are on this host if MASTER_ADDR is loopback; otherwise
+    each is on a host of its own, as in Kubernetes.
     """
     local_size = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
     if launcher.nodes in now and launcher.node in now:
@@ -259,11 +259,11 @@ def _hosts(now: Environment, launcher: _Launcher, number: int, size: int) -> tup
 
 
 def _interfaces() -> list[str]:
-    """The network interfaces of this host, loopback first."""
+    """Names of the network interfaces of this host, loopback first."""
     names = [name for _, name in socket.if_nameindex()]
     return sorted(names, key=lambda name: name != "lo") or ["none"]
 
 
 def _number(text: str) -> int:
-    """The whole number that a text is; -1 if it is none."""
+    """Parse a non-negative integer; -1 if the text is none."""
     return int(text) if text.isdecimal() else -1

@@ -285,9 +285,9 @@ if os.environ["RANK"] == "0":
     "the leader for a member": """
 import os, time
 open("here" + os.environ["RANK"], "w").close()
-from roundelay.runtime.rendezvous import Party
+from roundelay.runtime.rendezvous import ProcessGroup
 if os.environ["RANK"] == "1":
-    Party.line = lambda *args: time.sleep(60)
+    ProcessGroup.control_channel = lambda *args: time.sleep(60)
 """,
 }
 

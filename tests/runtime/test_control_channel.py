@@ -213,7 +213,7 @@ def test_a_report_that_cannot_be_read_is_told(ends: Ends, monkeypatch: pytest.Mo
     lines = [ends.open(rank) for rank in range(3)]
     lines[1].send(Report("progress", 1, {}))
     until(lambda: ends.lost)
-    assert ends.lost == ["0: the control line of worker 0: MemoryError: no room"]
+    assert ends.lost == ["0: the control channel of worker 0: MemoryError: no room"]
 
 
 @pytest.mark.usefixtures("impatient")

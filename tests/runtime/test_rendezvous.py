@@ -15,7 +15,7 @@ from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLos
 from roundelay.launchers import Launched
 from roundelay.runtime import control_channel
 from roundelay.runtime import torchrun_worker as members
-from roundelay.runtime.control_channel import ControlChannel, OnDeaf, OnLost, messages_of
+from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
 from roundelay.runtime.device import Device
 from roundelay.runtime.failure_tracker import failure
 from roundelay.runtime.rendezvous import ProcessGroup
@@ -34,10 +34,12 @@ class _Member:
     def __init__(self) -> None:
         self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))
 
-    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
-        return ControlChannel(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
+    def control_channel(
+        self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
+    ) -> ControlChannel:
+        return ControlChannel(self.reports[1], self.news[1], (0,), on_report, on_lost, on_unreadable)
 
-    def data(self, plan: object, device: object) -> Endpoint:
+    def data_endpoint(self, plan: object, device: object) -> Endpoint:
         return self.frames[1]
 
     def told(self) -> Delivery:
@@ -79,7 +81,7 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     told = member.told()
     assert isinstance(told, Arrived)
-    assert control_channel.report_of(told.message)[0].data["subject"] == "the control line of worker 1"
+    assert control_channel.report_of(told.message)[0].data["subject"] == "the control channel of worker 1"
 
 
 def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +111,10 @@ def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
     class Leader(_Member):
         rank, size = 0, 2
 
-        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
-            return ControlChannel(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
+        def control_channel(
+            self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
+        ) -> ControlChannel:
+            return ControlChannel(self.reports[0], self.news[0], (1,), on_report, on_lost, on_unreadable)
 
     def listen(report: Report) -> None:
         raise error
@@ -132,7 +136,7 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
         raise DeadlineError("worker 1 meeting the others", got="nobody", expected="two", remedy="Wait.")
 
     member = _Member()
-    monkeypatch.setattr(member, "data", fails)
+    monkeypatch.setattr(member, "data_endpoint", fails)
     assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     told = member.told()
     assert isinstance(told, Arrived)
@@ -157,7 +161,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
 
     member = _Member()
     monkeypatch.setattr(members, "device_of", none_here)
-    monkeypatch.setattr(member, "line", lambda *args: pytest.fail("it met the others"))
+    monkeypatch.setattr(member, "control_channel", lambda *args: pytest.fail("it met the others"))
     monkeypatch.setattr(member, "size", 2, raising=False)
     with pytest.raises(UsageError, match="cuda:7"):
         start(cast(ProcessGroup, member))
@@ -171,7 +175,7 @@ def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeyp
         return member.frames[1]
 
     member = _Member()
-    monkeypatch.setattr(member, "data", late)
+    monkeypatch.setattr(member, "data_endpoint", late)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
     member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()

@@ -32,7 +32,7 @@ from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import FORKING
-from roundelay.runtime.loader_epoch import copied
+from roundelay.runtime.loader_epoch import copy_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ def _parts(judged: Judged, *, plainly: bool) -> Iterator[list[Part]]:
         rows = num_rows(batch)
         least = judged.captured.graph.min_rows
         sizes = part_rows(batch, judged.plan.micro_batches, least)
-        own = copied(batch)
+        own = copy_batch(batch)
         # parts in memory of their own: a kernel may tell a view that begins elsewhere, and round otherwise
-        cut = [own] if plainly and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes), least)]
+        cut = [own] if plainly and len(sizes) == 1 else [copy_batch(part) for part in split(own, len(sizes), least)]
         made = []
         for i, (size, part) in enumerate(zip(sizes, cut, strict=True)):
             made.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))

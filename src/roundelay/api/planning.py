@@ -43,7 +43,7 @@ from roundelay.runtime.device import named
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_made_alike
-from roundelay.runtime.prefetch import Tell, silent
+from roundelay.runtime.prefetch import OnWait, ignore_wait
 from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
@@ -71,7 +71,7 @@ def default_workers() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Tell = silent) -> Captured:
+def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
     """Capture a job's model with its loss, called on the job's first batch.
 
     Args:
@@ -200,7 +200,7 @@ def plan_with_reasons(
     seed: int = 0,
     captured: Captured | None = None,
     cuts: Asked | None = None,
-    tell: Tell = silent,
+    tell: OnWait = ignore_wait,
     **choices: Any,
 ) -> Planned:
     """As :func:`plan`, with the reasons for the cuts; ``tell`` is told of long waits for the loader."""
@@ -344,7 +344,7 @@ def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int,
         return cut(captured, asked, num_stages, terms, sample)
 
 
-def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: Tell) -> Batch:
+def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
     """The first micro-batch of the size that will be trained on."""
     return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches), graph.min_rows)[0]
 
@@ -366,7 +366,7 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
 
 
 def _measured(
-    job: Job, captured: Captured, draft: Plan, seed: int, tell: Tell, *, asked: bool
+    job: Job, captured: Captured, draft: Plan, seed: int, tell: OnWait, *, asked: bool
 ) -> tuple[Plan, tuple[str, ...]]:
     """The draft with edges, measured seconds and bytes; and what is spared by running modules again, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)

@@ -213,7 +213,7 @@ def planned(
     with doing("Capturing the model ...", quiet) as tell:
         captured = capture(job, seed=seed, deadline_s=patience_s, tell=tell)
     if party is not None and not party.leads:
-        return captured, Plan.parse(party.take("plan")), ()
+        return captured, Plan.parse(party.fetch("plan")), ()
     kept = None if restarted is None else restarted / "plan.toml"
     longer = choices.deadline_s if plan_file is None else None  # nothing that is computed depends on it
     if kept is not None and kept.is_file() and read_plan(kept).model == captured.graph.fingerprint:
@@ -239,7 +239,7 @@ def planned(
             announce(f"{line}.", quiet)
     show_choices(chosen.plan)
     if party is not None:
-        party.give("plan", chosen.plan.text())
+        party.publish("plan", chosen.plan.text())
     return captured, chosen.plan, chosen.reasons
 
 

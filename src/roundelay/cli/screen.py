@@ -19,7 +19,7 @@ from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.runtime.prefetch import Tell, silent
+from roundelay.runtime.prefetch import OnWait, ignore_wait
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
@@ -82,13 +82,13 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def doing(what: str, quiet: bool) -> Iterator[Tell]:
+def doing(what: str, quiet: bool) -> Iterator[OnWait]:
     """A spinner while something takes its time; what it gives is to be told of long waits.
 
     Where nobody looks (a file), a line says once what is waited for.
     """
     if quiet:
-        yield silent
+        yield ignore_wait
         return
     told: set[str] = set()
     with stderr.status(what) as status:

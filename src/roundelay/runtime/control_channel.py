@@ -1,11 +1,11 @@
-"""The control line of a party: on it the leader hears the reports of all members, and each hears who is gone.
+"""The control channel of a process group: reports to the leader, and detection of lost processes in both directions.
 
-Reports have connections of their own, and news has: that something failed, and a beat every second, both ways. The
-state of a large stage takes as long as it takes to travel and to be read, and news must not wait behind it.
+Reports and urgent messages (failures, and a heartbeat every second) use separate connections, so that an urgent message
+does not wait for the state of a large stage.
 
-A process that ends closes its connections, and one that is stopped is ended by its sentry
-(:mod:`roundelay.runtime.stop_watchdog`). Beats are for what closes nothing: a host without power, a cable that is cut.
-Their patience is long: a process is well though a library holds its interpreter, and all its threads, for half a
+A process that ends closes its connections, and one that stays stopped is killed by its watchdog
+(:mod:`roundelay.runtime.stop_watchdog`). Heartbeats detect what closes no connection: a host without power, a cut
+cable. Their timeout is long: in a healthy process a library may hold the interpreter, and all threads, for half a
 minute.
 """
 
@@ -27,32 +27,32 @@ from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 
 BEAT_S, SILENT_S = 1.0, 60.0
-"""Seconds between two beats, and seconds of silence after which a process counts as lost."""
+"""Seconds between two heartbeats, and seconds without one after which a process counts as lost."""
 
 NEWS_S = 1.0
-"""Seconds in which news follows that a process has ended, when connections of another kind tell it first."""
+"""Seconds to wait for the urgent connection to explain why another connection of a process has broken."""
 
 PART_BYTES = 2**32
 """Bytes of tensors in one message of a report, whose transport takes no more than four times as many."""
 
 OnLost = Callable[[int, RoundelayError], None]
-OnDeaf = Callable[[RoundelayError], None]
+OnUnreadable = Callable[[RoundelayError], None]
 
-_TURN_S = 0.1
+_POLL_S = 0.1
 _CHANNEL = 0
 
 
 @final
 class ControlChannel:
-    """This process's end. It watches those that it depends on: the leader all, the others the leader.
+    """This process's end of the channel. The leader watches all other processes, and these watch the leader.
 
     Args:
-        reports: connections with those watched, for reports.
-        news: connections with those watched, for what must not wait behind reports.
-        watched: the others that this process depends on.
-        on_report: told of every report, in threads of the line's own.
-        on_lost: told once of every process that is gone, of those that are watched.
-        on_deaf: told if this process can hear no more; it can be heard still.
+        reports: connections with the watched processes, for reports.
+        news: connections with the watched processes, for urgent messages.
+        watched: ranks of the processes that this one depends on.
+        on_report: called with every report, in threads of the channel.
+        on_lost: called once for every watched process that is lost.
+        on_unreadable: called if this process can no longer receive; it can still send.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class ControlChannel:
         watched: Sequence[int],
         on_report: Reporter,
         on_lost: OnLost,
-        on_deaf: OnDeaf,
+        on_unreadable: OnUnreadable,
     ) -> None:
         self._reports, self._news, self._watched = reports, news, tuple(watched)
-        self._on_report, self._on_lost, self._on_deaf = on_report, on_lost, on_deaf
-        self._silent_s = dict.fromkeys(self._watched, 0.0)  # the hearing of news alone changes it
-        self._begun: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # tensors of reports whose end is to come
-        self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the thread that beats
-        self._leaving: set[int] = set()  # they beat no more when they have left
-        self._broken: dict[int, tuple[float, str]] = {}  # whose reports come no more, since when and why
+        self._on_report, self._on_lost, self._on_unreadable = on_report, on_lost, on_unreadable
+        self._silent_s = dict.fromkeys(self._watched, 0.0)  # written by the news thread only
+        self._pending: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # tensors of reports whose end is to come
+        self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the news thread
+        self._leaving: set[int] = set()  # have sent their last report; may stop their heartbeats
+        self._broken: dict[int, tuple[float, str]] = {}  # whose report connection broke: since when, and why
         self._lost: set[int] = set()
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(part,), name=name, daemon=True)
-            for name, part in (("reports", self._hear), ("news", self._hear_news))
+            for name, part in (("reports", self._receive_reports), ("news", self._receive_news))
         ]
         for thread in self._threads:
             thread.start()
 
     def send(self, report: Report) -> None:
-        """Send a report to the leader; that something failed overtakes all that is still on its way."""
+        """Send a report to the leader; a failure overtakes all reports that are still being sent."""
         for message in messages_of(report):
             if report.kind == "failed":
                 self._urgent.put(message)
@@ -89,7 +89,7 @@ class ControlChannel:
                 self._reports.send(LEADER, message)
 
     def end(self, reason: str | None) -> None:
-        """Leave in good order, or with a reason."""
+        """Close the channel in good order, or abort it with a reason."""
         self._ending.set()
         for thread in self._threads:
             thread.join()
@@ -97,12 +97,12 @@ class ControlChannel:
         if reason is None:
             try:
                 self._reports.close()
-            except RoundelayError:  # not a signal: then nobody is to wait any more
+            except RoundelayError:  # but not after a signal: then nothing is waited for
                 self._news.close()
                 raise
             self._news.close()
             return
-        with ThreadPoolExecutor(2) as both:  # each may wait a second for those who do not answer
+        with ThreadPoolExecutor(2) as both:  # each may wait a second for processes that do not answer
             for endpoint in (self._reports, self._news):
                 both.submit(endpoint.abort, reason)
 
@@ -114,24 +114,24 @@ class ControlChannel:
         try:
             part()
         except RoundelayError as error:
-            self._on_deaf(error)
-        except Exception as error:  # else nobody would hear, or be heard, any more
-            self._on_deaf(_deaf(self._reports.worker, error))
+            self._on_unreadable(error)
+        except Exception as error:  # otherwise the channel would stop silently
+            self._on_unreadable(_unreadable(self._reports.worker, error))
 
-    def _hear(self) -> None:
-        """Take reports. Who is lost is told by news, behind why it failed, unless it is silent on that."""
+    def _receive_reports(self) -> None:
+        """Receive reports. Losses are reported by the news thread, after the failure report if there is one."""
         while not self._ending.is_set():
-            delivery = _next(self._reports, _TURN_S)
+            delivery = _next(self._reports, _POLL_S)
             if isinstance(delivery, Arrived):
-                self._take(delivery)
+                self._take_report(delivery)
             elif isinstance(delivery, Lost):
                 lost = _lost(delivery.source, delivery.reason)
-                if (cause := self._reports.cause(lost)) is not lost:  # it is this process that could not take it
+                if (cause := self._reports.cause(lost)) is not lost:  # this process itself could not receive
                     raise cause
                 self._broken[delivery.source] = (time.monotonic(), delivery.reason)
 
-    def _hear_news(self) -> None:
-        """Beat, and take beats and news."""
+    def _receive_news(self) -> None:
+        """Send heartbeats; receive heartbeats and urgent reports."""
         beat, last = 0.0, time.monotonic()
         while not self._ending.is_set():
             self._send_urgent()
@@ -140,11 +140,11 @@ class ControlChannel:
                 beat = now
                 for other in self._watched:
                     self._news.grant(other, _CHANNEL)
-            for other in self._watched:  # time in which this process could hear: it may have stood still itself
-                self._silent_s[other] += min(now - last, 2 * _TURN_S)
+            for other in self._watched:  # count only time in which this process itself was running
+                self._silent_s[other] += min(now - last, 2 * _POLL_S)
             last = now
-            wait_s = _TURN_S
-            while self._take_news(wait_s) and time.monotonic() - now < BEAT_S:  # or others would miss this one's
+            wait_s = _POLL_S
+            while self._take_news(wait_s) and time.monotonic() - now < BEAT_S:  # the next heartbeat is due
                 wait_s = 0.0
             for other in self._watched:
                 if self._silent_s[other] > SILENT_S and other not in self._leaving:
@@ -154,37 +154,37 @@ class ControlChannel:
                     self._lose(other, reason)
 
     def _take_news(self, wait_s: float) -> bool:
-        """Take what comes next; whether something came."""
+        """Receive the next delivery; return whether there was one."""
         delivery = _next(self._news, wait_s)
         if isinstance(delivery, Arrived):
-            self._take(delivery)
+            self._take_report(delivery)
         elif isinstance(delivery, Lost):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Granted):
             self._silent_s[delivery.source] = 0.0
         return delivery is not None
 
-    def _take(self, delivery: Arrived) -> None:
+    def _take_report(self, delivery: Arrived) -> None:
         report, more = report_of(delivery.message)
-        tensors = self._begun.setdefault((delivery.source, report.kind), {})
+        tensors = self._pending.setdefault((delivery.source, report.kind), {})
         tensors.update(report.tensors)
         if more:
             return
-        del self._begun[delivery.source, report.kind]
+        del self._pending[delivery.source, report.kind]
         report = Report(report.kind, report.worker, report.data, tensors)
         if report.kind in ("finished", "failed"):
             self._leaving.add(delivery.source)
         self._on_report(report)
 
     def _lose(self, other: int, how: str) -> None:
-        """Called by the thread that hears news."""
+        """Report a lost process once; called by the news thread."""
         if other in self._watched and other not in self._lost:
             self._lost.add(other)
             self._on_lost(other, _lost(other, how))
 
 
 def _next(endpoint: Endpoint, wait_s: float) -> Delivery | None:
-    """What comes within `wait_s` seconds."""
+    """Return the next delivery; None if there is none within `wait_s` seconds."""
     try:
         return endpoint.receive(wait_s)
     except DeadlineError:
@@ -217,11 +217,11 @@ def report_of(message: Message) -> tuple[Report, bool]:
     return Report(kind, worker, data, dict(zip(names, tensors, strict=True))), more
 
 
-def _deaf(worker: int, error: Exception) -> InternalError:
+def _unreadable(worker: int, error: Exception) -> InternalError:
     return InternalError(
-        f"the control line of worker {worker}",
+        f"the control channel of worker {worker}",
         got=f"{type(error).__name__}: {error}",
-        expected="reports and news that it can read",
+        expected="messages that it can read",
         remedy="If memory ran out, the leader holds the newest state of all stages; else report this as a bug.",
     )
 
@@ -230,6 +230,6 @@ def _lost(worker: int, how: str) -> WorkerLostError:
     return WorkerLostError(
         f"worker {worker} of the launcher's",
         got=how,
-        expected="a process that lives and answers until the run ends",
-        remedy="See that process's own output and its host; continue with `--from` the last checkpoint.",
+        expected="a process that answers until the run ends",
+        remedy="Check that process's output and its host; continue with `--from` the last checkpoint.",
     )
