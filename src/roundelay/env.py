@@ -145,8 +145,3 @@ def by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
 def leads(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this process prints results: it was started by hand, or is the launcher's leader (rank 0)."""
     return launchers.rank_of(os.environ if environment is None else environment) in (None, str(LEADER))
-
-
-def first_on_host(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process tells what all that a launcher started on this host would tell in the same words."""
-    return launchers.local_rank_of(os.environ if environment is None else environment) == "0"

@@ -27,8 +27,6 @@ class Launched:
 
     Args:
         rank: of this process, and the number of its worker.
-        local_rank: rank among the processes of its host.
-        host_rank: number of its host; the leader's is 0.
         size: number of processes.
         nodes: number of hosts.
         host: address at which the rendezvous store listens.
@@ -41,8 +39,6 @@ class Launched:
     """
 
     rank: int
-    local_rank: int
-    host_rank: int
     size: int
     nodes: int
     host: str
@@ -52,11 +48,6 @@ class Launched:
     interface: str | None
     launcher: str = "torchrun"
     opens_store: bool = False
-
-    @property
-    def deputy(self) -> bool:
-        """Whether it is the first process on its host other than the leader."""
-        return self.local_rank == int(self.host_rank == 0)
 
 
 @final
@@ -68,9 +59,7 @@ class _Launcher:
         name: of the launcher, for messages.
         rank: variable of the process's rank.
         size: variable of the number of processes.
-        local_rank: variables of the local rank; the first that is set counts.
         local_size: variables of the number of processes on this host.
-        node: variable of the host's number.
         nodes: variable of the number of hosts.
         line: remedy where variables are missing.
     """
@@ -78,9 +67,7 @@ class _Launcher:
     name: str
     rank: str
     size: str
-    local_rank: tuple[str, ...]
     local_size: tuple[str, ...] = ()
-    node: str = ""
     nodes: str = ""
     line: str = ""
 
@@ -94,9 +81,7 @@ _KNOWN = (
         name="a launcher that sets RANK and WORLD_SIZE",
         rank="RANK",
         size="WORLD_SIZE",
-        local_rank=("LOCAL_RANK",),
         local_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-        node="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
         line="Have it set MASTER_ADDR and MASTER_PORT, too, or use `torchrun --nproc-per-node N -m roundelay train "
         "JOB.py`. If the variables are left over: `env -u RANK -u WORLD_SIZE roundelay ...`.",
@@ -105,8 +90,6 @@ _KNOWN = (
         name="srun (Slurm)",
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",  # of the step: SLURM_NTASKS is also set in the batch script
-        local_rank=("SLURM_LOCALID",),
-        node="SLURM_NODEID",
         nodes="SLURM_STEP_NUM_NODES",
         line='Type `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500` '
         "before srun; for one process, `srun --ntasks 1 roundelay ...`.",
@@ -115,7 +98,6 @@ _KNOWN = (
         name="mpirun (Open MPI)",
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         line="Type `mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 -n N roundelay train JOB.py`, HOST being the first "
         "process's; for one process, leave mpirun out.",
@@ -124,7 +106,6 @@ _KNOWN = (
         name="mpiexec (MPICH, Intel MPI)",
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),
         line="Type `mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n N roundelay train JOB.py`, HOST being "
         "the first process's; for one process, leave mpiexec out.",
@@ -155,12 +136,6 @@ def rank_of(now: Environment) -> str | None:
     return None if launcher is None else now[launcher.rank]
 
 
-def local_rank_of(now: Environment) -> str:
-    """The local rank of this process; 0 if the launcher does not set it."""
-    launcher = _KNOWN[0] if is_torchrun(now) else _launcher_of(now)
-    return "0" if launcher is None else next((now[name] for name in launcher.local_rank if name in now), "0")
-
-
 def launched(now: Environment) -> Launched | None:
     """Return how a launcher started this process; None if it was started by hand.
 
@@ -185,8 +160,6 @@ def _by_torchrun(now: Environment) -> Launched:
         restart, nodes = int(now["TORCHELASTIC_RESTART_COUNT"]), int(now["GROUP_WORLD_SIZE"])
         return Launched(
             rank=int(now["RANK"]),
-            local_rank=int(now["LOCAL_RANK"]),
-            host_rank=int(now["GROUP_RANK"]),
             size=int(now["WORLD_SIZE"]),
             nodes=nodes,
             host=_LOOPBACK if opens_store and nodes == 1 else now["MASTER_ADDR"],
@@ -220,11 +193,9 @@ def _by_another(now: Environment) -> Launched | None:
             expected="a rank for each process, and the address of worker 0; without them each would train alone",
             remedy=launcher.line,
         )
-    nodes, host_rank, local_rank = _hosts(now, launcher, number, size)
+    nodes = _num_hosts(now, launcher, size)
     return Launched(
         rank=number,
-        local_rank=local_rank,
-        host_rank=host_rank,
         size=size,
         nodes=nodes,
         host=_LOOPBACK if nodes == 1 else now["MASTER_ADDR"],
@@ -237,25 +208,18 @@ def _by_another(now: Environment) -> Launched | None:
     )
 
 
-def _hosts(now: Environment, launcher: _Launcher, number: int, size: int) -> tuple[int, int, int]:
-    """Return the number of hosts, the number of this host, and the local rank.
+def _num_hosts(now: Environment, launcher: _Launcher, size: int) -> int:
+    """Return the number of hosts.
 
-    Where the launcher sets no variables for them, all processes are on this host if MASTER_ADDR is loopback; otherwise
-    each is on a host of its own, as in Kubernetes.
+    Where the launcher sets no variable for it, all are on this host if MASTER_ADDR is loopback; otherwise each
+    is on a host of its own, as in Kubernetes.
     """
+    if launcher.nodes in now:
+        return max(1, _number(now[launcher.nodes]))
     local_size = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
-    if launcher.nodes in now and launcher.node in now:
-        nodes, host_rank = _number(now[launcher.nodes]), _number(now[launcher.node])
-    elif local_size > 0:
-        nodes, host_rank = -(-size // local_size), number // local_size
-    elif now["MASTER_ADDR"] in ("localhost", "::1") or now["MASTER_ADDR"].startswith("127."):
-        nodes, host_rank = 1, 0
-    else:
-        nodes, host_rank = size, number
-    known = next((_number(now[name]) for name in launcher.local_rank if name in now), -1)
-    if known < 0:
-        known = number if nodes == 1 else number % local_size if local_size else 0
-    return max(1, nodes), max(0, host_rank), known
+    if local_size > 0:
+        return -(-size // local_size)
+    return 1 if now["MASTER_ADDR"] in ("localhost", "::1") or now["MASTER_ADDR"].startswith("127.") else size
 
 
 def _interfaces() -> list[str]:

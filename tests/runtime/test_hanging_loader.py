@@ -30,10 +30,10 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.runtime import prefetch
 from roundelay.runtime.child_process import end_children_with_thread
-from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker, failure
+from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.loader_probe import first_batch, reading_s
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.worker_messages import Report, failure
 from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0

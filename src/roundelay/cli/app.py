@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +33,7 @@ from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.train_command import RUNS, follow_job, train_job
 from roundelay.cli.utilization import ends_of, gaps_between
-from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
+from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.run_folder import check_vacant
 from roundelay.observe.tensorboard import writer as curve_writer
@@ -47,9 +46,6 @@ from roundelay.schedules import num_workers, stages_of
 
 _INTERRUPTED = 130  # as typer says Ctrl-C
 """Exit code of what Ctrl-C has ended: 128 and the signal's number."""
-
-_BEHIND_S = 20.0
-"""Seconds that another process of a launcher gets to tell what ends them all."""
 
 app = typer.Typer(
     add_completion=False,
@@ -115,49 +111,47 @@ def train(
     as_json: o.Json = False,
 ) -> int:
     """Train a job and leave a run folder: plan, metrics, trace, checkpoint, summary."""
-    with o.together(choices, restarts) as (party, choices):
-        SIGNALS.join()
-        o.exclusive(steps, epochs)
-        check_known(check)
-        places = PathResolver()
-        curves = curve_writer() if tensorboard and (party is None or party.leads) else None
-        job = load_job(job_file, seed)
-        plan_file, resume, out = places.of(plan_file), places.of(resume), places.of(out)
-        restarted = out if party is not None and party.restart else None
-        if out is not None and party is None:
-            check_vacant(out)  # before anything takes its time
-        captured, plan, reasons = o.planned(
-            job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
-        )
-        grace = Grace(grace_s, (signal.SIGTERM, signal.SIGUSR1) if usr1 else (signal.SIGTERM,))
-        if party is not None and not party.leads:
-            with SIGNALS.gracefully(grace, lambda: None, lambda: party.met):
-                return follow_job(
-                    job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out
-                )
-        summary = train_job(
-            job,
-            captured,
-            plan,
-            seed=seed,
-            steps=steps,
-            epochs=epochs,
-            resume=resume,
-            out=out,
-            runs=places.of(RUNS),
-            baseline=baseline,
-            restarts=restarts,
-            checkpoint_every=checkpoint_every,
-            quiet=as_json,
-            party=party,
-            reasons=reasons,
-            curves=curves,
-            grace=grace,
-            check=check,
-        )
-        if as_json:
-            show_json(summary)
-        return 0
+    party, choices = o.joined(choices, restarts)
+    SIGNALS.join()
+    o.exclusive(steps, epochs)
+    check_known(check)
+    places = PathResolver()
+    curves = curve_writer() if tensorboard and (party is None or party.leads) else None
+    job = load_job(job_file, seed)
+    plan_file, resume, out = places.of(plan_file), places.of(resume), places.of(out)
+    restarted = out if party is not None and party.restart else None
+    if out is not None and party is None:
+        check_vacant(out)  # before anything takes its time
+    captured, plan, reasons = o.planned(
+        job, choices, seed, plan_file, as_json or party is not None, party, resume, restarted
+    )
+    grace = Grace(grace_s, (signal.SIGTERM, signal.SIGUSR1) if usr1 else (signal.SIGTERM,))
+    if party is not None and not party.leads:
+        with SIGNALS.gracefully(grace, lambda: None, lambda: party.met):
+            return follow_job(job, captured, plan, party, seed=seed, steps=steps, epochs=epochs, resume=resume, out=out)
+    summary = train_job(
+        job,
+        captured,
+        plan,
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        resume=resume,
+        out=out,
+        runs=places.of(RUNS),
+        baseline=baseline,
+        restarts=restarts,
+        checkpoint_every=checkpoint_every,
+        quiet=as_json,
+        party=party,
+        reasons=reasons,
+        curves=curves,
+        grace=grace,
+        check=check,
+    )
+    if as_json:
+        show_json(summary)
+    return 0
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
@@ -312,9 +306,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
 def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
-        with o.same_in_all():
-            traced = env.level() >= 1
-            env.check_malloc()
+        traced = env.level() >= 1
+        env.check_malloc()
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:  # typer turns Ctrl-C into this
             raise KeyboardInterrupt
@@ -328,16 +321,11 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
-    except ToldElsewhereError as ending:
-        return _behind(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except typer.TyperException as error:
-        code = int(getattr(error, "exit_code", 2))
-        if not env.first_on_host():
-            return _behind(code)
         show_error(_misspelt(error), as_json, traced)
-        return code
+        return int(getattr(error, "exit_code", 2))
     except Exception as error:
         if SIGNALS.first is not None:
             return _interrupted()
@@ -347,14 +335,6 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         told = _bug(error) if known is None else known
         show_error(told, as_json, traced)
         return 70 if known is None else told.exit_code
-
-
-def _behind(code: int) -> int:
-    """The exit code, when the process that tells may have told: the launcher ends all when one has ended."""
-    if SIGNALS.first is None:  # else one has
-        with suppress(KeyboardInterrupt):
-            time.sleep(_BEHIND_S)
-    return code
 
 
 def _interrupted() -> int:

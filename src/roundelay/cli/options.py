@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -20,8 +19,8 @@ from roundelay.api.recompute_choice import names_in
 from roundelay.cli.debug_output import show_choices
 from roundelay.cli.resume_options import plan_files, taken_over
 from roundelay.cli.screen import announce, doing
-from roundelay.env import first_on_host, launched
-from roundelay.errors import ToldElsewhereError, UsageError
+from roundelay.env import launched
+from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
@@ -271,35 +270,6 @@ def _plan_of(resume: Path, captured: Captured, choices: Choices) -> Path | None:
     return None
 
 
-@contextmanager
-def same_in_all() -> Iterator[None]:
-    """What the person has said wrong here, every process of a launcher finds wrong: the first on this host tells.
-
-    Raises:
-        ToldElsewhereError: it is not this one.
-    """
-    try:
-        yield
-    except UsageError as error:
-        if not first_on_host():
-            raise ToldElsewhereError from error
-        raise
-
-
-@contextmanager
-def together(choices: Choices, restarts: int) -> Iterator[tuple[ProcessGroup | None, Choices]]:
-    """:func:`joined`, and what then goes wrong before all have met is told once.
-
-    Raises:
-        UsageError: a choice cannot be had in a party.
-        ToldElsewhereError: so another process on this host has told, or its launcher.
-    """
-    with same_in_all():
-        party, choices = joined(choices, restarts)
-    with nullcontext() if party is None else party.told_once():
-        yield party, choices
-
-
 def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choices]:
     """The party that this process belongs to, if a launcher has started it, and the choices that follow from it.
 
@@ -348,16 +318,14 @@ def alone(command: str) -> None:
 
     Raises:
         UsageError: a launcher has started this process.
-        ToldElsewhereError: it has started another on this host before it.
     """
-    with same_in_all():
-        if launched() is not None:
-            raise UsageError(
-                f"`roundelay {command}` under a launcher",
-                got="one of several processes that would all do the same",
-                expected="the command by itself",
-                remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
-            )
+    if launched() is not None:
+        raise UsageError(
+            f"`roundelay {command}` under a launcher",
+            got="one of several processes that would all do the same",
+            expected="the command by itself",
+            remedy=f"Run `roundelay {command}` without the launcher; `train` is what it is for.",
+        )
 
 
 def _obey(plan: Plan, choices: Choices) -> Plan:

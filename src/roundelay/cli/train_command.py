@@ -37,7 +37,7 @@ from roundelay.cli.screen import amount, announce, progress, stderr, stdout, tab
 from roundelay.cli.signals import SIGNALS, Grace
 from roundelay.cli.tensorboard_points import draw
 from roundelay.cli.utilization import gaps_between, loads_of, show_utilization, spans_of, stage_names, utilization
-from roundelay.errors import UsageError, UserCodeError, WorkerLostError, counted
+from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -168,16 +168,11 @@ def follow_job(
     """Run one worker of a party that another process leads, which shows and writes everything; the exit code.
 
     Raises:
-        WorkerLostError: the leader is gone, and this is the member that tells so.
+        WorkerLostError: the leader is gone.
     """
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, Length(steps=steps, epochs=epochs), start)
-    try:
-        return 0 if _rest(session, out, party).run_follower(party) else 1
-    except WorkerLostError:
-        if party.deputy:
-            raise
-        return 1
+    return 0 if _rest(session, out, party).run_follower(party) else 1
 
 
 def _fits_one(job: Job, plan: Plan) -> bool:

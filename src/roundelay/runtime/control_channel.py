@@ -11,7 +11,6 @@ minute.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.launchers import LEADER
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.worker_messages import Encoded, Header, Kind, Report, Reporter, decode, encode
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 
 BEAT_S, SILENT_S = 1.0, 60.0
@@ -67,7 +66,7 @@ class ControlChannel:
         self._reports, self._news, self._watched = reports, news, tuple(watched)
         self._on_report, self._on_lost, self._on_unreadable = on_report, on_lost, on_unreadable
         self._silent_s = dict.fromkeys(self._watched, 0.0)  # written by the news thread only
-        self._pending: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # tensors of reports whose end is to come
+
         self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the news thread
         self._leaving: set[int] = set()  # have sent their last report; may stop their heartbeats
         self._broken: dict[int, tuple[float, str]] = {}  # whose report connection broke: since when, and why
@@ -80,13 +79,19 @@ class ControlChannel:
         for thread in self._threads:
             thread.start()
 
-    def send(self, report: Report) -> None:
-        """Send a report to the leader; a failure overtakes all reports that are still being sent."""
-        for message in messages_of(report):
-            if report.kind == "failed":
+    def send(self, report: Report) -> Kind:
+        """Send a report to the leader; a failure overtakes all reports that are still being sent.
+
+        Returns:
+            the kind of what was sent: a failure, if the report could not be encoded.
+        """
+        encoded = encode(report)
+        for message in messages_of(encoded):
+            if encoded.kind == "failed":
                 self._urgent.put(message)
             else:
                 self._reports.send(LEADER, message)
+        return encoded.kind
 
     def end(self, reason: str | None) -> None:
         """Close the channel in good order, or abort it with a reason."""
@@ -120,10 +125,15 @@ class ControlChannel:
 
     def _receive_reports(self) -> None:
         """Receive reports. Losses are reported by the news thread, after the failure report if there is one."""
+        pending: dict[int, _Incoming] = {}
         while not self._ending.is_set():
             delivery = _next(self._reports, _POLL_S)
             if isinstance(delivery, Arrived):
-                self._take_report(delivery)
+                incoming = pending.pop(delivery.source, None) or _Incoming()
+                if (report := incoming.report(delivery.message)) is None:
+                    pending[delivery.source] = incoming
+                else:
+                    self._take_report(delivery.source, report)
             elif isinstance(delivery, Lost):
                 lost = _lost(delivery.source, delivery.reason)
                 if (cause := self._reports.cause(lost)) is not lost:  # this process itself could not receive
@@ -157,23 +167,17 @@ class ControlChannel:
         """Receive the next delivery; return whether there was one."""
         delivery = _next(self._news, wait_s)
         if isinstance(delivery, Arrived):
-            self._take_report(delivery)
+            if report := _Incoming().report(delivery.message):  # a failure is one message
+                self._take_report(delivery.source, report)
         elif isinstance(delivery, Lost):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Granted):
             self._silent_s[delivery.source] = 0.0
         return delivery is not None
 
-    def _take_report(self, delivery: Arrived) -> None:
-        report, more = report_of(delivery.message)
-        tensors = self._pending.setdefault((delivery.source, report.kind), {})
-        tensors.update(report.tensors)
-        if more:
-            return
-        del self._pending[delivery.source, report.kind]
-        report = Report(report.kind, report.worker, report.data, tensors)
+    def _take_report(self, source: int, report: Report) -> None:
         if report.kind in ("finished", "failed"):
-            self._leaving.add(delivery.source)
+            self._leaving.add(source)
         self._on_report(report)
 
     def _lose(self, other: int, how: str) -> None:
@@ -191,30 +195,42 @@ def _next(endpoint: Endpoint, wait_s: float) -> Delivery | None:
         return None
 
 
-def messages_of(report: Report) -> Iterator[Message]:
-    """A report as messages: JSON as bytes, and its tensors as they are, since a stage's whole state is in some.
+def messages_of(encoded: Encoded) -> Iterator[Message]:
+    """Yield the messages of an encoded report: the header, then the buffers.
 
-    Each has up to :data:`PART_BYTES` of them, or a single one that is longer.
+    Each message has up to :data:`PART_BYTES` of buffers, or a single longer one.
     """
-    parts: list[list[str]] = [[]]
-    room = PART_BYTES
-    for name, tensor in report.tensors.items():
-        if parts[-1] and tensor.nbytes > room:
-            parts.append([])
-            room = PART_BYTES
-        parts[-1].append(name)
-        room -= tensor.nbytes
-    for part in parts:
-        text = json.dumps([report.kind, report.worker, report.data, part, part is not parts[-1]]).encode()
-        tensors = (report.tensors[name].detach().cpu().contiguous() for name in part)
-        yield Message(_CHANNEL, (), (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
+    part, room = [torch.frombuffer(bytearray(encoded.header), dtype=torch.uint8)], PART_BYTES
+    for buffer in encoded.buffers:
+        if room < buffer.nbytes and room < PART_BYTES:
+            yield Message(_CHANNEL, (), tuple(part))
+            part, room = [], PART_BYTES
+        part.append(buffer)
+        room -= buffer.nbytes
+    yield Message(_CHANNEL, (), tuple(part))
 
 
-def report_of(message: Message) -> tuple[Report, bool]:
-    """The report that :func:`messages_of` made, with the tensors of one part; and whether there are more."""
-    text, *tensors = (value for value in message.values if isinstance(value, torch.Tensor))
-    kind, worker, data, names, more = json.loads(text.numpy().tobytes())
-    return Report(kind, worker, data, dict(zip(names, tensors, strict=True))), more
+@final
+class _Incoming:
+    """A report whose messages are arriving."""
+
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def report(self, message: Message) -> Report | None:
+        """Take the next message; return the report once it is complete.
+
+        Raises:
+            ValueError: the message is damaged.
+        """
+        values = [value for value in message.values if isinstance(value, torch.Tensor) and value.dtype == torch.uint8]
+        if len(values) != len(message.values) or not values:
+            raise ValueError("a message of a report that does not consist of bytes")
+        if self._header is None:
+            self._header = decode(values.pop(0).numpy().data)
+        self._buffers += values
+        return self._header.report(self._buffers) if len(self._buffers) >= len(self._header.tensors) else None
 
 
 def _unreadable(worker: int, error: Exception) -> InternalError:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from roundelay import errors
-from roundelay.errors import RoundelayError
-from roundelay.runtime.user_errors import unexpected
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.worker_messages import Report, error_of
 
 Listener = Callable[[Report], None]
 
@@ -85,24 +82,3 @@ def _cause_rank(failure: Report) -> int:
         own = f"worker {failure.worker} "
         return 1 if subject.startswith(own) and not subject.startswith(f"{own}sending to ") else 3
     return 2 if kind == "DeadlineError" and f"{subject} ".startswith(f"worker {failure.worker} ") else 0
-
-
-def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
-    """Return an error as a report; :func:`error_of` is the inverse."""
-    what = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
-    return Report("failed", worker, {"kind": type(error).__name__, **what, "trace": trace})
-
-
-def unsendable(report: Report, error: Exception) -> Report:
-    """Return the failure that replaces a report that cannot be encoded."""
-    cause = error if isinstance(error, RoundelayError) else unexpected(f"worker {report.worker}, {report.kind}", error)
-    return failure(report.worker, cause)
-
-
-def error_of(report: Report) -> RoundelayError:
-    """Return the error of a ``failed`` report."""
-    data = report.data
-    kind = getattr(errors, data["kind"])
-    error: RoundelayError = kind(data["subject"], got=data["got"], expected=data["expected"], remedy=data["remedy"])
-    error.add_note(str(data["trace"]))
-    return error

@@ -23,10 +23,9 @@ from roundelay.errors import RoundelayError, RunError, UsageError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
 from roundelay.lower.validate_plan import FORKING
 from roundelay.runtime.child_process import fork
-from roundelay.runtime.failure_tracker import error_of, failure
-from roundelay.runtime.forked_workers import END_S, Child, write_all
+from roundelay.runtime.forked_workers import END_S, Child
 from roundelay.runtime.user_errors import out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, error_of, failure, write_report
 
 _TICK_S = 1.0
 
@@ -52,8 +51,7 @@ def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: f
     def main() -> None:
         torch.set_num_threads(threads)  # first of all: a forked thread pool would hang
         os.close(reading)
-        for piece in pieces_of(_result(call, what)):
-            write_all(writing, piece)
+        write_report(writing, _result(call, what))
 
     with DeferredSignals() as interrupts:
         reading, writing = os.pipe()
@@ -94,10 +92,10 @@ def _answer(child: Child, interrupts: DeferredSignals, limit_s: float) -> Report
         while (left := deadline - time.monotonic()) > 0:
             if not poller.poll(1000 * min(left, _TICK_S)):
                 continue
-            size = os.readv(child.pipe, incoming.rooms())
-            for report in incoming.filled(size):
-                return report
-            if not size:
+            reports = incoming.read(child.pipe)
+            if reports:
+                return reports[0]
+            if reports is None:
                 child.wait(END_S)
                 return None
         return None

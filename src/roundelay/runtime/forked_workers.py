@@ -26,11 +26,11 @@ import torch
 from roundelay.deferred_signals import DeferredSignals
 from roundelay.errors import InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.runtime.child_process import fork
-from roundelay.runtime.failure_tracker import FailureTracker, Listener, failure, unsendable
+from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.prefetch import ENDING
 from roundelay.runtime.threaded_workers import COALESCE_S, take_reports
 from roundelay.runtime.worker import Task, Wrap, work
-from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, failure, write_report
 from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
@@ -197,12 +197,12 @@ class Pump:
         while open_pipes and not self._stopping.is_set():
             for pipe, _ in poller.poll(1000 * _TICK_S):
                 child, incoming = open_pipes[pipe]
-                size = os.readv(pipe, incoming.rooms())
-                for report in incoming.filled(size):
+                reports = incoming.read(pipe)
+                for report in reports or ():
                     if report.kind in ("finished", "failed"):
                         ended.add(child.worker)
                     self._reports.put(report)
-                if not size:
+                if reports is None:
                     poller.unregister(pipe)
                     del open_pipes[pipe]
                     if child.worker not in ended and not child.killed:
@@ -282,25 +282,9 @@ class _Sender:
         torch.set_num_threads(1)
         with suppress(BrokenPipeError):  # the launching process is gone, and this one is about to be killed
             while (report := self._reports.get()) is not None:
-                for piece in _pieces(report):
-                    write_all(self._writing, piece)
+                write_report(self._writing, report)
                 if self._reports.empty():
                     time.sleep(COALESCE_S)  # a wake-up per report costs the worker more than the report
-
-
-def _pieces(report: Report) -> list[bytes | memoryview]:
-    """A report's pieces, or those of why it cannot be told."""
-    try:
-        return pieces_of(report)
-    except Exception as error:
-        return pieces_of(unsendable(report, error))
-
-
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write bytes to a pipe, however few it takes at once."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _unreadable(error: Exception) -> InternalError:

@@ -11,15 +11,14 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from roundelay.errors import ToldElsewhereError, WorkerLostError
+from roundelay.errors import WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.launchers import LEADER, Launched
 from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable
@@ -56,51 +55,20 @@ class ProcessGroup:
     def __init__(self, place: Launched) -> None:
         self.rank, self.size, self.restart = place.rank, place.size, place.restart
         self.others = (*range(place.rank), *range(place.rank + 1, place.size))
-        self.leads, self.deputy = place.rank == LEADER, place.deputy
+        self.leads, self._met = place.rank == LEADER, False
         self._interface = place.interface if place.nodes > 1 else None
-        self._host, self._met = place.host_rank, False
         check_interface(place)
         self._served = open_store(place) if place.opens_store and self.leads else None  # lives as long as this process
         try:
-            store, another = (_interruptibly(partial(connect_store, place)) for _ in range(2))
+            store = _interruptibly(partial(connect_store, place))
         except (RuntimeError, ValueError) as error:
             raise unreachable(place, error) from error
-        self._store, self._told = (
-            dist.PrefixStore(f"roundelay/{place.run}", one)  # type: ignore[attr-defined]
-            for one in (store, another)  # a wait that is given up keeps a store's only connection
-        )
+        self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
 
     @property
     def met(self) -> bool:
         """Whether the control channel is connected: from then on the loss of a process is reported."""
         return self._met
-
-    @contextmanager
-    def told_once(self) -> Iterator[None]:
-        """Of what ends this process before all have met on the line, one process on each host tells.
-
-        All read the same job and go the same way, so they fail together; afterwards the leader tells.
-
-        Raises:
-            ToldElsewhereError: another has told it.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not self._met and self._count_told(1) > 1:
-                raise ToldElsewhereError from error
-            raise
-        except KeyboardInterrupt as error:  # of a launcher that has lost the one that told
-            if not self._met and self._count_told(0) > 0:
-                raise ToldElsewhereError from error
-            raise
-
-    def _count_told(self, more: int) -> int:
-        """How many on this host have told an error by now, counting `more`."""
-        try:
-            return int(_interruptibly(lambda: self._told.add(f"told {self._host}", more)))
-        except RuntimeError:  # the launcher has gone
-            return more
 
     def publish(self, name: str, text: str) -> None:
         """Store a text for the other processes.

@@ -17,13 +17,13 @@ import torch
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, device_of
-from roundelay.runtime.failure_tracker import FailureTracker, Listener, failure, unsendable
+from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
 from roundelay.runtime.threaded_workers import take_reports
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.worker_messages import Report, Reporter, failure, unsendable
 from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.queues import next_item
@@ -154,13 +154,12 @@ def _drain(reports: queue.SimpleQueue[Report], tracker: FailureTracker) -> None:
 def _pass_on(report: Report, channel: ControlChannel) -> tuple[bool, bool]:
     """Send a report, or a failure if it cannot be sent; return (is it the last, is it no failure)."""
     try:
-        channel.send(report)
+        kind = channel.send(report)
     except WorkerLostError:
         raise
     except Exception as error:
-        report = unsendable(report, error)
-        channel.send(report)
-    return report.kind in ("finished", "failed"), report.kind != "failed"
+        kind = channel.send(unsendable(report, error))
+    return kind in ("finished", "failed"), kind != "failed"
 
 
 def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
