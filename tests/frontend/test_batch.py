@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import copied, leaves, num_rows, replace, split, twice
+from roundelay.frontend.batch import copy_batch, leaves, num_rows, replace, split, twice
 
 
 class Pair(NamedTuple):
@@ -157,7 +157,7 @@ def test_batches_without_a_number_of_rows_are_refused(batch: Any, got: str) -> N
 
 def test_a_copy_shares_nothing_with_the_batch_and_keeps_what_occurs_twice() -> None:
     x, array = torch.zeros(3), np.zeros(3)
-    copy = copied({"x": x, "again": [x], "array": array, "text": "text"})
+    copy = copy_batch({"x": x, "again": [x], "array": array, "text": "text"})
     assert copy["x"] is copy["again"][0]
     copy["x"] += 1
     copy["array"] += 1

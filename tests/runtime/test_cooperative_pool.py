@@ -79,7 +79,7 @@ def test_what_is_sent_around_arrives(long_s: float, monkeypatch: pytest.MonkeyPa
 
 def test_short_instructions_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LONG_S", math.inf)
-    monkeypatch.setattr(pool_module, "LOOK_S", FAR_S / 10)  # longer than all of it takes
+    monkeypatch.setattr(pool_module, "WATCH_S", FAR_S / 10)  # longer than all of it takes
     threads: list[int] = []
 
     def act(*_: object) -> None:
@@ -94,7 +94,7 @@ def test_short_instructions_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -
 
 def test_long_instructions_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LONG_S", 0.0)
-    monkeypatch.setattr(pool_module, "LOOK_S", FAR_S / 10)
+    monkeypatch.setattr(pool_module, "WATCH_S", FAR_S / 10)
     together = threading.Barrier(3)
 
     def hub(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
@@ -145,7 +145,7 @@ def test_what_was_quick_once_is_soon_known_to_be_long(monkeypatch: pytest.Monkey
     """And what was slow once is not."""
     monkeypatch.setattr(pool_module, "RECENT", 3)
     pool = CooperativePool(1, FAR_S)
-    pool._by_identity[threading.get_ident()] = pool._seats[0]
+    pool._state_of_thread[threading.get_ident()] = pool._states[0]
     left: list[int] = []
     monkeypatch.setattr(CooperativePool, "_leave", lambda pool, seat: left.append(1))
 

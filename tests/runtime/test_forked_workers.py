@@ -159,5 +159,5 @@ def test_a_worker_that_cannot_connect_tells_what_it_met(monkeypatch: pytest.Monk
     job = make()
     plan = roundelay.plan(job, workers=2, transport="shm")
     monkeypatch.setattr(forked_workers, "ShmEndpoint", full)
-    with pytest.raises(RunError, match="worker 1, before it met the others: got RuntimeError: can't start new thread"):
+    with pytest.raises(RunError, match="worker 1, connecting to the others: got RuntimeError: can't start new thread"):
         roundelay.train(job, plan=plan, steps=4)

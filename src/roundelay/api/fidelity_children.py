@@ -24,7 +24,7 @@ from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, copied, num_rows, part_rows, split
+from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
 from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
@@ -64,9 +64,9 @@ def _parts(judged: Judged, *, plainly: bool) -> Iterator[list[Part]]:
         rows = num_rows(batch)
         least = judged.captured.graph.min_rows
         sizes = part_rows(batch, judged.plan.micro_batches, least)
-        own = copied(batch)
+        own = copy_batch(batch)
         # parts in memory of their own: a kernel may tell a view that begins elsewhere, and round otherwise
-        cut = [own] if plainly and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes), least)]
+        cut = [own] if plainly and len(sizes) == 1 else [copy_batch(part) for part in split(own, len(sizes), least)]
         made = []
         for i, (size, part) in enumerate(zip(sizes, cut, strict=True)):
             made.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))

@@ -44,7 +44,7 @@ from roundelay.planner.prove import prove
 from roundelay.runtime.device import named
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_made_alike
-from roundelay.runtime.prefetch import Tell, silent
+from roundelay.runtime.prefetch import OnWait, ignore_wait
 from roundelay.schedules import Schedule, schedule_named, schedule_of
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
@@ -70,7 +70,7 @@ CHOICES = (
 )
 
 
-def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: Tell = silent) -> Captured:
+def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
     """Capture a job's model and loss, called on the job's first batch.
 
     Args:
@@ -198,7 +198,7 @@ def plan_with_reasons(
     seed: int = 0,
     captured: Captured | None = None,
     cuts: CutRequest | None = None,
-    tell: Tell = silent,
+    tell: OnWait = ignore_wait,
     **choices: Any,
 ) -> Planned:
     """As :func:`plan`, with the reasons for its choices; ``tell`` is called when waiting for the loader takes long."""
@@ -288,7 +288,7 @@ def _unmeasured(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]
     return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
 
 
-def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: Tell) -> Batch:
+def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
     """The first micro-batch of the size that will be trained on."""
     return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches), graph.min_rows)[0]
 
@@ -309,7 +309,7 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
 
 
 def _measure(
-    job: Job, captured: Captured, draft: Plan, seed: int, tell: Tell, *, requested: bool
+    job: Job, captured: Captured, draft: Plan, seed: int, tell: OnWait, *, requested: bool
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the draft with edges and measurements; and what recomputing modules saves, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, copied, in_step, num_rows, replace, split
+from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, split
 from roundelay.frontend.cross_call_state import refuse_state
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as without_metrics
@@ -151,7 +151,7 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
 
 def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
     def call(rows: Batch) -> Any:
-        batch = copied(rows)
+        batch = copy_batch(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
         value, _ = without_metrics(job.loss(job.model(*args, **kwargs), batch))
         return value  # without metrics, which may depend on earlier calls

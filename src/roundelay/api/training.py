@@ -40,7 +40,7 @@ from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
 from roundelay.runtime.device import check_here
-from roundelay.runtime.forked_call import backwards_apart, check_transport, isolated
+from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
@@ -399,8 +399,8 @@ class Session:
         compiler, mine = self._compiler(), stages_of(self.plan)
         if party is not None:
             compiler(mine[party.rank])
-            party.gather("compiled")
-        elif self.plan.transport in FORKING and backwards_apart():
+            party.barrier("compiled")
+        elif self.plan.transport in FORKING and must_isolate_backward():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
         else:

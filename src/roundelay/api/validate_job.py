@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import copied, num_rows
+from roundelay.frontend.batch import copy_batch, num_rows
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -93,7 +93,7 @@ def _copy(batch: Any) -> Any:
         JobError: a container in it cannot be constructed from its items.
     """
     try:
-        return copied(batch)
+        return copy_batch(batch)
     except Exception as error:  # the person's own kind of batch
         raise JobError(
             f"the batch, a {type(batch).__name__}",

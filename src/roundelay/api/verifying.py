@@ -43,7 +43,7 @@ from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_re
 from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import repeatable
 from roundelay.runtime.forked_call import apart
-from roundelay.runtime.loader_epoch import alike
+from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, told
 from roundelay.runtime.prefetch import Registers
@@ -231,7 +231,7 @@ def _check_same_data(session: Session) -> None:
     batches = session.job.batches
     if not isinstance(batches, Peekable) or batches.first is None or batches.first[0] != session.seed:
         return
-    if not alike(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
+    if not same_batch(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
         raise JobError(
             "batches(0), read for the reference",
             got="another first batch than the run was given: a stream that goes on, or random numbers of its own",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +34,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.train_command import train_command
 from roundelay.cli.utilization import ends_of, gaps_between
-from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
+from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.run_page import run_page
@@ -47,8 +46,6 @@ from roundelay.schedules import num_workers, stages_of
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
 
-_REPORT_S = 20.0
-"""Seconds that another process of a launcher gets to report the error that ends them all."""
 
 app = typer.Typer(
     add_completion=False,
@@ -76,9 +73,9 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    with o.together(choices, run.restarts) as (party, choices):
-        SIGNALS.join()
-        return train_command(job_file, choices, run, party, as_json=as_json)
+    party, choices = o.joined(choices, run.restarts)
+    SIGNALS.join()
+    return train_command(job_file, choices, run, party, as_json=as_json)
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
@@ -235,9 +232,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
 def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
-        with o.reported_once():
-            traced = env.level() >= 1
-            env.check_malloc()
+        traced = env.level() >= 1
+        env.check_malloc()
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:
             raise KeyboardInterrupt
@@ -251,16 +247,11 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
-    except ToldElsewhereError as ending:
-        return _reported_elsewhere(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except typer.TyperException as error:
-        code = int(getattr(error, "exit_code", 2))
-        if not env.first_on_host():
-            return _reported_elsewhere(code)
         show_error(_usage_error(error), as_json, traced)
-        return code
+        return int(getattr(error, "exit_code", 2))
     except Exception as error:
         if SIGNALS.first is not None:
             return _interrupted()
@@ -270,14 +261,6 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         shown = _bug(error) if known is None else known
         show_error(shown, as_json, traced)
         return 70 if known is None else shown.exit_code
-
-
-def _reported_elsewhere(code: int) -> int:
-    """Return the code after waiting for another process's report: the launcher ends all when one has ended."""
-    if SIGNALS.first is None:  # else one has ended
-        with suppress(KeyboardInterrupt):
-            time.sleep(_REPORT_S)
-    return code
 
 
 def _interrupted() -> int:

@@ -40,7 +40,7 @@ Optimizers = Annotated[
 ]
 Rates = Annotated[list[str] | None, typer.Option("--lr", help="Learning rate of an optimizer: adamw=1e-3.")]
 TimeTo = Annotated[
-    list[str] | None, typer.Option(help="Tell updates and time until a metric reaches a value: loss=0.5.")
+    list[str] | None, typer.Option(help="OnWait updates and time until a metric reaches a value: loss=0.5.")
 ]
 Better = Annotated[
     list[str] | None, typer.Option(help="Whether more is better in a metric whose name does not say so: score=low.")

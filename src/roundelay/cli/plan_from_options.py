@@ -69,7 +69,7 @@ def plan_job(
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
     if party is not None and not party.leads:
-        return PlannedJob(job, captured, Plan.parse(party.take("plan")))
+        return PlannedJob(job, captured, Plan.parse(party.fetch("plan")))
     model = captured.graph.fingerprint
     resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
     existing = _existing_plan(model, choices, source, resumed)
@@ -81,7 +81,7 @@ def plan_job(
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
     if party is not None:
-        party.give("plan", planned.plan.text())
+        party.publish("plan", planned.plan.text())
     return PlannedJob(job, captured, planned.plan, planned.reasons)
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.runtime.prefetch import Tell, silent
+from roundelay.runtime.prefetch import OnWait, ignore_wait
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
@@ -87,13 +87,13 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def doing(what: str, quiet: bool) -> Iterator[Tell]:
+def doing(what: str, quiet: bool) -> Iterator[OnWait]:
     """Show a spinner within the context; yields a function to be called with what is waited for and for how long.
 
     Where stderr is no terminal, each thing that is waited for is printed once.
     """
     if quiet:
-        yield silent
+        yield ignore_wait
         return
     printed: set[str] = set()
     with stderr.status(what) as status:

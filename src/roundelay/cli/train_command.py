@@ -36,7 +36,7 @@ from roundelay.cli.utilization import (
     stage_names,
     utilization,
 )
-from roundelay.errors import UsageError, UserCodeError, WorkerLostError, counted
+from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -168,15 +168,9 @@ def follow_job(planned: PlannedJob, run: RunOptions, party: ProcessGroup) -> int
     """Run one worker under a launcher, while another process leads, prints and writes; returns the exit code.
 
     Raises:
-        WorkerLostError: the leader is lost, and this is the process that reports it.
+        WorkerLostError: the leader is lost.
     """
-    session = _session(planned, run)
-    try:
-        return 0 if _rest(session, run.out, party).run_follower(party) else 1
-    except WorkerLostError:
-        if party.deputy:
-            raise
-        return 1
+    return 0 if _rest(_session(planned, run), run.out, party).run_follower(party) else 1
 
 
 def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int, float]:

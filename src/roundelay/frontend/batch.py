@@ -94,7 +94,7 @@ def fresh(batch: Batch) -> Batch:
     return replace(batch, lambda _, leaf: leaf)
 
 
-def copied(batch: Batch) -> Batch:
+def copy_batch(batch: Batch) -> Batch:
     """A batch with copies of all tensors and arrays; a tensor that occurs twice occurs twice in the copy."""
     copies: dict[int, torch.Tensor] = {}
 

@@ -20,7 +20,7 @@ import torch.fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from roundelay.deferred_signals import Interrupts, hides_interrupt, inside_torch
+from roundelay.deferred_signals import DeferredSignals, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
 from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, OutputShape, Roots, Seen
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
@@ -93,7 +93,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
             _attributes_kept(model),
             _watch_modules(model) as running,
             _quiet(),
-            Interrupts(inside_torch) as interrupts,
+            DeferredSignals(inside_torch) as interrupts,
             StandingIn(interrupts.handle),  # it may raise where an operation may
         ):
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, copied, fresh, layout, leaves, num_rows
+from roundelay.frontend.batch import Batch, copy_batch, fresh, layout, leaves, num_rows
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_adapter import CallShape, Inputs
 from roundelay.frontend.model_call import call_inputs
@@ -84,7 +84,7 @@ class GraphInputs:
 
     def _copy(self, micro_batch: Batch) -> Batch:
         """A batch that ``inputs`` may change: the micro-batch's values may be needed again."""
-        return copied(micro_batch) if self.writes else fresh(micro_batch)
+        return copy_batch(micro_batch) if self.writes else fresh(micro_batch)
 
     def _fits(self, call: CallShape, tensors: Sequence[torch.Tensor]) -> bool:
         return call.matches(self.call) and len(tensors) == len(self.graph.inputs)
