@@ -191,7 +191,7 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
     ends = memory_endpoints(2, pool.wake)
 
     def taker(wanted: bool) -> Loop:
-        while not ends[1].news(wanted):
+        while not ends[1].has_delivery(wanted):
             yield wanted
             resumed.append(wanted)
 

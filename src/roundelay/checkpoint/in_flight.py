@@ -1,7 +1,7 @@
 """What is in flight when a checkpoint is made: micro-batches that stages have forwarded and not yet backwarded.
 
-Their tapes are not stored. A stage that goes on forwards them again, with the weights that it read the first time, from
-the buffers behind the last micro-batch that the checkpoint counts; so nothing that travels is stored either.
+Their tapes are not stored. A resumed stage forwards them again with the weights that it read the first time, starting
+from the buffers after the last micro-batch that the checkpoint counts; so messages in transit need not be stored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from roundelay.weight_prediction import LastStep
 
 Key = tuple[int, int, int]
-"""Which weights: the version, how many updates they are predicted ahead of it (0: not at all), and the micro-batch that
-alone reads them; :data:`ANY` for those that any may read."""
+"""Which weights: the version, the distance of their prediction (0: none), and the only micro-batch that reads them, or
+:data:`ANY`."""
 
 ANY = -1
 
@@ -25,16 +25,16 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageInFlight:
-    """What one stage needs, besides its weights, its optimizer's state and its buffers, to go on in mid-flight.
+    """What one stage needs to resume in mid-flight, in addition to weights, optimizer state and buffers.
 
     Args:
-        versions: micro-batch in flight to the updates that the stage had made before its forward.
+        versions: for each micro-batch in flight, the stage's updates before its forward.
         weights: the weights that these forwards read, and older versions that later forwards may read; by name.
-        keep: the oldest version that a later forward may read; None if each reads its newest.
-        last: parameter to its last update, as far as a prediction reads it.
-        norms: on stage 0, micro-batch in flight to the norm that went with it, where gradients are clipped by that.
+        keep: the oldest version that a later forward may read; None if each reads the newest.
+        last: for each parameter, its last update, as far as a prediction reads it.
+        norms: on stage 0, for each micro-batch in flight, the gradient norm sent with it, for clipping.
         newest: on stage 0, the newest of these norms.
-        scales: micro-batch in flight to the scale of its loss, where losses are scaled.
+        scales: for each micro-batch in flight, its loss scale, if losses are scaled.
     """
 
     versions: dict[int, int]
@@ -51,8 +51,8 @@ class InFlight:
     """What all stages have in flight.
 
     Args:
-        order: what the order of work depends on, by what a person calls it: only a run of equal order can go on.
-        since: updates that had been made when the stages were last empty.
+        order: the settings that the order of work depends on, by name: only a run with equal ones can resume.
+        since: number of updates when the stages were last empty.
         stages: in order.
     """
 
@@ -62,16 +62,16 @@ class InFlight:
 
     @property
     def micro_batches(self) -> int:
-        """How many are in flight: stage 0 has forwarded them all."""
+        """How many micro-batches are in flight: stage 0 has forwarded them all."""
         return len(self.stages[0].versions)
 
 
 def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A stage's flight as values that JSON can hold, and tensors by name; each memory once.
+    """Return a stage's flight as JSON values and tensors by name, each memory once.
 
     Args:
         flight: what to encode.
-        prefix: of every tensor's name.
+        prefix: prefix of every tensor's name.
     """
     pool = _Pool(prefix)
     table = {
@@ -90,7 +90,7 @@ def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str
 
 
 def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageInFlight:
-    """The flight that :func:`encode` took apart."""
+    """Return the flight that :func:`encode` encoded."""
 
     def named(names: Mapping[str, str]) -> Weights:
         return {name: tensors[key] for name, key in names.items()}
@@ -110,25 +110,25 @@ def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageInFl
 
 
 class _Pool:
-    """Tensors by made-up names; one that is met again, under whatever name, keeps its first."""
+    """Assigns names to tensors; the same memory gets one name."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
-        self._met: dict[tuple[Any, ...], str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
 
     def name(self, tensor: Tensor | None) -> str | None:
-        """Its name, made if it has none."""
+        """The name of a tensor; None for None."""
         return None if tensor is None else self._name(tensor)
 
     def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Names of several."""
+        """The names of several tensors."""
         return {name: self._name(tensor) for name, tensor in tensors.items()}
 
     def _name(self, tensor: Tensor) -> str:
         address = tensor.untyped_storage().data_ptr()
         identity = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if identity not in self._met:
-            self._met[identity] = f"{self._prefix}{len(self._met)}"
-            self.tensors[self._met[identity]] = tensor
-        return self._met[identity]
+        if identity not in self._names:
+            self._names[identity] = f"{self._prefix}{len(self._names)}"
+            self.tensors[self._names[identity]] = tensor
+        return self._names[identity]

@@ -1,6 +1,5 @@
-"""How messages and credits travel between workers: one contract, and the ways to fulfil it.
+"""Transports: how messages and credits travel between workers.
 
-`contract` says what an endpoint promises; `memory` hands over between threads of one process, `shm` between
-processes of one host, `gloo` between processes through torch.distributed; `delayed` wraps any of them and changes the
-timing, never the content.
+`endpoint` is the interface. `memory` connects threads of one process, `shm` processes of one host, `gloo` processes
+over torch.distributed, `nccl` processes with a GPU each. `delayed` wraps any of them and changes timing, never content.
 """

@@ -1,12 +1,12 @@
-"""Workers as processes with a device each: frames and credits over gloo, tensors of the devices over NCCL.
+"""The `nccl` transport: workers are processes with a GPU each; frames and credits travel over gloo, tensors over NCCL.
 
-Every message is a frame; what it holds on the device follows on a *lane* (:mod:`roundelay.transport.nccl_p2p`). A
-*guard*, one thread for each endpoint, takes the frames, makes room on the device and posts the matching receives at
-once; the worker's stream waits for them when the worker takes the message, and the host for nothing.
+Every message is a frame; its GPU tensors follow on a *lane* (:mod:`roundelay.transport.nccl_p2p`). One *guard* thread
+per endpoint receives the frames, allocates the tensors and posts the matching receives at once. When the worker takes
+the message, its CUDA stream waits for them; the host never does.
 
-NCCL does not tell that a worker has died: whoever waits for it waits for ever. gloo does tell; the guard then aborts
-the lanes to that worker, which ends what waits on the device. What was computed behind such an end means nothing, so
-that an error that follows is told as the loss it comes from (:meth:`NcclEndpoint.cause`).
+NCCL does not report that a worker has died: its peers wait forever. gloo reports it; the guard then aborts the lanes to
+that worker, which ends what waits on the GPU. What was computed after that is meaningless, so an error that follows is
+reported as the loss of the worker (:meth:`NcclEndpoint.cause`).
 
 All but ``NcclLane`` is tested on the CPU, with lanes over gloo. It has not been run on GPUs yet.
 """
@@ -23,21 +23,21 @@ import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
-from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, announced, expected
+from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce
 from roundelay.transport.queues import next_item
 
 TICK_S = 0.2
-"""Seconds after which the guard looks whether it should end."""
+"""How often the guard checks whether it should end, in seconds."""
 
 
 @final
 class NcclEndpoint(Endpoint):
-    """One process's end; see the module's docstring.
+    """One process's endpoint; see the module's docstring.
 
     Args:
-        inner: carries frames and credits, and tells of lost workers.
+        inner: carries frames and credits, and reports lost workers.
         lanes: carry tensors.
-        place: where this worker's tensors lie; others travel in the frames.
+        place: the device whose tensors travel on lanes; others travel in the frames.
         deadline_s: seconds that `close` may take.
     """
 
@@ -56,9 +56,9 @@ class NcclEndpoint(Endpoint):
         self._guard.start()
 
     def send(self, to: int, message: Message) -> int:
-        """As the contract says: the frame, then the tensors."""
+        """As `Endpoint` says: the frame, then the tensors."""
         payload_bytes = check_message(message, ("cpu", self._place.device.type))
-        frame, parts = announced(message, self._place.device.type)
+        frame, parts = announce(message, self._place.device.type)
         self._inner.send(to, frame)
         self._sent[message.channel] += payload_bytes
         if parts and to not in self._lost:
@@ -69,11 +69,11 @@ class NcclEndpoint(Endpoint):
         return payload_bytes
 
     def grant(self, to: int, channel: int) -> None:
-        """As the contract says."""
+        """As `Endpoint` says."""
         self._inner.grant(to, channel)
 
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
-        """As the contract says; what the worker's stream is given from now on comes behind the message's tensors."""
+        """As `Endpoint` says; what the worker submits to its stream from now on waits for the message's tensors."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -92,9 +92,9 @@ class NcclEndpoint(Endpoint):
             return delivery
 
     def close(self) -> None:
-        """As the contract says: the last word is said when all tensors have been taken.
+        """As `Endpoint` says, after all tensors have been received by the others.
 
-        Until the others have said theirs the guard goes on: what they still send must be taken, if only to be dropped.
+        The guard runs until the others have closed too: what they still send must be received, if only to be dropped.
         """
         if self._end(""):
             deadline = time.monotonic() + self._deadline_s
@@ -109,7 +109,7 @@ class NcclEndpoint(Endpoint):
                 raise self._late()
 
     def abort(self, reason: str) -> None:
-        """As the contract says; ends at once what waits on the device."""
+        """As `Endpoint` says; also ends what waits on the GPU."""
         if self._end(reason or "no reason given"):
             self._lanes.abort_all()
             self._inner.abort(reason)
@@ -118,11 +118,11 @@ class NcclEndpoint(Endpoint):
 
     @property
     def aborted(self) -> bool:
-        """As the contract says."""
+        """As `Endpoint` says."""
         return bool(self._aborted)
 
     def cause(self, error: RoundelayError) -> RoundelayError:
-        """The loss of a worker, if one is lost or this endpoint was aborted: what came later may follow from it."""
+        """The loss of a worker, if one is lost or this endpoint was aborted: later errors may follow from it."""
         error = self._inner.cause(error)
         lost = next(iter(self._lost.items()), None)
         if (lost is None and not self._aborted) or isinstance(error, WorkerLostError):
@@ -131,7 +131,7 @@ class NcclEndpoint(Endpoint):
             f"worker {lost[0]}" if lost else f"worker {self.worker}'s endpoint",
             got=lost[1] if lost else f"it was aborted ({self._aborted})",
             expected="a living worker",
-            remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+            remedy="Read its own message; continue with `roundelay train --from` the last checkpoint.",
         )
 
     @property
@@ -157,13 +157,13 @@ class NcclEndpoint(Endpoint):
     def _late(self) -> DeadlineError:
         return DeadlineError(
             f"worker {self.worker} closing",
-            got=f"tensors that nobody took for {self._deadline_s:g} s",
-            expected="each worker to take what was sent",
-            remedy="See whether they still run, or allow more time.",
+            got=f"tensors that nobody received for {self._deadline_s:g} s",
+            expected="each worker to receive what was sent",
+            remedy="Check whether the others still run, or allow more time.",
         )
 
     def _main(self) -> None:
-        """The guard."""
+        """The guard thread."""
         with self._place.receiving():
             while not self._stop.is_set():
                 try:
@@ -177,7 +177,7 @@ class NcclEndpoint(Endpoint):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Arrived) and delivery.source not in self._lost:
             try:
-                message, parts = expected(delivery.message, self._place.device)
+                message, parts = allocate_announced(delivery.message, self._place.device)
                 wait = self._lanes.source[delivery.source].post(parts) if parts else lambda: None
             except (InternalError, RuntimeError) as fault:
                 self._lose(delivery.source, str(fault))
@@ -187,7 +187,7 @@ class NcclEndpoint(Endpoint):
             self._inbox.put((delivery, None))
 
     def _lose(self, other: int, reason: str) -> None:
-        """Another worker is gone: first note it, then end what waits for it, then tell."""
+        """Record that worker `other` is lost, abort what waits for it, then report it."""
         with self._lock:
             first = other not in self._lost
             self._lost.setdefault(other, reason)

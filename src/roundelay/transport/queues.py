@@ -1,8 +1,8 @@
-"""Waiting at a queue, with a deadline that is kept.
+"""Wait for an item of a queue, with a deadline that holds.
 
-`SimpleQueue.get(timeout=...)` of CPython 3.11 may wait for ever. It first tries its lock without waiting; where that
-succeeds on an empty queue it computes the time left, and does not look whether that has become negative, which the lock
-takes for "without end". A try that does not wait, made before, leaves the lock held, and that path is not taken.
+`SimpleQueue.get(timeout=...)` of CPython 3.11 may wait forever: after a first, non-blocking attempt at its lock it
+computes the time left without checking whether that has become negative, which the lock takes as "no timeout". A
+`get_nowait` before it leaves the lock held, and that path is not taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 
 
 def next_item(source: SimpleQueue[_Item], timeout_s: float) -> _Item:
-    """The next item of a queue from which no other thread takes.
+    """Return the next item of a queue from which no other thread takes.
 
     Raises:
         queue.Empty: none came within `timeout_s` seconds.
