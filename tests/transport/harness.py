@@ -26,8 +26,7 @@ from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.nccl_p2p import Lane, Place, Wait, open_lanes
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import ShmResources, open_pairs
-from roundelay.transport.shm_ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.shm_resources import MIN_RING_BYTES, RING_BYTES, ShmResources
 
 KINDS = (
     "memory",
@@ -158,7 +157,7 @@ def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[di
 
 
 def _wiring(kind: str, num_workers: int) -> ShmResources:
-    wiring = open_pairs(num_workers, LEAST_BYTES if "narrow" in kind else RING_BYTES)
+    wiring = ShmResources(num_workers, MIN_RING_BYTES if "narrow" in kind else RING_BYTES)
     for pipe in wiring.pipes.values() if "narrow" in kind else ():
         fcntl.fcntl(pipe.writing, fcntl.F_SETPIPE_SZ, 4096)
     return wiring

@@ -35,7 +35,7 @@ from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import open_pairs
+from roundelay.transport.shm_resources import ShmResources
 
 END_S = 3.0
 """Seconds that processes get to end by themselves once the run has ended or failed."""
@@ -78,7 +78,7 @@ def _meeting_place() -> Generator[str, None, None]:
 
 def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by processes that share memory; see :func:`roundelay.runtime.launch.run`."""
-    wiring = open_pairs(num_workers(task.plan))
+    wiring = ShmResources(num_workers(task.plan))
 
     def connect(worker: int) -> Endpoint:
         return wrap(ShmEndpoint(worker, wiring, task.plan.deadline_s))

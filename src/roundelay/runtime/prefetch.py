@@ -23,7 +23,7 @@ from roundelay.errors import DeadlineError
 from roundelay.runtime.child_process import outlast
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.loader_processes import loaders_unheard
-from roundelay.transport.queues import next_item
+from roundelay.transport.checked_endpoint import next_item
 
 LOOK_S = 0.5
 """Seconds after which a reader without a free register looks whether anybody is still there."""

@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import Arrived, CheckedEndpoint, Granted, Lost, Message
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Arrived, Granted, Lost, Message
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

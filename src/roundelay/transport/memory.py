@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from roundelay.transport.endpoint import Arrived, CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Arrived, Delivery, Granted, Lost, Message, nothing_came
 
 Wake = Callable[[int, bool], None]
 """Called with the worker for which something has arrived, and whether that is a credit."""
@@ -49,14 +50,9 @@ class MemoryEndpoint(CheckedEndpoint):
     def _take(self, timeout_s: float, credits: bool) -> Delivery:
         if self._wake is None:
             return super()._take(timeout_s, credits)
-        if credits and self._credits:
-            return self._credits.popleft()
-        if self._inbox.empty():
+        delivery = self._take_arrived(credits)
+        if delivery is None:
             raise nothing_came(self.worker, timeout_s)
-        delivery = self._inbox.get()
-        if type(delivery) is Lost:
-            self._forget(delivery.source)
-        assert delivery is not None  # None is put only for an endpoint that waits
         return delivery
 
     def _deliver_to(self, to: int, delivery: Delivery) -> None:

@@ -22,9 +22,9 @@ from typing import final
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
 from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce
-from roundelay.transport.queues import next_item
 
 TICK_S = 0.2
 """How often the guard checks whether it should end, in seconds."""

@@ -29,9 +29,9 @@ MAX_BODY_BYTES = 2**24
 MAX_REASON_BYTES = 2**15
 """Longer reasons of an abort, such as a traceback, are cut."""
 
-MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE, STIR = range(1, 8)
-"""Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it. MORE tells of bytes that lie
-beside, STIR does no more than wake its receiver."""
+MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE = range(1, 7)
+"""Kinds of frames. The body of MESSAGE_APART does not fit into the frame and follows it; MORE announces bytes in a ring
+of shared memory."""
 
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
@@ -84,24 +84,19 @@ def ack_frame() -> bytearray:
 
 
 def more_frame(count: int) -> bytearray:
-    """`count` bytes more lie where sender and receiver have agreed."""
+    """Announce `count` more bytes in the ring."""
     return bytearray(_MORE.pack(MORE, 0, 0, 0, 0, _COUNT.size, count))
 
 
 def more_of(head: Head, data: bytes, at: int) -> int:
-    """How many bytes a MORE tells of, whose body begins at `at`.
+    """How many bytes a MORE announces whose body begins at `at`.
 
     Raises:
-        InternalError: the body is no such number.
+        InternalError: the body is not a count.
     """
     if head.length != _COUNT.size:
         raise unexpected(head)
     return int(_COUNT.unpack_from(data, at)[0])
-
-
-def stir_frame() -> bytearray:
-    """Nothing but a reason to wake up."""
-    return bytearray(_HEAD.pack(STIR, 0, 0, 0, 0, 0))
 
 
 def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[torch.Tensor]]:
@@ -153,7 +148,7 @@ def head_of(frame: bytes) -> Head:
     kind, header, _, channel, layout, length = head
     least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
     if (
-        not (MESSAGE <= kind <= STIR and channel >= 0 and layout <= length and least <= length <= most)
+        not (MESSAGE <= kind <= MORE and channel >= 0 and layout <= length and least <= length <= most)
         or header > MAX_HEADER
     ):
         raise unreadable(str(head))
