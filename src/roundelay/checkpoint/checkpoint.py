@@ -12,12 +12,12 @@ Values survive bit for bit with dtype and shape; tensors come back contiguous on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -29,7 +29,6 @@ from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.plan import EMA, EVALUATED
 
 _PLAIN = (int, float, bool, str, type(None))
-_FACTS = ("seed", "fingerprint", "rule", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +223,54 @@ def _refuse_foreign(place: Path) -> None:
         )
 
 
+class _Facts(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a checkpoint that are stored as they are."""
+
+    position: Position
+    seed: int
+    fingerprint: str
+    rule: str
+    num_stages: int
+    until: Until
+    loss_scale: tuple[float, int] | None
+    numbers: tuple[float, ...]
+    optimizer_kind: str
+    began: str
+
+
+class _Flight(msgspec.Struct, forbid_unknown_fields=True):
+    """What was in flight; the stages as :func:`roundelay.checkpoint.in_flight.encode` encodes them."""
+
+    order: dict[str, str]
+    since: int
+    stages: list[dict[str, Any]]
+
+
+class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of ``checkpoint.json``; a tensor in the optimizer's state is ``{"tensor": NAME}``."""
+
+    facts: _Facts
+    parameters: list[str]
+    buffers: list[str]
+    aliases: dict[str, str]
+    optimizer: dict[str, dict[str, int | float | bool | str | dict[str, str] | None]]
+    flight: _Flight | None
+
+
 def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
+    facts = _Facts(*(getattr(checkpoint, name) for name in _Facts.__struct_fields__))
+    states, state_tensors = _encode_states(checkpoint.optimizer)
+    flight, flight_tensors = _encode_flight(checkpoint.flight) if checkpoint.flight else (None, None)
+    manifest = _Manifest(facts, list(checkpoint.parameters), list(checkpoint.buffers), dict(aliases), states, flight)
+    tensors = checkpoint.parameters | checkpoint.buffers
+    return StoredFiles(msgspec.to_builtins(manifest), tensors, state_tensors, flight_tensors)
+
+
+def _encode_states(optimizer: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """The optimizer's state with names in the place of tensors, and these tensors."""
     tensors: dict[str, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
-    for parameter, state in checkpoint.optimizer.items():
+    for parameter, state in optimizer.items():
         states[parameter] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -236,32 +279,13 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
                 states[parameter][key] = {"tensor": name}
             else:
                 states[parameter][key] = _plain(value, parameter, key)
-    manifest = {
-        **asdict(checkpoint.position),
-        **{name: getattr(checkpoint, name) for name in _FACTS},
-        "until": asdict(checkpoint.until),
-        "loss_scale": checkpoint.loss_scale,
-        "numbers": list(checkpoint.numbers),
-        "optimizer_kind": checkpoint.optimizer_kind,
-        "began": checkpoint.began,
-        "parameters": list(checkpoint.parameters),
-        "buffers": list(checkpoint.buffers),
-        "aliases": dict(aliases),
-        "optimizer": states,
-    }
-    return StoredFiles(
-        manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint)
-    )
+    return states, tensors
 
 
-def _encode_flight(manifest: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Tensor] | None:
-    """Return the tensors of what is in flight; put the rest into the manifest."""
-    flight = checkpoint.flight
-    if flight is None:
-        return None
+def _encode_flight(flight: InFlight) -> tuple[_Flight, dict[str, Tensor]]:
     parts = [encode(stage, f"stage {k} ") for k, stage in enumerate(flight.stages)]
-    manifest["flight"] = {"order": flight.order, "since": flight.since, "stages": [table for table, _ in parts]}
-    return {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+    tensors = {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+    return _Flight(flight.order, flight.since, [table for table, _ in parts]), tensors
 
 
 def _free(name: str, taken: Mapping[str, Tensor]) -> str:
@@ -275,48 +299,36 @@ def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
     """Read the checkpoint at ``path``, and the first name and the tensor of each alias."""
     stored = read(path)
     try:
-        return _decode(stored), {
-            alias: (first, stored.model[first]) for alias, first in stored.manifest["aliases"].items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
+        manifest = msgspec.convert(stored.content, _Manifest)
+        checkpoint = _decode(manifest, stored)
+        return checkpoint, {alias: (first, stored.model[first]) for alias, first in manifest.aliases.items()}
+    except (KeyError, msgspec.ValidationError) as error:
+        fault = f"no tensor {error}" if isinstance(error, KeyError) else error
+        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({fault})") from error
 
 
-def _decode(stored: StoredFiles) -> Checkpoint:
-    manifest = stored.manifest
+def _decode(manifest: _Manifest, stored: StoredFiles) -> Checkpoint:
+    flight = None
+    if manifest.flight is not None and stored.flight is not None:
+        stages = tuple([decode(table, stored.flight) for table in manifest.flight.stages])
+        flight = InFlight(manifest.flight.order, manifest.flight.since, stages)
     return Checkpoint(
-        parameters={name: stored.model[name] for name in manifest["parameters"]},
-        buffers={name: stored.model[name] for name in manifest["buffers"]},
+        parameters={name: stored.model[name] for name in manifest.parameters},
+        buffers={name: stored.model[name] for name in manifest.buffers},
         optimizer={
-            parameter: {key: _value(entry, stored.optimizer) for key, entry in state.items()}
-            for parameter, state in manifest["optimizer"].items()
+            parameter: {
+                key: stored.optimizer[value["tensor"]] if isinstance(value, dict) else value
+                for key, value in state.items()
+            }
+            for parameter, state in manifest.optimizer.items()
         },
-        position=Position(*(manifest[name] for name in Position.__slots__)),
-        until=Until(**manifest.get("until", {})),
-        flight=_decode_flight(manifest.get("flight"), stored.flight),
-        loss_scale=_decode_scale(manifest.get("loss_scale")),
-        numbers=tuple(map(float, manifest.get("numbers", ()))),
-        optimizer_kind=str(manifest.get("optimizer_kind", "")),
-        began=str(manifest.get("began", "")),
-        **{name: manifest[name] for name in _FACTS},
+        flight=flight,
+        **msgspec.structs.asdict(manifest.facts),
     )
 
 
-def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> InFlight | None:
-    if table is None or tensors is None:
-        return None
-    return InFlight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
-
-
-def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:
-    if pair is None:
-        return None
-    scale, streak = pair
-    return float(scale), int(streak)
-
-
 def _plain(value: Any, parameter: str, key: str) -> Any:
-    """Encode a state value as JSON; subclasses are refused, since they would not be restored as themselves."""
+    """Return a state value that JSON can hold; subclasses are refused: they would not be restored as themselves."""
     if type(value) not in _PLAIN:
         raise CheckpointError(
             f"optimizer state {key!r} of parameter {parameter!r}",
@@ -324,10 +336,4 @@ def _plain(value: Any, parameter: str, key: str) -> Any:
             expected="a tensor, an int, float, bool, str or None",
             remedy="Use an optimizer whose state consists of these.",
         )
-    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _value(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return tensors[entry["tensor"]] if "tensor" in entry else float(entry["float"])
+    return value

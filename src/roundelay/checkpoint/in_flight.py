@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from roundelay.weight_prediction import LastStep
@@ -66,6 +67,18 @@ class InFlight:
         return len(self.stages[0].versions)
 
 
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of `StageInFlight` as they are encoded."""
+
+    versions: dict[int, int]
+    weights: list[tuple[Key, Weights]]
+    keep: int | None
+    last: dict[str, LastStep]
+    norms: dict[int, float | None]
+    newest: float | None
+    scales: dict[int, float]
+
+
 def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a stage's flight as JSON values and tensors by name, each memory once.
 
@@ -74,39 +87,20 @@ def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str
         prefix: prefix of every tensor's name.
     """
     pool = _Pool(prefix)
-    table = {
-        "versions": {str(g): version for g, version in flight.versions.items()},
-        "weights": [[*key, pool.names(weights)] for key, weights in flight.weights.items()],
-        "keep": flight.keep,
-        "last": {
-            name: [last.rate, pool.name(last.displacement), pool.name(last.gradient)]
-            for name, last in flight.last.items()
-        },
-        "norms": {str(g): norm for g, norm in flight.norms.items()},
-        "newest": flight.newest,
-        "scales": {str(g): scale for g, scale in flight.scales.items()},
-    }
+    fields = {name: getattr(flight, name) for name in _Record.__struct_fields__}
+    record = _Record(**fields | {"weights": list(flight.weights.items())})
+    table: dict[str, Any] = msgspec.to_builtins(record, str_keys=True, enc_hook=pool.name)
     return table, pool.tensors
 
 
 def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageInFlight:
-    """Return the flight that :func:`encode` encoded."""
+    """Return the flight that :func:`encode` encoded.
 
-    def named(names: Mapping[str, str]) -> Weights:
-        return {name: tensors[key] for name, key in names.items()}
-
-    def maybe(key: str | None) -> Tensor | None:
-        return None if key is None else tensors[key]
-
-    return StageInFlight(
-        versions={int(g): version for g, version in table["versions"].items()},
-        weights={(version, distance, g): named(names) for version, distance, g, names in table["weights"]},
-        keep=table["keep"],
-        last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
-        norms={int(g): norm for g, norm in table["norms"].items()},
-        newest=table["newest"],
-        scales={int(g): scale for g, scale in table.get("scales", {}).items()},
-    )
+    Raises:
+        KeyError, msgspec.ValidationError: the table was not written by :func:`encode`, or a tensor is missing.
+    """
+    record = msgspec.convert(table, _Record, str_keys=True, dec_hook=lambda _, name: tensors[name])
+    return StageInFlight(**msgspec.structs.asdict(record) | {"weights": dict(record.weights)})
 
 
 class _Pool:
@@ -117,15 +111,8 @@ class _Pool:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
-    def name(self, tensor: Tensor | None) -> str | None:
-        """The name of a tensor; None for None."""
-        return None if tensor is None else self._name(tensor)
-
-    def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """The names of several tensors."""
-        return {name: self._name(tensor) for name, tensor in tensors.items()}
-
-    def _name(self, tensor: Tensor) -> str:
+    def name(self, tensor: Tensor) -> str:
+        """The name of a tensor."""
         address = tensor.untyped_storage().data_ptr()
         identity = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if identity not in self._names:

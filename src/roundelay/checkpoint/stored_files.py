@@ -1,6 +1,7 @@
 """The files of a checkpoint, written with digests and verified when read.
 
 The manifest is JSON and holds the SHA-256 of each tensor file and of the rest of itself; nothing is ever unpickled.
+A float that is not finite is written as ``NaN`` or ``Infinity``, as Python's ``json`` reads and writes it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from torch import Tensor
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import CheckpointError
 
-FORMAT = 2
-"""1 is written where nothing is in flight."""
+FORMAT = 3
 KIND = "roundelay checkpoint"
 
 MODEL = "model.safetensors"
@@ -39,13 +39,13 @@ class StoredFiles:
     """The content of the files.
 
     Args:
-        manifest: the JSON object; kind, format and digests are added when it is written.
+        content: what the manifest says of the checkpoint, as JSON values.
         model: tensors of ``model.safetensors``.
         optimizer: tensors of ``optimizer.safetensors``.
         flight: tensors of ``flight.safetensors``; None if there is no such file.
     """
 
-    manifest: dict[str, Any]
+    content: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     flight: dict[str, Tensor] | None = None
@@ -65,9 +65,9 @@ def write(folder: Path, stored: StoredFiles) -> None:
         _write_tensors(folder / name, tensors)
         with (folder / name).open("rb") as file:
             digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    document = {"kind": KIND, "format": 1 if stored.flight is None else FORMAT, **stored.manifest, "sha256": digests}
+    document = {"kind": KIND, "format": FORMAT, "content": stored.content, "sha256": digests}
     document["sha256"] = digests | {MANIFEST: _digest(document)}
-    (folder / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for name in digests:  # safetensors lets only the owner read; all files get the manifest's permissions
         (folder / name).chmod((folder / MANIFEST).stat().st_mode & 0o777)
 
@@ -100,7 +100,10 @@ def _read(path: Path, place: Path, tries: int) -> StoredFiles:
         model, optimizer = (_tensors(path, present(place) / name, manifest) for name in (MODEL, OPTIMIZER))
         has_flight = FLIGHT in manifest["sha256"]
         return StoredFiles(
-            manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if has_flight else None
+            manifest["content"],
+            model,
+            optimizer,
+            _tensors(path, present(place) / FLIGHT, manifest) if has_flight else None,
         )
     except CheckpointError:
         if tries == 1 or _bytes(path, present(place) / MANIFEST) == text:
@@ -117,12 +120,13 @@ def _manifest(path: Path, place: Path, text: bytes | None) -> dict[str, Any]:
         raise damaged(path, f"a {MANIFEST} that is no JSON ({error})") from error
     if not isinstance(document, dict) or document.get("kind") != KIND or type(document.get("format")) is not int:
         raise _not_a_checkpoint(path, f"another program's {MANIFEST}")
-    if document["format"] > FORMAT:
+    if document["format"] != FORMAT:
+        which = "a newer Roundelay" if document["format"] > FORMAT else "the Roundelay that wrote it"
         raise CheckpointError(
             f"checkpoint {path}",
             got=f"format {document['format']}",
-            expected=f"format {FORMAT} or older",
-            remedy="Load it with a newer Roundelay.",
+            expected=f"format {FORMAT}",
+            remedy=f"Load it with {which}.",
         )
     digests = document.get("sha256")
     rest = {name: digest for name, digest in digests.items() if name != MANIFEST} if isinstance(digests, dict) else {}
