@@ -256,13 +256,13 @@ def test_updates_that_wait_for_the_whole_come_behind_both_stages_gradients() -> 
     for k, mine in enumerate(fired(sim(plan, counts))):
         down, up = stages_of(plan)[k]
         acts = [(f.opcode, f.stage) for f in mine]
-        last = max(i for i, (opcode, _) in enumerate(acts[: len(acts) * 2 // 3]) if opcode == "square")
+        last = max(i for i, (opcode, _) in enumerate(acts[: len(acts) * 2 // 3]) if opcode == "grad-norm-sq")
         assert acts[last + 1 : last + 3] == [("update", down), ("update", up)]
     usual = sim(replace(plan, clip="previous:1"), counts).intervals_of(0)
-    assert [(i.opcode, i.stage) for i in usual if i.opcode in ("square", "update")][:4] == [
-        ("square", 3),
+    assert [(i.opcode, i.stage) for i in usual if i.opcode in ("grad-norm-sq", "update")][:4] == [
+        ("grad-norm-sq", 3),
         ("update", 3),
-        ("square", 0),
+        ("grad-norm-sq", 0),
         ("update", 0),
     ]
 

@@ -245,7 +245,7 @@ class _Clock:
             "backward": stage.backward_s + again + whole,
             "backward-weight": stage.weights_s,
             "update": stage.update_s,
-            "square": 0.0,  # nowhere counted, as it is small: elsewhere part of a backward that is measured without it
+            "grad-norm-sq": 0.0,  # too short to be measured
         }
         return times[run.instruction.opcode]
 

@@ -170,8 +170,8 @@ def test_a_run_that_ignores_the_norm_is_found(rule: str, clip: str, monkeypatch:
     place = bench("mlp")
     plan = replace(place.plan(VARIANTS[rule], 3, 2), clip=clip)
     assert place.verify(plan, place.job(MOMENTUM)).equal
-    right = handlers._norm
-    monkeypatch.setattr(handlers, "_norm", lambda context, run, header: right(context, run, header) and None)
+    right = handlers._clipping_norm
+    monkeypatch.setattr(handlers, "_clipping_norm", lambda context, run, header: right(context, run, header) and None)
     assert "update" in place.verify(plan, place.job(MOMENTUM)).difference
 
 

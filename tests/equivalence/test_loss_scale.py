@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import DivergedError, PlanError
 from roundelay.ir.micro_batch import MicroBatch
@@ -25,7 +26,7 @@ from roundelay.job import Named
 from roundelay.lower.emit import channels_of
 from roundelay.planner.prove import prove
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.loss_scaler import LossScaler
+from roundelay.runtime.stage_state import Stage
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_clipping import used_norms
 from tests.lower.plans import plan_of
@@ -208,18 +209,17 @@ def test_each_micro_batch_is_divided_by_its_own_scale(monkeypatch: pytest.Monkey
     carried = trained(place, plan, 12).micro_scales
     assert any(carried[3 * t] != carried[3 * t + 2] for t in range(12))
     newest: dict[int, float] = {}
-    keep = LossScaler.keep
+    forward, backward = Stage.forward, Stage.backward
 
-    def noting(scales: LossScaler, header: MicroBatch, scale: float) -> None:
-        newest[id(scales)] = scale
-        keep(scales, header, scale)
+    def noting(stage: Stage, run: Run, header: MicroBatch, *rest: Any) -> Any:
+        newest[id(stage)] = header.loss_scale
+        return forward(stage, run, header, *rest)
 
-    def last(scales: LossScaler, g: int) -> float:
-        scales._carried.pop(g, None)
-        return newest[id(scales)]
+    def last(stage: Stage, run: Run, grads: Any, scale: float) -> Any:
+        return backward(stage, run, grads, newest[id(stage)])
 
-    monkeypatch.setattr(LossScaler, "keep", noting)
-    monkeypatch.setattr(LossScaler, "done", last)
+    monkeypatch.setattr(Stage, "forward", noting)
+    monkeypatch.setattr(Stage, "backward", last)
     assert not place.verify(plan, steps=12).equal
 
 
@@ -248,7 +248,7 @@ def test_only_rules_that_flush_wait_for_the_news() -> None:
         rule: {channel.kind for channel in channels_of(half(plan_of(rule, 3, 2), "dynamic"))}
         for rule in ("gpipe", "1f1b", "zb-h1", "pipedream", "pipeoptim")
     }
-    assert [rule for rule, found in kinds.items() if "norm" in found] == ["gpipe", "1f1b", "zb-h1"]
+    assert [rule for rule, found in kinds.items() if "grad-norm" in found] == ["gpipe", "1f1b", "zb-h1"]
 
 
 @pytest.mark.parametrize(

@@ -183,5 +183,5 @@ def test_with_updates_that_wait_for_all_stages_the_simulated_events_are_those_of
     job = place.job(batches=lambda epoch: place.entry.batches(0, 3))
     run = Session(job, place.captured, plan, 0, Length(steps=3)).run(notify=lambda event: None)
     assert [tuple(e[-1] for e in run.events[k]) for k in (0, 1)] == list(roundelay.simulate(plan, batches=3).events)
-    ends = [(event[0], event[8]) for event in run.events[0] if event[0] in ("square", "update")]
-    assert ends == [("square", 3), ("square", 0), ("update", 0), ("update", 3)] * 3
+    ends = [(event[0], event[8]) for event in run.events[0] if event[0] in ("grad-norm-sq", "update")]
+    assert ends == [("grad-norm-sq", 3), ("grad-norm-sq", 0), ("update", 0), ("update", 3)] * 3

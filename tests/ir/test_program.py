@@ -18,11 +18,11 @@ from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 NUMBERS = st.integers(0, 10**9)
 IDS = st.lists(NUMBERS, max_size=3).map(tuple)
 CHANNELS = st.builds(
-    Channel, NUMBERS, st.sampled_from(["forward", "gradient", "square", "norm"]), NUMBERS, NUMBERS, NUMBERS
+    Channel, NUMBERS, st.sampled_from(["forward", "gradient", "grad-norm-sq", "grad-norm"]), NUMBERS, NUMBERS, NUMBERS
 )
 INSTRUCTIONS = st.builds(
     Instruction,
-    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "square", "update"]),
+    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "grad-norm-sq", "update"]),
     offset=NUMBERS,
     takes=IDS,
     gives=IDS,
@@ -32,7 +32,7 @@ INSTRUCTIONS = st.builds(
 )
 BLOCKS = st.lists(INSTRUCTIONS, max_size=4).map(tuple)
 BEHIND = st.builds(
-    Instruction, opcode=st.sampled_from(["backward-weight", "square", "update"]), offset=st.integers(-9, 9)
+    Instruction, opcode=st.sampled_from(["backward-weight", "grad-norm-sq", "update"]), offset=st.integers(-9, 9)
 )
 PROGRAMS = st.builds(
     Program,

@@ -264,9 +264,9 @@ def test_the_norm_of_gradients_that_are_not_whole_is_refused() -> None:
     done = fired_in(plan, counts)
     check_run(plan, counts, done)
     acts = [(f.opcode, f.g) for f in done[1]]
-    assert acts[-3:] == [("backward-weight", 3), ("square", 3), ("update", 3)]
+    assert acts[-3:] == [("backward-weight", 3), ("grad-norm-sq", 3), ("update", 3)]
     early, late = [*done[1][:-3], done[1][-2], done[1][-3], done[1][-1]], [*done[1][:-2], done[1][-1], done[1][-2]]
-    with pytest.raises(PlanError, match="stage 1, square after micro-batch 3: got no backward-weight of it before"):
+    with pytest.raises(PlanError, match="stage 1, grad-norm-sq after micro-batch 3: got no backward-weight"):
         check_run(plan, counts, [done[0], early])
-    with pytest.raises(PlanError, match="stage 1, update after micro-batch 3: got no square of it before"):
+    with pytest.raises(PlanError, match="stage 1, update after micro-batch 3: got no grad-norm-sq of it before"):
         check_run(plan, counts, [done[0], late])

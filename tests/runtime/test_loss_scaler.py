@@ -18,7 +18,7 @@ from roundelay.runtime.loss_scaler import LossScaler
 
 def given_scales(rule: LossScale, finite: Sequence[bool], count: int = 1, late: int = 0) -> list[float]:
     """What the micro-batches of equal batches carry, if stage 0 runs each backward ``late`` behind its forward."""
-    scales, carried, headers = LossScaler(rule, None, None), [], stream([count] * len(finite))
+    scales, carried, headers = LossScaler(rule, None), [], stream([count] * len(finite))
     for g, header in enumerate(headers):
         carried.append(scales.give(header))
         if g >= late and headers[g - late].ends_batch:

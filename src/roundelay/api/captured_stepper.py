@@ -58,7 +58,7 @@ class CapturedStepper:
         self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
         self._untouched: Tensors = {n: t.detach() for n, t in (*own, *captured.model.named_buffers())}
         rule = LossScale.parse(plan.loss_scale)
-        self._scaled, self._scales = rule.on, LossScaler(rule, None, None)
+        self._scaled, self._scales = rule.on, LossScaler(rule, None)
         self._clip = Clip.parse(plan.clip)
         self.judgement = Judgement(captured.graph, plan)
 

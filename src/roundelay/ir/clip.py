@@ -26,9 +26,6 @@ from roundelay.errors import PlanError
 EPSILON = 1e-6
 """Added to a norm before it divides, as torch's own clipping does."""
 
-NORM, SQUARE = "clip.norm", "clip.square"
-"""What rides beside values and gradients between neighbours: the newest norm forward, a sum of squares back."""
-
 _TEXT = re.compile(r"(?P<by>stage|previous|global):(?P<norm>[0-9.eE+-]+)")
 
 

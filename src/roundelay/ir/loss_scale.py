@@ -20,9 +20,6 @@ from dataclasses import dataclass
 
 from roundelay.errors import PlanError
 
-SCALE = "loss.scale"
-"""What rides forward beside values between neighbours: the micro-batch's scale."""
-
 DYNAMIC = "dynamic"
 FIRST = 65536.0
 COUNT = 2000

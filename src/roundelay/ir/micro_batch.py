@@ -1,13 +1,17 @@
-"""The header of a micro-batch: what every stage must know of it. It travels with the tensors as integers."""
+"""The header of a micro-batch: what every stage must know about it. It travels with the tensors, as integers."""
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import NamedTuple, final
+
+_NO_NORM = -1  # no norm has these bits, as none is negative
 
 
 @final
 class MicroBatch(NamedTuple):
-    """One micro-batch; a tuple, as every worker makes and sends several of them for each.
+    """One micro-batch. A tuple, because every worker creates and sends several of them per micro-batch.
 
     Args:
         g: its global number.
@@ -20,7 +24,9 @@ class MicroBatch(NamedTuple):
         ends_epoch: whether its batch is the last of the epoch (1) or not (0).
         final: whether it is the last micro-batch of the run (1) or not (0).
         entry: updates that stage 0 had seen when it ran the forward.
-        saved: whether a checkpoint is due behind its batch's update (1) or not (0).
+        saved: whether a checkpoint is due after its batch's update (1) or not (0).
+        scale_log2: base-2 logarithm of its loss scale, which stage 0 chooses; 0 where losses are not scaled.
+        norm_bits: the newest norm of the whole model's gradient that stage 0 knew, as the bits of a double; -1 if none.
     """
 
     g: int
@@ -34,6 +40,8 @@ class MicroBatch(NamedTuple):
     final: int
     entry: int = 0
     saved: int = 0
+    scale_log2: int = 0
+    norm_bits: int = _NO_NORM
 
     @property
     def ends_batch(self) -> bool:
@@ -44,6 +52,21 @@ class MicroBatch(NamedTuple):
     def weight(self) -> float:
         """Its share of the batch's mean loss: rows over the batch's rows."""
         return self.rows / self.batch_rows
+
+    @property
+    def loss_scale(self) -> float:
+        """What its loss is multiplied by before the backward: a power of two."""
+        return math.ldexp(1.0, self.scale_log2)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The newest norm of the whole model's gradient that stage 0 knew when it read the micro-batch."""
+        return None if self.norm_bits == _NO_NORM else float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0])
+
+    def carrying(self, loss_scale: float, grad_norm: float | None) -> MicroBatch:
+        """The same header with the numbers that stage 0 attaches to it."""
+        bits = _NO_NORM if grad_norm is None else struct.unpack("<q", struct.pack("<d", grad_norm))[0]
+        return self._replace(scale_log2=math.frexp(loss_scale)[1] - 1, norm_bits=bits)
 
     def numbers(self) -> tuple[int, ...]:
         """As integers, for a message's header."""

@@ -27,8 +27,10 @@ batch.
 
 A program with ``backward-weight`` runs its backwards in two halves: ``backward`` makes the gradients of the stage's
 inputs and owes the rest to ``backward-weight``, some micro-batches later (``g-2``; none before the window's first). A
-fourth block, the tail, then runs until nothing is owed. Where the norm of all gradients is asked for, ``square`` tells
-stage 0 what the stage adds to it, behind the batch's last second half; like ``update`` it acts only there.
+fourth block, the tail, then runs until nothing is owed.
+
+Where the norm of the whole model's gradient is needed, ``grad-norm-sq`` sends the squared norm of the stage's gradients
+to stage 0, once they are complete; like ``update`` it acts only where g ends its batch.
 
 A worker that reads has ``registers``, each room for a batch of data: its reader, a thread, loads one batch while
 another is in use, and stops where no register is free. ``read`` takes the next micro-batch from them.
@@ -62,13 +64,13 @@ from typing import Literal, get_args
 
 from roundelay.errors import PlanError
 
-Opcode = Literal["read", "forward", "backward", "backward-weight", "square", "update"]
-ChannelKind = Literal["forward", "gradient", "square", "norm"]
+Opcode = Literal["read", "forward", "backward", "backward-weight", "grad-norm-sq", "update"]
+ChannelKind = Literal["forward", "gradient", "grad-norm-sq", "grad-norm"]
 
-PER_BATCH = ("square", "norm")
+PER_BATCH = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
 
-ONCE_A_BATCH = frozenset({"square", "update"})
+ONCE_A_BATCH = frozenset({"grad-norm-sq", "update"})
 """Opcodes that act on a batch, where its last micro-batch is, and on no other micro-batch."""
 
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
@@ -246,7 +248,7 @@ class Program:
         return program
 
 
-_MAY_LIE_BEHIND = ("backward-weight", "square", "update")
+_MAY_LIE_BEHIND = ("backward-weight", "grad-norm-sq", "update")
 _MAY_BE_ABSENT = ("owed", "registers")
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),

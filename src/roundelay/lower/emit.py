@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from roundelay.ir.action import Action
+from roundelay.ir.clip import Clip
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.piggyback import Riding
 from roundelay.schedules import num_workers, schedule_named
 
 Lines = Callable[[str, int], tuple[Instruction, ...]]
@@ -20,23 +21,35 @@ REGISTERS = 2
 
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
-    """Every channel of a plan: for each edge one forward, and one back if a gradient or a square travels.
+    """Every channel of a plan: for each edge one forward, and one back if a gradient travels.
 
-    Where updates wait for the norm of all gradients, stage 0 tells it to every other one: one batch's at a time, since
-    stage 0 knows the next only when all have made this update. Where squares cannot ride, every other stage sends its
-    own to stage 0, one at a time too: none has the next before stage 0 has begun another batch.
+    Where the norm of the whole model's gradient is needed, every other stage sends its own squared norm to stage 0,
+    with slots for the batches that stage k can finish before stage 0 has finished the first of them. Where updates wait
+    for the norm, stage 0 sends it to every other stage, one batch's at a time.
     """
     channels: list[Channel] = []
-    riding = Riding.of(plan)
+    flushes = schedule_named(rule_named(plan.rule).schedule).window == "batch"
     for edge in plan.edges:
         channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
-        if edge.gradient or (riding.square and edge.target == edge.source + 1):
+        if edge.gradient:
             channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
-    for k in range(1, plan.num_stages if riding.apart else 1):
-        channels.append(Channel(len(channels), "square", k, 0, 1))
-    for k in range(1, plan.num_stages if riding.awaited else 1):
-        channels.append(Channel(len(channels), "norm", 0, k, 1))
+    for k in range(1, plan.num_stages if uses_grad_norm(plan) else 1):
+        slots = 1 if flushes else 1 + -(-k // plan.micro_batches)
+        channels.append(Channel(len(channels), "grad-norm-sq", k, 0, slots))
+    for k in range(1, plan.num_stages if awaits_grad_norm(plan) else 1):
+        channels.append(Channel(len(channels), "grad-norm", 0, k, 1))
     return tuple(channels)
+
+
+def uses_grad_norm(plan: Plan) -> bool:
+    """Whether stage 0 needs the norm of the whole model's gradient: for clipping, or for the loss scale."""
+    return Clip.parse(plan.clip).whole or LossScale.parse(plan.loss_scale).on
+
+
+def awaits_grad_norm(plan: Plan) -> bool:
+    """Whether an update waits for the norm of its own batch: it clips by it, or is skipped if it is not finite."""
+    flushes = schedule_named(rule_named(plan.rule).schedule).window == "batch"
+    return Clip.parse(plan.clip).by == "global" or (LossScale.parse(plan.loss_scale).on and flushes)
 
 
 def emit(plan: Plan) -> tuple[Program, ...]:
@@ -88,10 +101,10 @@ def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ..
     gives = _ids(channels, "forward", source=stage)
     grads_in = _ids(channels, "gradient", target=stage)
     grads_out = _ids(channels, "gradient", source=stage)
-    norms = _ids(channels, "norm", target=stage), _ids(channels, "norm", source=stage)
-    squares = _ids(channels, "square", target=stage), _ids(channels, "square", source=stage)
+    norms = _ids(channels, "grad-norm", target=stage), _ids(channels, "grad-norm", source=stage)
+    squares = _ids(channels, "grad-norm-sq", target=stage), _ids(channels, "grad-norm-sq", source=stage)
     ahead_by, back_by = distances(plan, rule, stage)
-    apart = Riding.of(plan).apart
+    summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
 
     def lines(kind: str, offset: int) -> tuple[Instruction, ...]:
@@ -100,7 +113,7 @@ def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ..
         if kind == "W":
             return (Instruction("backward-weight", offset, stage=told),)
         if kind == "S":
-            return (Instruction("square", offset, *squares, stage=told),) if apart else ()
+            return (Instruction("grad-norm-sq", offset, *squares, stage=told),) if summed else ()
         if kind == "U":
             return (Instruction("update", offset, *norms, stage=told),)
         forward = Instruction("forward", offset, takes, gives, version, "", ahead_by, mode, told)
@@ -115,8 +128,8 @@ def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, 
     lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
     lines = _lines(plan, rule, stage, channels)
     delay = schedule.delay(stage) if schedule.delay is not None else 0
-    late = (*lines("W", -delay), *lines("S", -delay)) if schedule.halved else ()
-    back = (*lines("B", 0), *late, *lines("U", -delay))
+    late = lines("W", -delay) if schedule.halved else ()
+    back = (*lines("B", 0), *late, *lines("S", -delay), *lines("U", -delay))
     return Program(
         worker=stage,
         num_workers=plan.num_stages,
@@ -141,7 +154,7 @@ def _ordered(
     An update that waits for the norm of all gradients waits for those of the worker's other stage too: then both come
     behind the whole batch, that of the lower stage first, as stage 0 tells the norm.
     """
-    together = Riding.of(plan).awaited
+    together = awaits_grad_norm(plan)
     stages = sorted({action.stage for action in order})
     lines = {stage: _lines(plan, rule, stage, channels, stage) for stage in stages}
     made: list[Instruction] = []

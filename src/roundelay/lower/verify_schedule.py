@@ -11,7 +11,8 @@ batches, short ones, and an end at each place in the steady block. What is prove
 - every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
   forward reads the newest. With full batches that is refused;
-- where squares of gradients have channels of their own, they are made between the last second half and the update;
+- where the norm of the whole model's gradient is needed, each stage squares its gradients between the batch's last
+  backward and the update;
 - the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
   (:func:`norm_read`), the same on every stage.
 """
@@ -27,8 +28,7 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.emit import emit
-from roundelay.lower.piggyback import Riding
+from roundelay.lower.emit import awaits_grad_norm, emit, uses_grad_norm
 from roundelay.lower.validate_plan import check_plan
 from roundelay.schedules import Schedule, actions, num_workers, schedule_named
 
@@ -74,12 +74,12 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         PlanError: naming the first stage and micro-batch at which the rule does not hold.
     """
     rule = rule_named(plan.rule)
-    schedule, riding = schedule_named(rule.schedule), Riding.of(plan)
+    schedule = schedule_named(rule.schedule)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     whose = "stage" if schedule.stages_per_worker == 1 else "worker"
     for k, mine in enumerate(fired):
-        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=riding.awaited)
+        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=awaits_grad_norm(plan))
         done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
             at = next(
@@ -87,8 +87,8 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             )
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
-        if riding.apart:
-            _check_squares(plan, mine)
+        if uses_grad_norm(plan):
+            _check_squares(plan, mine, "backward-weight" if schedule.halved else "backward")
         for f in mine:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
@@ -97,10 +97,10 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
 
-def _check_squares(plan: Plan, mine: Sequence[Fired]) -> None:
-    """Prove that every stage squares whole gradients: behind the batch's last second half, before its update."""
+def _check_squares(plan: Plan, mine: Sequence[Fired], last: str) -> None:
+    """Prove that every stage squares complete gradients: after the batch's last backward, before its update."""
     done: dict[tuple[int, str], int] = {}
-    needs = {"square": "backward-weight", "update": "square"}
+    needs = {"grad-norm-sq": last, "update": "grad-norm-sq"}
     for f in mine:
         done[f.stage, f.opcode] = f.g
         if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:

@@ -118,7 +118,7 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     def share(kind: str) -> float:
         return seconds.get((worker, kind), 0.0) / total if total > 0 else 0.0
 
-    backward = share("backward") + share("backward-weight") + share("square")
+    backward = share("backward") + share("backward-weight") + share("grad-norm-sq")
     inside = {"forward": share("forward"), "backward": backward, "update": share("update")}
     unknown, wait = share("idle"), share("wait")
     idle = wait + share("bubble") + unknown

@@ -19,10 +19,10 @@ from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.ir.micro_batch import Load
 from roundelay.ir.program import ONCE_A_BATCH
 
-COMPUTE = frozenset({"forward", "backward", "backward-weight", "square", "update"})
+COMPUTE = frozenset({"forward", "backward", "backward-weight", "grad-norm-sq", "update"})
 """Opcodes that compute; a ``read`` waits for data."""
 
-_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "square": "S", "update": "U", "read": "R"}
+_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "grad-norm-sq": "S", "update": "U", "read": "R"}
 _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
@@ -40,7 +40,7 @@ class Span:
 
     Args:
         worker: k.
-        opcode: ``forward``, ``backward``, ``backward-weight``, ``square``, ``update`` or ``read``.
+        opcode: ``forward``, ``backward``, ``backward-weight``, ``grad-norm-sq``, ``update`` or ``read``.
         g: global number of the micro-batch.
         batch: t, the number of its batch.
         version: version of the weights that it read.

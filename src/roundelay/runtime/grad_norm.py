@@ -1,4 +1,8 @@
-"""Norms of the whole model's gradient as one stage comes to know them, where gradients are clipped by them."""
+"""What stage 0 attaches to every micro-batch: the loss scale, and the newest norm of the whole model's gradient.
+
+Each stage sends the squared norm of its gradients to stage 0 (instruction ``grad-norm-sq``). Stage 0 adds them up, and
+the headers of the micro-batches that it reads from then on carry the result to all stages.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +12,53 @@ from typing import final
 
 from roundelay.checkpoint.in_flight import StageInFlight
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.loss_scaler import LossScaler
 
 
 @final
 class GradNorms:
-    """Stage 0 makes them and gives the newest to every micro-batch; the others get them with these.
+    """On stage 0: norms of the whole model's gradient, and the loss scale that depends on them.
 
     Args:
-        start: what was in flight where the run goes on; None if it starts with an empty stage.
-        scaled: whether losses are scaled, so that a norm which is no finite number is that of a batch that is skipped.
+        scaler: chooses the loss scale; None if losses are not scaled.
+        start: what was in flight where the run resumes; None if the stages start empty.
     """
 
-    def __init__(self, start: StageInFlight | None, *, scaled: bool = False) -> None:
-        self._scaled = scaled
-        #: on stage 0, that of the batch that it has finished last; 0 before the first
+    def __init__(self, scaler: LossScaler | None, start: StageInFlight | None) -> None:
+        self.scaler = scaler
+        #: norm of the last batch that stage 0 has finished; 0 before the first
         self.whole = 0.0
-        #: on stage 0, that of the newest batch that it has finished, and that was not skipped; None before the first
+        #: norm of the newest batch that stage 0 has finished and that was not skipped; None before the first
         self.newest = None if start is None else start.newest
-        self._again = {} if start is None else dict(start.norms)  # micro-batches that are forwarded a second time
-        self._given: dict[int, float | None] = {}  # micro-batch that may be in flight at a checkpoint: its norm
-        self._of_batch: dict[int, float | None] = {}
+        self._redone = {} if start is None else {g: (start.scales.get(g), n) for g, n in start.norms.items()}
+        self._in_flight: dict[int, tuple[float, float | None]] = {}
 
-    def give(self, header: MicroBatch) -> float | None:
-        """On stage 0, the norm that goes with a micro-batch; the same when it is forwarded again."""
-        norm = self._again.pop(header.g, self.newest)
-        self._given[header.g] = norm
-        return norm
+    def attach(self, header: MicroBatch) -> MicroBatch:
+        """The header with scale and norm; those of the first time if its forward is redone after a resume."""
+        scale, norm = self._redone.pop(header.g, (None, self.newest))
+        if self.scaler is not None:
+            scale = self.scaler.give(header, scale)
+        self._in_flight[header.g] = scale or 1.0, norm
+        return header.carrying(scale or 1.0, norm)
 
-    def keep(self, header: MicroBatch, norm: float | None) -> None:
-        """Note what has come with a micro-batch: the last of a batch brings its update's."""
-        if header.ends_batch:
-            self._of_batch[header.batch] = norm
+    def finished(self, header: MicroBatch, square: float) -> None:
+        """The squared norm of a batch is complete.
 
-    def of(self, header: MicroBatch) -> float | None:
-        """The norm that has come for an update, which is made now."""
-        self._given = {g: norm for g, norm in self._given.items() if g > header.g}
-        return self._of_batch.pop(header.batch)
-
-    def finished(self, square: float) -> None:
-        """On stage 0, the squared norm of a batch is whole."""
+        Raises:
+            DivergedError: see :meth:`LossScaler.finished`.
+        """
+        self._in_flight = {g: numbers for g, numbers in self._in_flight.items() if g > header.g}
         self.whole = math.sqrt(square)
-        if math.isfinite(self.whole) or not self._scaled:
+        if math.isfinite(self.whole) or self.scaler is None:
             self.newest = self.whole
+        if self.scaler is not None:
+            self.scaler.finished(header, square)
 
     def in_flight(self, flight: StageInFlight) -> StageInFlight:
-        """With the norms that a run needs to go on from here."""
-        return replace(flight, norms=dict(self._given), newest=self.newest)
+        """``flight`` with the numbers of the micro-batches that are in flight."""
+        return replace(
+            flight,
+            norms={g: norm for g, (_, norm) in self._in_flight.items()},
+            scales={g: scale for g, (scale, _) in self._in_flight.items()},
+            newest=self.newest,
+        )

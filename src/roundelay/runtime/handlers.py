@@ -14,13 +14,10 @@ from roundelay.checkpoint.in_flight import encode
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
-from roundelay.ir.clip import NORM, SQUARE
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
-from roundelay.ir.loss_scale import SCALE
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
-from roundelay.lower.piggyback import Riding
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
@@ -49,9 +46,12 @@ class Context:
             backward.
         entered: values of a micro-batch that stage 0 has read and not yet passed on.
         unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
-        norms: of the whole model's gradient, where the plan clips by them.
-        scales: of losses, where the plan scales them.
-        riding: what rides on messages beside values and gradients.
+        norms: on stage 0, norms of the whole model's gradient and loss scales, where the plan needs them; else None.
+        scaled: whether losses are scaled.
+        awaits_norm: whether updates wait for the norm of their own batch.
+        finite: whether the gradients of the batch that is updated next are finite: the stage's own, or those of all
+            stages where updates wait for the norm.
+        skipped: updates skipped because they were not.
     """
 
     worker: int
@@ -61,9 +61,11 @@ class Context:
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
-    norms: GradNorms
-    scales: LossScaler
-    riding: Riding
+    norms: GradNorms | None
+    scaled: bool
+    awaits_norm: bool
+    finite: bool = True
+    skipped: int = 0
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
     entered: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -84,7 +86,7 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
     """Read the next micro-batch of the data."""
     header, values = next(context.data)
     context.entered[header.g] = dict(values)
-    return header
+    return header if context.norms is None else context.norms.attach(header)
 
 
 def do_forward(context: Context, run: Run) -> MicroBatch | None:
@@ -99,10 +101,6 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
-    if context.riding.norm:
-        _pass_norm_on(context, header, values)
-    if context.riding.scale:
-        _pass_scale_on(context, header, values)
     for channel, _ in run.gives:
         given = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
@@ -119,11 +117,10 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
-    scale = context.scales.of(run.g) if context.stage.halved else context.scales.done(run.g)
+    scale = header.loss_scale
     if run.g in context.losses:
         lacking = 0.0 if COUNT in context.stage.function.outputs else context.counts[run.g]
         grads |= context.stage.seed(header, context.losses.pop(run.g), scale, lacking)
-    square: Any = grads.pop(SQUARE, None)
     of_inputs, of_parameters = context.stage.backward(run, grads, scale)
     count = context.counts.pop(run.g, 0.0)
     context.stage.gradients.count(count)
@@ -133,41 +130,42 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
             context.unaudited[run.g] = made
         else:
             context.audit("backward", run.g, made)
-    back: dict[str, Any] = of_inputs
-    if context.riding.square and header.ends_batch:
-        back[SQUARE] = _add_square(context, header, square or 0.0)
     for channel, _ in run.gives:
-        values = [back.get(name) for name in context.edges[channel][1].gradients]
+        values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
     return None
 
 
 def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
     """Second half of one micro-batch's backward."""
-    of_parameters = context.stage.weight_half(run.g, context.scales.done(run.g))
+    of_parameters = context.stage.weight_half(run.g, _header(run).loss_scale)
     if context.audit is not None:
         context.audit("backward", run.g, {**context.unaudited.pop(run.g), **of_parameters})
     return None
 
 
-def do_square(context: Context, run: Run) -> MicroBatch | None:
-    """What the stage adds to the squared norm of a batch's gradients, told to stage 0; there the whole."""
-    header, behind = _header(run), 0.0
+def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
+    """Send the squared norm of the stage's gradients to stage 0, which adds up those of all stages."""
+    header, later = _header(run), 0.0
     for channel, _ in reversed(run.takes):  # from the last stage to the first
-        behind += float(context.inbox.pop((channel, run.g)).values[0] or 0.0)
-    total = _add_square(context, header, behind)
+        later += float(context.inbox.pop((channel, run.g)).values[0] or 0.0)
+    own = context.stage.gradients.square()
+    context.finite = math.isfinite(own)
+    if context.norms is not None:
+        context.norms.finished(header, later + own)
+        _report_skipped(context, context.norms.scaler, header)
     for channel, _ in run.gives:
-        context.outbox[channel] = Message(channel, header.numbers(), (total,))
+        context.outbox[channel] = Message(channel, header.numbers(), (later + own,))
     return None
 
 
 def do_update(context: Context, run: Run) -> MicroBatch | None:
     """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
     header = _header(run)
-    norm = _norm(context, run, header)
-    if context.riding.scale and not context.scales.finite:
+    norm = _clipping_norm(context, run, header)
+    if context.scaled and not context.finite:
         context.stage.gradients.drop()
-        context.scales.skipped += 1
+        context.skipped += 1
     context.stage.update(run.version, norm)
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
@@ -181,7 +179,7 @@ HANDLERS: dict[str, Handler] = {
     "forward": do_forward,
     "backward": do_backward,
     "backward-weight": do_backward_weight,
-    "square": do_square,
+    "grad-norm-sq": do_grad_norm_sq,
     "update": do_update,
 }
 
@@ -191,48 +189,27 @@ def _header(run: Run) -> MicroBatch:
     return run.header
 
 
-def _pass_norm_on(context: Context, header: MicroBatch, values: dict[str, Any]) -> None:
-    """Every micro-batch brings the newest norm that stage 0 knew; the batch's last one brings its update's."""
-    if NORM not in values:
-        values[NORM] = context.norms.give(header)
-    context.norms.keep(header, values[NORM])
+def _report_skipped(context: Context, scaler: LossScaler | None, header: MicroBatch) -> None:
+    """Report on stage 0 that a batch's gradients are not finite."""
+    if scaler is not None and scaler.in_a_row:
+        data = {"update": header.batch, "in_a_row": scaler.in_a_row, "scale": scaler.newest}
+        context.report(Report("skipped", context.worker, data))
 
 
-def _pass_scale_on(context: Context, header: MicroBatch, values: dict[str, Any]) -> None:
-    """Every micro-batch brings the scale of its loss, which its backward will ask for."""
-    if SCALE not in values:
-        values[SCALE] = context.scales.give(header)
-    context.scales.keep(header, values[SCALE])
-
-
-def _add_square(context: Context, header: MicroBatch, behind: float) -> float:
-    """The squared norm of this stage's gradients and of what is ``behind``; on stage 0 it is whole."""
-    own = context.stage.gradients.square()
-    context.scales.finite = math.isfinite(own)
-    total = behind + own
-    if context.number == 0:
-        context.norms.finished(total)
-        context.scales.finished(header, total)
-        if context.riding.scale and context.scales.in_a_row:
-            told = {"update": header.batch, "in_a_row": context.scales.in_a_row, "scale": context.scales.newest}
-            context.report(Report("skipped", context.worker, told))
-    return total
-
-
-def _norm(context: Context, run: Run, header: MicroBatch) -> float | None:
-    """The norm by which this update is clipped."""
-    whole = _whole_norm(context, run, header) if context.riding.awaited else None
-    return context.norms.of(header) if context.riding.norm else whole if context.stage.clip.whole else None
+def _clipping_norm(context: Context, run: Run, header: MicroBatch) -> float | None:
+    """The norm by which this update is clipped, if it is clipped by the norm of the whole model's gradient."""
+    whole = _whole_norm(context, run, header) if context.awaits_norm else None
+    return {"previous": header.grad_norm, "global": whole}.get(context.stage.clip.by)
 
 
 def _whole_norm(context: Context, run: Run, header: MicroBatch) -> float:
-    """The norm of all gradients of this update's own batch, which stage 0 tells the others."""
-    norm: Any = context.norms.whole
+    """The norm of the whole model's gradient of this update's own batch, which stage 0 sends to the others."""
+    norm: Any = 0.0 if context.norms is None else context.norms.whole
     for channel, _ in run.takes:
         norm = context.inbox.pop((channel, run.g)).values[0]
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, header.numbers(), (norm,))
-    context.scales.finite = math.isfinite(norm)
+    context.finite = math.isfinite(norm)
     return norm  # type: ignore[no-any-return]
 
 
@@ -258,8 +235,8 @@ def _tell_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
     told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
     if lacking:
         told["lacking"] = lacking
-    if context.riding.scale:
-        told["scale"] = context.scales.of(header.g)
+    if context.scaled:
+        told["scale"] = header.loss_scale
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
         told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
     context.report(Report("loss", context.worker, told))
@@ -293,10 +270,11 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
                 numbers.setdefault(name, {})[key] = value
     told = {"header": header.numbers(), "stage": context.number}
     data = {**told, "numbers": numbers, "tapes": context.stage.tape_bytes()}
-    if context.number == 0 and context.scales.state is not None:
-        data["scale"] = context.scales.state
+    if context.norms is not None and context.norms.scaler is not None and context.norms.scaler.state is not None:
+        data["scale"] = context.norms.scaler.state
     if header.saved:
-        flight = context.norms.in_flight(context.scales.in_flight(context.stage.flight(header.batch + 1)))
+        flight = context.stage.flight(header.batch + 1)
+        flight = flight if context.norms is None else context.norms.in_flight(flight)
         data["flight"], flying = encode(flight, "flight ")
         tensors |= flying
     context.report(Report("state", context.worker, data, tensors))

@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.program import PER_BATCH, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.piggyback import Riding
+from roundelay.lower.emit import awaits_grad_norm, uses_grad_norm
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import Extent, RunControl, read
@@ -172,18 +172,20 @@ class _Worker:
         """What the handlers of one stage work on."""
         task = self.task
         spec, flight = task.partition.stages[number], task.initial.flight_of(number)
-        riding, scale = Riding.of(task.plan), LossScale.parse(task.plan.loss_scale)
+        scale = LossScale.parse(task.plan.loss_scale)
+        scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
+        norms = GradNorms(scaler, flight) if number == 0 and uses_grad_norm(task.plan) else None
         return Context(
             self.worker,
             Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place),
             task.seed,
             self.data,
-            _edges(task.partition, program.channels, riding),
+            _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
-            GradNorms(flight, scaled=scale.on),
-            LossScaler(scale, task.initial.loss_scale, flight),
-            riding,
+            norms,
+            scale.on,
+            awaits_grad_norm(task.plan),
         )
 
     def run(self) -> Loop:
@@ -327,7 +329,7 @@ class _Worker:
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
             "tape_bytes": {str(k): context.stage.tape_bytes() for k, context in self.contexts.items()},
             "owed_bytes": {str(k): context.stage.owed_bytes() for k, context in self.contexts.items()},
-            "skipped": sum(context.scales.skipped for context in self.contexts.values()),
+            "skipped": sum(context.skipped for context in self.contexts.values()),
             "private_bytes": private_bytes(),
             **_resident(self.resident),
         }
@@ -354,9 +356,9 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
-def _edges(partition: Partition, channels: Iterable[Channel], riding: Riding) -> dict[int, tuple[Channel, Edge]]:
+def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
     """Channel to what travels on it; what travels once a batch is no edge's."""
-    by_ends = {(edge.source, edge.target): riding.on(edge) for edge in partition.edges}
+    by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
     return {
         c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
         for c in channels
