@@ -35,8 +35,8 @@ from roundelay.env import launched_as
 from roundelay.errors import CheckpointError, UsageError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
-from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
 from roundelay.runtime.device import check_here
@@ -281,7 +281,9 @@ class Session:
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
-        if plan.transport == "memory":  # all stages run in this process; other processes look for themselves
+        if (
+            transport_named(plan.transport).workers == "threads"
+        ):  # all stages run in this process; other processes look for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
@@ -477,7 +479,7 @@ class Session:
         if party is not None:
             compiler(mine[party.rank])
             party.gather("compiled")
-        elif self.plan.transport in FORKING and backwards_apart():
+        elif transport_named(self.plan.transport).forks and backwards_apart():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
         else:

@@ -25,6 +25,7 @@ from roundelay.errors import ToldElsewhereError, UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
+from roundelay.ir.transports import TRANSPORTS
 from roundelay.job import Job
 from roundelay.runtime.device import named, present
 from roundelay.runtime.forked_call import apart
@@ -108,8 +109,7 @@ Compile = Annotated[
 Transport = Annotated[
     str | None,
     typer.Option(
-        help="memory (threads of one process), shm (processes, shared memory), gloo (processes) or nccl (torchrun). "
-        "[default: memory]"
+        help=", ".join(f"{each.name} ({each.summary})" for each in TRANSPORTS.values()) + ". [default: memory]"
     ),
 ]
 Cuts = Annotated[

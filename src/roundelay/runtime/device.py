@@ -25,7 +25,8 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.validate_plan import CPU, FORKING
+from roundelay.ir.transports import transport_named
+from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
 from roundelay.transport.cuda import Cuda, Driver, Event, Stream
@@ -62,7 +63,7 @@ def named(devices: str | None, num_workers: int, transport: str) -> tuple[str, .
     Raises:
         PlanError: the list is not one per worker, or a device is not here.
     """
-    text = devices or ("cuda" if present() and transport not in FORKING else CPU)
+    text = devices or ("cuda" if present() and not transport_named(transport).forks else CPU)
     names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and present():
         names = tuple(f"cuda:{k % present()}" for k in range(num_workers))

@@ -21,7 +21,7 @@ import torch
 from roundelay.deferred_signals import Interrupts
 from roundelay.errors import RoundelayError, RunError, UsageError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
-from roundelay.lower.validate_plan import FORKING
+from roundelay.ir.transports import transport_named
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.failure_tracker import failure, restored
 from roundelay.runtime.forked_workers import END_S, Child, write_all
@@ -158,7 +158,7 @@ def check_transport(transport: str) -> None:
     Raises:
         UsageError: it is one.
     """
-    if transport not in FORKING:
+    if not transport_named(transport).forks:
         return
     if not hasattr(os, "fork"):
         raise UsageError(

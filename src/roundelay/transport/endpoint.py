@@ -15,7 +15,7 @@ message may be sent: the actor machine counts the credits. Every transport guara
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -183,6 +183,19 @@ class Endpoint(ABC):
     @abstractmethod
     def bytes_received(self) -> dict[int, int]:
         """`Message.payload_bytes` that `receive` has returned so far, per channel."""
+
+
+@final
+class ForkedLinks(NamedTuple):
+    """What connects the workers of a run that are forked processes.
+
+    Args:
+        connect: returns a worker's endpoint; called first of all in its own process.
+        forked: called in the launcher when all workers are forked.
+    """
+
+    connect: Callable[[int], Endpoint]
+    forked: Callable[[], None]
 
 
 def nothing_came(worker: int, timeout_s: float) -> DeadlineError:

@@ -17,12 +17,16 @@ bytes in transit. An END with a reason is an abort. A connection that breaks bef
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, final
 
 import torch
@@ -31,7 +35,7 @@ import torch.distributed as dist
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.checked_endpoint import CheckedEndpoint
-from roundelay.transport.endpoint import Arrived, Granted, Lost, Message
+from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -228,6 +232,27 @@ class GlooEndpoint(CheckedEndpoint):
         for link in self._links.values():
             link.listener.join(ABORT_GRACE_S)
             link.watcher.join(ABORT_GRACE_S)
+
+
+@contextmanager
+def forked_over_gloo(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open."""
+    with _rendezvous_file() as path:
+        yield ForkedLinks(lambda worker: GlooEndpoint(worker, num_workers, path, deadline_s), lambda: None)
+
+
+@contextmanager
+def _rendezvous_file() -> Generator[str, None, None]:
+    """Path of an empty file for the rendezvous, in memory if possible, so that nothing can be left over."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        descriptor = os.memfd_create("roundelay")
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder) / "store")
 
 
 class _Group(Protocol):

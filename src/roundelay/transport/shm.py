@@ -24,12 +24,14 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.checked_endpoint import CheckedEndpoint
-from roundelay.transport.endpoint import Delivery, Lost, Message, nothing_came
+from roundelay.transport.endpoint import Delivery, ForkedLinks, Lost, Message, nothing_came
 from roundelay.transport.shm_resources import EventFd, ShmResources
 from roundelay.transport.shm_stream import FrameReader, FrameWriter
 
@@ -222,6 +224,20 @@ class ShmEndpoint(CheckedEndpoint):
                 self._wake.take()
             elif event & select.POLLERR and fd in waiting:
                 waiting[fd].seal(ABORT_GRACE_S)
+
+
+@contextmanager
+def forked_over_shm(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open.
+
+    Raises:
+        PlanError: this system does not have enough open files or memory.
+    """
+    resources = ShmResources(num_workers)
+    try:
+        yield ForkedLinks(lambda worker: ShmEndpoint(worker, resources, deadline_s), resources.close)
+    finally:
+        resources.close()
 
 
 @final
