@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeVar, final
 
 from roundelay.errors import InternalError, WorkerLostError
@@ -51,9 +51,9 @@ class CheckedEndpoint(Endpoint):
     #: device types whose tensors it takes
     carries: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, worker: int, num_workers: int) -> None:
+    def __init__(self, worker: int, others: Iterable[int]) -> None:
         self.worker = worker
-        self._others = tuple(other for other in range(num_workers) if other != worker)
+        self._others = tuple(other for other in others if other != worker)
         self._inbox: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()  # None: a credit has come
         self._credits: deque[Granted] = deque()
         self._wants_credit = False

@@ -83,9 +83,7 @@ class GlooEndpoint(CheckedEndpoint):
         interface: str | None = None,
         partners: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(worker, num_workers)
-        if partners is not None:
-            self._others = tuple(partners)
+        super().__init__(worker, range(num_workers) if partners is None else partners)
         self._deadline_s = deadline_s
         self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()

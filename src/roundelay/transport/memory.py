@@ -35,7 +35,7 @@ class MemoryEndpoint(CheckedEndpoint):
     carries = ("cpu", "cuda")
 
     def __init__(self, worker: int, num_workers: int, wake: Wake | None = None) -> None:
-        super().__init__(worker, num_workers)
+        super().__init__(worker, range(num_workers))
         self._endpoints: list[MemoryEndpoint] = []
         self._wake = wake
 

@@ -56,7 +56,7 @@ class ShmEndpoint(CheckedEndpoint):
     """
 
     def __init__(self, worker: int, resources: ShmResources, deadline_s: float) -> None:
-        super().__init__(worker, resources.num_workers)
+        super().__init__(worker, range(resources.num_workers))
         resources.keep_only(worker)
         self._resources, self._deadline_s = resources, deadline_s
         self._links = {other: _Link(self, other, resources) for other in self._others}
