@@ -29,7 +29,7 @@ from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
-from roundelay.transport.cuda import Cuda, Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
@@ -176,7 +176,7 @@ class AcceleratorDevice(Device):
         driver: how it is asked.
     """
 
-    def __init__(self, place: torch.device, driver: Driver) -> None:
+    def __init__(self, place: torch.device, driver: Cuda) -> None:
         self.place, self._driver = place, driver
         self.stream = driver.stream(place)
         self._copies = driver.stream(place)
@@ -243,7 +243,7 @@ class Spans:
         stream: the worker's.
     """
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: Cuda, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
         self._waiting: deque[tuple[int, Event, Event]] = deque()
         self._known: dict[int, tuple[float, float]] = {}

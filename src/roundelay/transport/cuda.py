@@ -1,13 +1,12 @@
 """The interface to CUDA: streams, events, pinned memory, and keeping memory alive until a stream has used it.
 
-It is abstract so that the ordering between streams can be tested without a GPU.
+It can be replaced so that the ordering between streams can be tested without a GPU.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 
@@ -44,52 +43,27 @@ class Stream(Protocol):
         ...
 
 
-class Driver(ABC):
-    """What the runtime needs of an accelerator."""
+class Cuda:
+    """CUDA, through ``torch.cuda``; tests override it where there is no GPU."""
 
-    @abstractmethod
     def stream(self, device: torch.device) -> Stream:
         """Create a stream on the device."""
-
-    @abstractmethod
-    def event(self, *, timing: bool = False) -> Event:
-        """Create an event."""
-
-    @abstractmethod
-    def using(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make the stream and its device current for the calling thread."""
-
-    @abstractmethod
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into pinned host memory."""
-
-    @abstractmethod
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the tensor's memory, allocated on another stream, from reuse until the stream has used it."""
-
-
-@final
-class Cuda(Driver):
-    """CUDA, through ``torch.cuda``."""
-
-    def stream(self, device: torch.device) -> Stream:
-        """As `Driver` says."""
         stream: Stream = torch.cuda.Stream(device)
         return stream
 
     def event(self, *, timing: bool = False) -> Event:
-        """As `Driver` says."""
+        """Create an event."""
         event: Event = torch.cuda.Event(enable_timing=timing)
         return event
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """As `Driver` says."""
+        """Make the stream and its device current for the calling thread."""
         return torch.cuda.stream(stream)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `Driver` says; torch keeps the memory until the copies from it that it knows of are done."""
+        """Copy a tensor into pinned host memory; torch keeps it until its copies to the device are done."""
         return tensor.pin_memory()
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """As `Driver` says."""
+        """Keep the tensor's memory, allocated on another stream, from reuse until the stream has used it."""
         tensor.record_stream(stream)

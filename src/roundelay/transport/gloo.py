@@ -190,7 +190,7 @@ class GlooEndpoint(CheckedEndpoint):
                 self.deliver(Arrived(link.worker, message))
         elif head.kind == wire.GRANT:
             if not link.lost:
-                self.deliver(Granted(link.worker, head.channel))
+                self.deliver(Granted(link.worker, head.number))
         elif head.kind == wire.ACK:
             link.acknowledged = True
         elif head.kind != wire.END:

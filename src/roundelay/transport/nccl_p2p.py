@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from roundelay.errors import DeadlineError, InternalError
-from roundelay.transport.cuda import Driver, Stream
+from roundelay.transport.cuda import Cuda, Stream
 from roundelay.transport.endpoint import DTYPES, MAX_DIMENSIONS, MAX_MESSAGE_BYTES, Message, Value
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Place:
     """A worker's device and CUDA stream; without a driver, the CPU."""
 
     device: torch.device
-    driver: Driver | None = None
+    driver: Cuda | None = None
     stream: Stream | None = None
 
     def receiving(self) -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ class Place:
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep the memory of received tensors until the worker's stream has used them."""
         for tensor in tensors if self.driver is not None and self.stream is not None else ():
-            self.driver.keep(tensor, self.stream)  # type: ignore[union-attr, arg-type]
+            self.driver.keep(tensor, self.stream)  # type: ignore[union-attr]
 
 
 @final

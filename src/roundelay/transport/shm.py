@@ -247,5 +247,7 @@ class _Link:
     def __init__(self, endpoint: ShmEndpoint, other: int, resources: ShmResources) -> None:
         to, back = (endpoint.worker, other), (other, endpoint.worker)
         self.worker = other
-        self.writer = FrameWriter(resources.pipes[to].writing, resources.rings[to])
-        self.reader = FrameReader(other, resources.pipes[back].reading, resources.rings[back], endpoint.deliver)
+        self.writer = FrameWriter(resources.pipes[to].writing.fileno(), resources.rings[to])
+        self.reader = FrameReader(
+            other, resources.pipes[back].reading.fileno(), resources.rings[back], endpoint.deliver
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import io
 import mmap
 import os
 import struct
@@ -68,21 +69,10 @@ class Pipe:
     __slots__ = ("reading", "writing")
 
     def __init__(self) -> None:
-        self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reading, self.writing = io.FileIO(reading), io.FileIO(writing, "w")
         with contextlib.suppress(PermissionError):  # over the user's limit for pipes: keep the default size
-            fcntl.fcntl(self.writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-
-    def close_reading(self) -> None:
-        """Close the reading end in this process; a second call does nothing."""
-        if self.reading >= 0:
-            os.close(self.reading)
-            self.reading = -1
-
-    def close_writing(self) -> None:
-        """Close the writing end in this process; a second call does nothing."""
-        if self.writing >= 0:
-            os.close(self.writing)
-            self.writing = -1
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 @final
@@ -204,9 +194,9 @@ class ShmResources:
         """
         for (source, target), pipe in self.pipes.items():
             if source != worker:
-                pipe.close_writing()
+                pipe.writing.close()
             if target != worker:
-                pipe.close_reading()
+                pipe.reading.close()
         for pair in [pair for pair in self.rings if worker not in pair]:
             self.rings.pop(pair).close()
         this = weakref.ref(self)  # the hook cannot be removed
@@ -221,13 +211,13 @@ class ShmResources:
     def stop_reading(self) -> None:
         """Close the reading ends of all pipes in this process; a second call does nothing."""
         for pipe in self.pipes.values():
-            pipe.close_reading()
+            pipe.reading.close()
 
     def close_pipes(self) -> None:
         """Close the ends of all pipes in this process; a second call does nothing."""
         for pipe in self.pipes.values():
-            pipe.close_reading()
-            pipe.close_writing()
+            pipe.reading.close()
+            pipe.writing.close()
 
     def close(self) -> None:
         """Close everything in this process; a second call does nothing."""

@@ -233,20 +233,20 @@ class FrameReader:
                     self._await(message, apart)
                 else:
                     self._deliver(Arrived(self._source, message))
-            elif not self._take(head, data, body):
+            elif not self._take(head):
                 return False
             at = stop
         self._rest = data[at:]
         return True
 
-    def _take(self, head: wire.Head, data: bytes, at: int) -> bool:
-        """Handle a frame other than a whole message, its body at `at`; return whether more may follow."""
+    def _take(self, head: wire.Head) -> bool:
+        """Handle a frame other than a whole message; return whether more may follow."""
         if head.kind == wire.MORE:
-            self._fill(wire.more_of(head, data, at))
+            self._fill(head.number)
         elif self._head is not None:
             raise wire.unexpected(head)
         elif head.kind == wire.GRANT:
-            self._deliver(Granted(self._source, head.channel))
+            self._deliver(Granted(self._source, head.number))
         elif head.kind == wire.MESSAGE_APART:
             self._head, self._body = head, bytearray(head.length)
             self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))

@@ -35,20 +35,26 @@ of shared memory."""
 
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
-_MORE = struct.Struct("<BBHiIIQ")
-_COUNT = struct.Struct("<Q")
 _CACHED_VALUES = 32
 """Templates of messages with more values are not cached."""
 
 
 @final
 class Head(NamedTuple):
-    """The first bytes of every frame; `layout` and `length` are bytes of the layout and of the whole body."""
+    """The first bytes of every frame.
+
+    Args:
+        kind: of the frame.
+        header: how many numbers a message's header has.
+        number: the channel of a message or credit; the bytes that MORE announces.
+        layout: bytes of a message's layout.
+        length: bytes of the body.
+    """
 
     kind: int
     header: int = 0
     unused: int = 0
-    channel: int = 0
+    number: int = 0
     layout: int = 0
     length: int = 0
 
@@ -85,18 +91,7 @@ def ack_frame() -> bytearray:
 
 def more_frame(count: int) -> bytearray:
     """Announce `count` more bytes in the ring."""
-    return bytearray(_MORE.pack(MORE, 0, 0, 0, 0, _COUNT.size, count))
-
-
-def more_of(head: Head, data: bytes, at: int) -> int:
-    """How many bytes a MORE announces whose body begins at `at`.
-
-    Raises:
-        InternalError: the body is not a count.
-    """
-    if head.length != _COUNT.size:
-        raise unexpected(head)
-    return int(_COUNT.unpack_from(data, at)[0])
+    return bytearray(_HEAD.pack(MORE, 0, 0, count, 0, 0))
 
 
 def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[torch.Tensor]]:
@@ -145,10 +140,10 @@ def read_head(frame: bytearray) -> Head:
 def head_of(frame: bytes) -> Head:
     """Decode the bytes of a head. Raises as `read_head` does."""
     head = Head._make(_HEAD.unpack(frame))
-    kind, header, _, channel, layout, length = head
+    kind, header, _, number, layout, length = head
     least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
     if (
-        not (MESSAGE <= kind <= MORE and channel >= 0 and layout <= length and least <= length <= most)
+        not (MESSAGE <= kind <= MORE and number >= 0 and layout <= length and least <= length <= most)
         or header > MAX_HEADER
     ):
         raise unreadable(str(head))
@@ -187,7 +182,7 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
         if bytes_at is not None:
             bytes_at(tensor.data_ptr()).raw = bytes(data[at : at + nbytes])
             at += nbytes
-    message = Message(head.channel, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
+    message = Message(head.number, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
     return message, _apart(layout, tensors) if layout.apart else []
 
 
