@@ -193,7 +193,7 @@ def test_nccl_asks_for_a_launcher_before_anything_is_planned(capsys: Capture) ->
     one_screen(
         told(capsys, "train", MLP, "--transport", "nccl"), "without a launcher", "torchrun", "--transport memory"
     )
-    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu beside transport nccl", "--devices cuda")
+    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu with transport nccl", "--devices cuda")
 
 
 def test_an_option_that_does_not_exist_or_has_a_wrong_kind_is_told(capsys: Capture) -> None:

@@ -191,7 +191,7 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
     ends = memory_endpoints(2, pool.wake)
 
     def taker(wanted: bool) -> Loop:
-        while not ends[1].news(wanted):
+        while not ends[1].has_delivery(wanted):
             yield wanted
             resumed.append(wanted)
 
@@ -271,17 +271,17 @@ def test_a_worker_that_nobody_was_told_of_is_carried_on_at_the_next_look() -> No
 
 def test_what_comes_while_a_worker_becomes_idle_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[bool] = []
-    news = MemoryEndpoint.news
+    has_delivery = MemoryEndpoint.has_delivery
 
     def late(end: MemoryEndpoint, credits: bool) -> bool:
         """The pool looks, and finds nothing; a message comes before it has noted that the worker is idle."""
-        found = news(end, credits)
+        found = has_delivery(end, credits)
         if end.worker == 1 and not looked:
             looked.append(found)
             end._endpoints[0].send(1, Message(0, (), ()))
         return found
 
-    monkeypatch.setattr(MemoryEndpoint, "news", late)
+    monkeypatch.setattr(MemoryEndpoint, "has_delivery", late)
 
     def taker(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
         yield False

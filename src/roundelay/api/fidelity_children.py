@@ -30,8 +30,8 @@ from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
-from roundelay.lower.validate_plan import FORKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _held(judged: Judged, beside: CapturedStepper, room: SharedTensors, plain: M
         if not judged.evaluates:
             return {"difference": "", "kind": ""}
         final = _final(judged, beside)
-        if judged.plan.transport in FORKING:
+        if transport_named(judged.plan.transport).forks:
             room.go_on(plain["end"])
             return {"difference": "", "kind": "", "final": _left(final, room)}
         return _evaluation(judged, final, plain)

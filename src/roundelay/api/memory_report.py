@@ -12,6 +12,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.runtime.optimizer_wrappers import all_states
@@ -86,7 +87,7 @@ def memory_report(
                 "private_bytes": data["private_bytes"],
                 "rss_at_start_bytes": data["rss_at_start_bytes"],
                 "peak_rss_bytes": data["peak_rss_bytes"],
-                "process_shared": plan.transport == "memory" or pids[data["pid"]] > 1,
+                "process_shared": transport_named(plan.transport).workers == "threads" or pids[data["pid"]] > 1,
             }
         )
     return rows

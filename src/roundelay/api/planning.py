@@ -34,6 +34,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
@@ -46,10 +47,6 @@ from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batche
 from roundelay.runtime.lr_schedule_check import check_made_alike
 from roundelay.runtime.prefetch import OnWait, ignore_wait
 from roundelay.schedules import Schedule, schedule_named, schedule_of
-
-LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
-"""Transport to (seconds of an empty message, bytes per second), measured between two workers on one host. nccl sends
-its frames over gloo; its bytes per second are assumed (a PCIe 4.0 slot), not measured."""
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
@@ -256,8 +253,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
     row = rule_named(rule)
     flushes = schedule_named(row.schedule).window == "batch"
     default = 2 * workers if flushes else workers if needs_micro_batches(row) else 1
-    transport = given.get("transport", "memory")
-    latency_s, bytes_per_s = LINKS.get(transport, LINKS["gloo"])
+    transport = transport_named(given.get("transport", "memory"))
     return Plan(
         format=FORMAT,
         model=model,
@@ -271,10 +267,10 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
         micro_batches=given.get("micro_batches", default),
-        transport=transport,
+        transport=transport.name,
         deadline_s=given["deadline_s"],
-        latency_s=latency_s,
-        bytes_per_s=bytes_per_s,
+        latency_s=transport.latency_s,
+        bytes_per_s=transport.bytes_per_s,
         read_s=0.0,
         stages=(),
         edges=(),

@@ -35,8 +35,8 @@ from roundelay.env import launched_as
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
-from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
 from roundelay.runtime.device import check_here
@@ -193,7 +193,7 @@ class Session:
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
-        if plan.transport == "memory":  # all stages run in this process; other processes check for themselves
+        if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
             check_here(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
@@ -400,7 +400,7 @@ class Session:
         if party is not None:
             compiler(mine[party.rank])
             party.barrier("compiled")
-        elif self.plan.transport in FORKING and must_isolate_backward():
+        elif transport_named(self.plan.transport).forks and must_isolate_backward():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
         else:

@@ -36,8 +36,8 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
-from roundelay.lower.validate_plan import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.batch_reader import Extent, read
@@ -194,7 +194,7 @@ def verify_session(
     with repeatable(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         kept.restore(except_kinds=("buffer", "parameter"))
-        if session.plan.transport in FORKING:
+        if transport_named(session.plan.transport).forks:
             found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
         else:
             found = _judged(session, origin, anew, trained)

@@ -17,6 +17,7 @@ from roundelay.cli.signals import Grace
 from roundelay.env import launched
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
+from roundelay.ir.transports import TRANSPORTS
 from roundelay.runtime.device import present
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.rendezvous import ProcessGroup
@@ -96,8 +97,7 @@ Compile = Annotated[
 Transport = Annotated[
     str | None,
     typer.Option(
-        help="memory (threads of one process), shm (processes, shared memory), gloo (processes) or nccl (torchrun). "
-        "[default: memory]"
+        help=", ".join(f"{each.name} ({each.summary})" for each in TRANSPORTS.values()) + ". [default: memory]"
     ),
 ]
 Cuts = Annotated[

@@ -148,11 +148,11 @@ class CooperativePool:
         """Run a worker until it must wait or has ended."""
         endpoint = self._endpoints[worker]
         for wants_credit in self._loops[worker]:
-            if endpoint.news(wants_credit):
+            if endpoint.has_delivery(wants_credit):
                 continue
             self._wants_credit[worker], self._since[worker] = wants_credit, time.monotonic()
             self._idle[worker] = True  # before the check: a sender sends, then checks whether this worker is idle
-            if endpoint.news(wants_credit):
+            if endpoint.has_delivery(wants_credit):
                 self._resume(worker)
             return
         with self._condition:
@@ -172,7 +172,7 @@ class CooperativePool:
         with self._condition:
             if not self._idle[worker]:
                 return
-            if self._endpoints[worker].news(self._wants_credit[worker]) or self._timed_out(worker):
+            if self._endpoints[worker].has_delivery(self._wants_credit[worker]) or self._timed_out(worker):
                 self._idle[worker] = False
                 self._ready.append(worker)
                 if wake_thread:

@@ -14,14 +14,14 @@ from typing import final
 import torch
 
 from roundelay.runtime.device import AcceleratorDevice, Device
-from roundelay.transport.cuda import Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Message, Value
 
 Notes = defaultdict[tuple[int, int, int], deque[Event | None]]
 """By (sender, receiver, channel), places that go with the messages under way; their order is the messages'."""
 
 
-def streamed(endpoints: Sequence[Endpoint], devices: Sequence[Device], driver: Driver) -> list[Endpoint]:
+def streamed(endpoints: Sequence[Endpoint], devices: Sequence[Device], driver: Cuda) -> list[Endpoint]:
     """Endpoints that hand over between streams; the very same endpoints where every worker is on the CPU."""
     if not any(isinstance(device, AcceleratorDevice) for device in devices):
         return list(endpoints)
@@ -40,7 +40,7 @@ class StreamEndpoint(Endpoint):
         notes: of all workers of the process.
     """
 
-    def __init__(self, inner: Endpoint, device: Device, driver: Driver, notes: Notes) -> None:
+    def __init__(self, inner: Endpoint, device: Device, driver: Cuda, notes: Notes) -> None:
         self.worker = inner.worker
         self._inner, self._device, self._driver, self._notes = inner, device, driver, notes
         self._own: Stream | None = device.stream if isinstance(device, AcceleratorDevice) else None

@@ -25,10 +25,11 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.validate_plan import CPU, FORKING
+from roundelay.ir.transports import transport_named
+from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
-from roundelay.transport.cuda import Cuda, Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
@@ -62,7 +63,7 @@ def named(devices: str | None, num_workers: int, transport: str) -> tuple[str, .
     Raises:
         PlanError: the list is not one per worker, or a device is not here.
     """
-    text = devices or ("cuda" if present() and transport not in FORKING else CPU)
+    text = devices or ("cuda" if present() and not transport_named(transport).forks else CPU)
     names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and present():
         names = tuple(f"cuda:{k % present()}" for k in range(num_workers))
@@ -175,7 +176,7 @@ class AcceleratorDevice(Device):
         driver: how it is asked.
     """
 
-    def __init__(self, place: torch.device, driver: Driver) -> None:
+    def __init__(self, place: torch.device, driver: Cuda) -> None:
         self.place, self._driver = place, driver
         self.stream = driver.stream(place)
         self._copies = driver.stream(place)
@@ -242,7 +243,7 @@ class Spans:
         stream: the worker's.
     """
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: Cuda, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
         self._waiting: deque[tuple[int, Event, Event]] = deque()
         self._known: dict[int, tuple[float, float]] = {}

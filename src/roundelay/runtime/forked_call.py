@@ -21,7 +21,7 @@ import torch
 from roundelay.deferred_signals import DeferredSignals
 from roundelay.errors import RoundelayError, RunError, UsageError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
-from roundelay.lower.validate_plan import FORKING
+from roundelay.ir.transports import transport_named
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.forked_workers import END_S, Child
 from roundelay.runtime.user_errors import out_of_memory, unexpected
@@ -156,7 +156,7 @@ def check_transport(transport: str) -> None:
     Raises:
         UsageError: the transport cannot be used in this process.
     """
-    if transport not in FORKING:
+    if not transport_named(transport).forks:
         return
     if not hasattr(os, "fork"):
         raise UsageError(

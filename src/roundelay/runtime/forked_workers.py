@@ -13,12 +13,10 @@ import os
 import queue
 import select
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -32,10 +30,8 @@ from roundelay.runtime.threaded_workers import COALESCE_S, take_reports
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, ReportAssembler, failure, write_report
 from roundelay.schedules import num_workers
+from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.gloo import GlooEndpoint
-from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import open_pairs
 
 END_S = 3.0
 """Seconds that processes get to exit by themselves once the run has ended or failed."""
@@ -52,44 +48,13 @@ Connect = Callable[[int], Endpoint]
 """From a worker's number to its endpoint; called in the worker's own process."""
 
 
-def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
-    """Execute a task by processes; see :func:`roundelay.runtime.launch.run`."""
-    with _store_file() as store:
-
-        def connect(worker: int) -> Endpoint:
-            return wrap(GlooEndpoint(worker, num_workers(task.plan), store, task.plan.deadline_s))
-
-        _run(task, listen, connect)
+def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
+    """Execute a task by forked processes; see :func:`roundelay.runtime.launch.run`."""
+    with FORKED[task.plan.transport](num_workers(task.plan), task.plan.deadline_s) as links:
+        _run(task, listen, lambda worker: wrap(links.connect(worker)), links.forked)
 
 
-@contextmanager
-def _store_file() -> Generator[str, None, None]:
-    """Path of an empty file for the workers' rendezvous; in memory, if possible, so that nothing is left over."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        descriptor = os.memfd_create("roundelay")
-        try:
-            yield f"/proc/self/fd/{descriptor}"  # inherited by the forked workers
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
-            yield str(Path(folder) / "store")
-
-
-def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
-    """Execute a task by processes that share memory; see :func:`roundelay.runtime.launch.run`."""
-    wiring = open_pairs(num_workers(task.plan))
-
-    def connect(worker: int) -> Endpoint:
-        return wrap(ShmEndpoint(worker, wiring, task.plan.deadline_s))
-
-    try:
-        _run(task, listen, connect, wiring.close)
-    finally:
-        wiring.close()
-
-
-def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
+def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None]) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(num_workers(task.plan), listen)
     try:

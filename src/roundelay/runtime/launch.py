@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundelay.errors import UsageError
+from roundelay.ir.transports import transport_named
 from roundelay.runtime.failure_tracker import Listener
-from roundelay.runtime.forked_workers import run_processes, run_sharing
+from roundelay.runtime.forked_workers import run_forked
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.loader_processes import without_sigchld_handler
 from roundelay.runtime.rendezvous import ProcessGroup
@@ -35,13 +36,8 @@ def _refuse_nccl(task: Task, listen: Listener, wrap: Wrap) -> None:
     raise needs_launcher()
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "memory": run_threads,
-    "shm": run_sharing,
-    "gloo": run_processes,
-    "nccl": _refuse_nccl,
-}
-"""Transport to the function that starts its workers, takes their reports, and ends them."""
+LAUNCHERS: dict[str, Launcher] = {"threads": run_threads, "forked": run_forked, "launched": _refuse_nccl}
+"""What starts, hears and ends workers, by their kind (`roundelay.ir.transports.Transport.workers`)."""
 
 
 def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGroup | None = None) -> None:
@@ -61,4 +57,4 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
         if party is not None:
             run_leader(task, listen, around, party)
         else:
-            LAUNCHERS[task.plan.transport](task, listen, around)
+            LAUNCHERS[transport_named(task.plan.transport).workers](task, listen, around)

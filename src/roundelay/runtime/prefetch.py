@@ -23,7 +23,7 @@ from roundelay.errors import DeadlineError
 from roundelay.runtime.child_process import keep_thread_alive
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.loader_processes import without_sigchld_handler
-from roundelay.transport.queues import next_item
+from roundelay.transport.checked_endpoint import next_item
 
 LOOK_S = 0.5
 """Seconds between checks, by a reader without a free register, whether the run is over."""

@@ -26,11 +26,11 @@ from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connect_store, open_store, unreachable
 from roundelay.runtime.worker_messages import Reporter
 from roundelay.schedules import workers_of
+from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.nccl_p2p import NcclLane, open_lanes
-from roundelay.transport.queues import next_item
 
 PLAN_S = 900.0
 """Seconds that the leader may take to capture and plan."""

@@ -18,10 +18,10 @@ from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.schedules import num_workers
+from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.cuda import Cuda
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.memory import memory_endpoints
-from roundelay.transport.queues import next_item
 
 END_S = 5.0
 """Seconds to wait for the threads once the run has ended or failed; a thread that still computes cannot be stopped."""

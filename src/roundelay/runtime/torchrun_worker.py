@@ -25,8 +25,8 @@ from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, Reporter, failure, unsendable
 from roundelay.schedules import num_workers
+from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.queues import next_item
 
 LEAVE_S = 2.0
 """Seconds to wait for a failed or aborted worker to close its connections; it reports its end before."""
