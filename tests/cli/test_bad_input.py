@@ -55,7 +55,7 @@ JOBS = {
     "an optimizer without a learning rate": ("optimizer=WithoutRate", "WithoutRate", "lr = 'nothing'", "lr=3e-4"),
     "an optimizer whose schedule cannot be run ahead": (
         "optimizer=lambda n: Demanding(n, lr=0.1), scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)",
-        "Demanding, beside a scheduler",
+        "Demanding, with a scheduler",
         "AttributeError in a step without gradients",
     ),
     "a batch of a kind that cannot be made again": (

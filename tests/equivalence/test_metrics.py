@@ -91,7 +91,7 @@ def test_verify_compares_them(transport: str, precision: str, monkeypatch: pytes
         right(context, header, outputs | {"metric.accuracy": outputs["metric.accuracy"] + 1e-9})
 
     monkeypatch.setattr(handlers, "_tell_loss", wrong)
-    assert "metrics beside the losses" in roundelay.verify(made, plan=plan, steps=3).difference
+    assert "metrics of the loss" in roundelay.verify(made, plan=plan, steps=3).difference
     assert Session(made, captured, plan, 0, Length(steps=1)).captured.graph.metrics == (
         "metric.accuracy",
         "metric.recall",

@@ -194,7 +194,7 @@ def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> N
 
 
 def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, place = threading.Event(), verifying._judged
+    begun, place = threading.Event(), verifying._compare_with_reference
 
     def batches(epoch: int) -> Iterator[Batch]:
         return hanging(5 if begun.is_set() else 20, epoch)
@@ -206,7 +206,7 @@ def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPa
     job = small(batches)
     made = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     plan = replace(made, deadline_s=2.0)
-    monkeypatch.setattr(verifying, "_judged", judged)
+    monkeypatch.setattr(verifying, "_compare_with_reference", judged)
     with pytest.raises(DeadlineError, match=r"batch 5 of batches\(0\)"):
         roundelay.verify(job, plan=plan, steps=8)
 

@@ -42,9 +42,9 @@ from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline,
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove import prove
-from roundelay.runtime.device import named
+from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
-from roundelay.runtime.lr_schedule_check import check_made_alike
+from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
 from roundelay.schedules import Schedule, schedule_named, schedule_of
 
@@ -102,7 +102,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
     check_stateless(job, captured, sample)
     check_sharing(job, captured)
     check_counts(captured, sample)
-    if check_made_alike(job).waits:
+    if check_reproducible(job).waits:
         check_evaluated(job)
     return captured
 
@@ -222,7 +222,7 @@ def plan_with_reasons(
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
-    devices = named(given.get("devices"), len(set(owners)), draft.transport)
+    devices = resolve_devices(given.get("devices"), len(set(owners)), draft.transport)
     captured = for_plan(captured, draft)
     sample = partial(_sample, job, captured.graph, draft, seed, tell)
     with preserving_state(job):

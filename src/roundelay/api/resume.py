@@ -130,7 +130,7 @@ def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, see
     choices = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
     options = [
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if not callable(v)}
-        for group in rates.made_with
+        for group in rates.group_options
     ]
     first_rates = [rates.at(update) for update in range(16 if rates.scheduled else 1)]
     return hashlib.sha256(repr((dict(order), choices, rates.kinds, options, first_rates)).encode()).hexdigest()[:16]

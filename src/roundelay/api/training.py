@@ -13,7 +13,7 @@ from typing import Any
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
-from roundelay.api.fidelity_precheck import check_known, checked_before
+from roundelay.api.fidelity_precheck import check_before_training, validate_check
 from roundelay.api.observers import user_observer
 from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.resume import (
@@ -39,7 +39,7 @@ from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
-from roundelay.runtime.device import check_here
+from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
@@ -107,7 +107,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         RunError: the run failed; the last checkpoint is complete.
     """
     _check_saving(checkpoint_every, save_to)
-    check_known(check)
+    validate_check(check)
     if (process := launched_as()) is not None:
         warnings.warn(
             f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "
@@ -194,7 +194,7 @@ class Session:
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
         if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
-            check_here(plan.devices)
+            check_devices_exist(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan, captured)
@@ -223,7 +223,7 @@ class Session:
             FidelityError: the captured job trains differently.
         """
         with one_thread():
-            return checked_before(
+            return check_before_training(
                 self.job,
                 self.captured,
                 self.plan,

@@ -32,7 +32,7 @@ def main() -> None:
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken
-        sys.exit(importlib.import_module("roundelay.cli.doctor_command").without_commands(error))
+        sys.exit(importlib.import_module("roundelay.cli.doctor_command").run_without_commands(error))
     app.main()
 
 

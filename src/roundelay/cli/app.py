@@ -21,7 +21,7 @@ from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.training import Session
-from roundelay.api.verifying import check_way, judged, length_of, verify_session
+from roundelay.api.verifying import check_fidelity, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
@@ -38,7 +38,7 @@ from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.run_page import run_page
-from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper import WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
 from roundelay.schedules import num_workers, stages_of
@@ -155,15 +155,15 @@ def verify_command(
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference."""
     o.exclusive(steps, epochs)
     o.refuse_launcher("verify")
-    check_way(tamper)
+    check_tamper(tamper)
     paths = PathResolver()
     job = load_job(job_file, seed)
     plan_file, resume = paths.of(plan_file), paths.of(resume)
     planned = plan_job(job, choices, seed, PlanSource(plan_file, resume), quiet=as_json)
     captured, plan = planned.captured, planned.plan
-    first, length = ReferenceStart.of(captured), length_of(steps, epochs)
+    first, length = ReferenceStart.of(captured), length_or_default(steps, epochs)
     announce("Training in plain PyTorch, and as captured ...", as_json)
-    fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)
+    fidelity = check_fidelity(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length, start)

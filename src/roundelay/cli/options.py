@@ -18,7 +18,7 @@ from roundelay.env import launched
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
 from roundelay.ir.transports import TRANSPORTS
-from roundelay.runtime.device import present
+from roundelay.runtime.device import num_cuda_devices
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.rendezvous import ProcessGroup
 
@@ -266,7 +266,7 @@ def _between(choices: Choices, processes: int) -> str:
     """The transport between a launcher's processes: nccl if chosen, or if this host has a device per process."""
     if choices.transport is not None:
         return choices.transport if choices.transport == "nccl" else "gloo"
-    wanted = present() >= processes if choices.devices is None else "cuda" in choices.devices
+    wanted = num_cuda_devices() >= processes if choices.devices is None else "cuda" in choices.devices
     return "nccl" if wanted else "gloo"
 
 

@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.runtime.device import named
+from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
@@ -225,7 +225,7 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
 def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
     """A choice in the form in which a plan has it."""
     if name == "devices":
-        return named(value, size, plan.transport)
+        return resolve_devices(value, size, plan.transport)
     return parse_names(value) if name == "recompute" else value
 
 

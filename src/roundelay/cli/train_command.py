@@ -14,7 +14,7 @@ import torch
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
 from roundelay.api.explain_plan import explain
-from roundelay.api.fidelity_precheck import check_known
+from roundelay.api.fidelity_precheck import validate_check
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
 from roundelay.api.restarts import rest_of, run_restarting
@@ -65,7 +65,7 @@ def train_command(
         as_json: print the summary as JSON, and nothing else on stdout.
     """
     exclusive(run.steps, run.epochs)
-    check_known(run.check)
+    validate_check(run.check)
     if run.tensorboard and (party is None or party.leads):
         curve_writer()  # an error here, before anything that takes time
     paths = PathResolver()

@@ -152,7 +152,7 @@ class ProcessGroup:
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._prefixed_store(f"lane/{name}"), sends)
 
-        place = device.lane_end()
+        place = device.lane_place()
         try:
             lanes = open_lanes(self.rank, others, make, place, plan.deadline_s)
         except BaseException:  # otherwise the others would wait for this process

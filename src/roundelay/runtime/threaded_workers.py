@@ -12,8 +12,8 @@ import torch
 
 from roundelay.deferred_signals import DeferredSignals
 from roundelay.runtime.cooperative_pool import CooperativePool
-from roundelay.runtime.cuda_handoff import streamed
-from roundelay.runtime.device import HOST, CpuDevice, Device, device_of
+from roundelay.runtime.cuda_handoff import wrap_for_streams
+from roundelay.runtime.device import HOST, Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
@@ -48,7 +48,7 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     size = num_workers(task.plan)
-    devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
+    devices = [make_device(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
     shared = wrap is unchanged and all(device is HOST for device in devices)
     workers = _pooled(task, size, reports.put) if shared else _separate(task, devices, wrap, reports.put)
     tracker = FailureTracker(size, listen)
@@ -95,14 +95,14 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 def _pooled(task: Task, size: int, report: Reporter) -> _WorkerThreads:
     """Threads that share the workers, all on the CPU."""
     pool = CooperativePool(size, task.plan.deadline_s)
-    endpoints, device = memory_endpoints(size, pool.wake), CpuDevice(pool.yielding)
+    endpoints, device = memory_endpoints(size, pool.wake), Device(pool.yielding)
     loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
     return _WorkerThreads(pool.threads(endpoints, loops), endpoints, pool.stop)
 
 
 def _separate(task: Task, devices: Sequence[Device], wrap: Wrap, report: Reporter) -> _WorkerThreads:
     """One thread per worker: a current CUDA device belongs to a thread, and a wrapped endpoint may block."""
-    endpoints = [wrap(endpoint) for endpoint in streamed(memory_endpoints(len(devices)), devices, Cuda())]
+    endpoints = [wrap(endpoint) for endpoint in wrap_for_streams(memory_endpoints(len(devices)), devices, Cuda())]
     threads = [
         threading.Thread(target=_main, args=(task, k, endpoint, report, device), name=f"worker {k}", daemon=True)
         for k, (endpoint, device) in enumerate(zip(endpoints, devices, strict=True))

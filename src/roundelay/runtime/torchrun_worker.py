@@ -16,7 +16,7 @@ import torch
 
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
-from roundelay.runtime.device import Device, device_of
+from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
@@ -95,7 +95,7 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
     """Run worker 0 in this process and take all reports; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(party.size, listen)
-    device = device_of(task.plan.devices[party.rank])  # before connecting: else the others would report a lost worker
+    device = make_device(task.plan.devices[party.rank])  # before connecting: else the others would report a lost worker
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
@@ -171,7 +171,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
-    device = device_of(task.plan.devices[party.rank])
+    device = make_device(task.plan.devices[party.rank])
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)

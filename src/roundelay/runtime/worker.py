@@ -146,7 +146,7 @@ class _Worker:
         self.sources = {c.id: home[c.source] for c in program.channels}
         self.readers = {c.id: c.target for c in program.channels}
         self.handlers = {
-            stage: device.watched({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
+            stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
         self.resident, self.thread = resident_bytes(), threading.get_native_id()
         self.registers = Registers(program.registers, task.plan.deadline_s)
