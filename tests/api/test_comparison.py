@@ -19,7 +19,7 @@ from torch import nn
 
 import roundelay
 from roundelay.api import checkpointing
-from roundelay.api.comparison import Begun, Compared, Ended, Resumed
+from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted
 from roundelay.api.comparison_charts import charts_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
@@ -58,12 +58,10 @@ def test_a_seed_starts_every_rule_with_the_same_weights_and_data(tmp_path: Path)
     """To the bit: the first loss is computed before any rule has acted."""
     asked = ("gpipe", "pipedream-2bw", "pipedream-vertical", "spectrain", "lookahead", "async")
     made = compared(tmp_path / "c", rules=asked)
-    first = {
-        seed: {losses(outcome)[0] for outcome in made.outcomes.values() if outcome.seed == seed} for seed in (0, 1)
-    }
+    first = {seed: {losses(outcome)[0] for outcome in made.results.values() if outcome.seed == seed} for seed in (0, 1)}
     assert [len(values) for values in first.values()] == [1, 1]
     assert first[0] != first[1]
-    assert len({tuple(losses(outcome)) for outcome in made.outcomes.values() if outcome.seed == 0}) > 4  # rules act
+    assert len({tuple(losses(outcome)) for outcome in made.results.values() if outcome.seed == 0}) > 4  # rules act
 
 
 def test_all_stands_for_every_rule_that_is_known() -> None:
@@ -93,7 +91,7 @@ def test_a_rule_with_two_stages_on_a_worker_has_cuts_of_its_own_and_the_same_sta
     made = compared(tmp_path / "c", rules=("1f1b", "zb-v", "zb-v:recompute"), seeds=1)
     assert (made.refused, [plan.num_stages for plan in made.plans.values()]) == ({}, [2, 4, 4])
     assert made.plans["zb-v"].stages[1].segments == made.plans["zb-v:recompute"].stages[1].segments
-    one, *pairs = (losses(made.outcomes[f"job/{rule}", 0]) for rule in ("1f1b", "zb-v", "zb-v:recompute"))
+    one, *pairs = (losses(made.results[f"job/{rule}", 0]) for rule in ("1f1b", "zb-v", "zb-v:recompute"))
     assert pairs == [one, one]
     lines = [{name: value for cell in row for name, value in cell.values} for row in table(made, Aims({}, {}))]
     whole = sum(stage.parameter_bytes for stage in made.plans["1f1b"].stages)
@@ -123,13 +121,17 @@ def test_a_finished_run_is_not_done_again_and_a_removed_one_comes_out_the_same(t
     assert len(kept) == 6
     (gone,) = [path for path in kept if "async" in path.name and "seed1" in path.name]
     gone.unlink()
-    begun: list[Begun] = []
-    after = compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, Begun) else None)
-    assert [(one.variant.rule, one.seed, one.number, one.total, one.found) for one in begun] == [("async", 1, 1, 1, 5)]
+    begun: list[RunStarted] = []
+    after = compared(
+        tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, RunStarted) else None
+    )
+    assert [(one.variant.rule, one.seed, one.number, one.total, one.finished_before) for one in begun] == [
+        ("async", 1, 1, 1, 5)
+    ]
     assert {path: path.read_bytes() for path in kept if path != gone} == {p: b for p, b in kept.items() if p != gone}
-    again = after.outcomes["job/async", 1]
-    assert losses(again) == losses(before.outcomes["job/async", 1])
-    assert after.outcomes["job/1f1b", 0] == before.outcomes["job/1f1b", 0]
+    again = after.results["job/async", 1]
+    assert losses(again) == losses(before.results["job/async", 1])
+    assert after.results["job/1f1b", 0] == before.results["job/1f1b", 0]
 
 
 def test_runs_that_are_left_wait_as_long_as_is_asked_for_now(tmp_path: Path) -> None:
@@ -141,14 +143,14 @@ def test_runs_that_are_left_wait_as_long_as_is_asked_for_now(tmp_path: Path) -> 
 
 def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
-        if isinstance(event, Begun) and event.number == 3:
+        if isinstance(event, RunStarted) and event.number == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         compared(tmp_path / "c", notify=stop)
     assert len(list((tmp_path / "c" / "runs").glob("*.json"))) == 2
-    ended: list[Ended] = []
-    compared(tmp_path / "c", notify=lambda event: ended.append(event) if isinstance(event, Ended) else None)
+    ended: list[RunFinished] = []
+    compared(tmp_path / "c", notify=lambda event: ended.append(event) if isinstance(event, RunFinished) else None)
     assert len(ended) == 4
 
 
@@ -197,14 +199,14 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("evaluated", [True, False], ids=["", "before-the-evaluation"])
 def test_a_run_that_is_interrupted_goes_on_behind_its_last_checkpoint(interrupted: Path, evaluated: bool) -> None:
     """To the bit, with every evaluation, though other updates were in flight, and times without the interruption."""
-    (whole,) = compared(interrupted.parent / "whole", weighed, **ONE_RUN).outcomes.values()
+    (whole,) = compared(interrupted.parent / "whole", weighed, **ONE_RUN).results.values()
     log = interrupted / UNDER_WAY / "told.jsonl"
     if not evaluated:
         lines = log.read_text().splitlines(keepends=True)
         log.write_text("".join(line for line in lines if '"evaluated"' not in line))
     told: list[Any] = []
-    (gone_on,) = compared(interrupted, weighed, notify=told.append, **ONE_RUN).outcomes.values()
-    (resumed,) = (event for event in told if isinstance(event, Resumed))
+    (gone_on,) = compared(interrupted, weighed, notify=told.append, **ONE_RUN).results.values()
+    (resumed,) = (event for event in told if isinstance(event, RunResumed))
     assert resumed.updates in (5, 10, 15)
     assert [event.update for event in told if isinstance(event, Updated)] == list(range(resumed.updates, 20))
     made, expected = values(gone_on), values(whole)
@@ -232,8 +234,8 @@ def test_a_run_shorter_than_a_minute_writes_no_checkpoint(tmp_path: Path) -> Non
 
 def test_more_rules_and_seeds_go_into_the_same_folder(tmp_path: Path) -> None:
     compared(tmp_path / "c", rules=("1f1b",), seeds=1)
-    begun: list[Begun] = []
-    compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, Begun) else None)
+    begun: list[RunStarted] = []
+    compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, RunStarted) else None)
     assert len(begun) == 5
 
 
@@ -286,12 +288,12 @@ def test_a_diverging_run_is_a_line_and_not_the_end(tmp_path: Path) -> None:
         return jobs.make(network(), batches=batches, scheduler=None)
 
     made = compared(tmp_path / "c", poisoned, steps=6, optimizers=("adam", "sgd"), rates={"sgd": 1e30})
-    assert len(made.outcomes) == 12
+    assert len(made.results) == 12
     for rule in RULES:
-        clean, broken = made.outcomes[f"adam@0.001/{rule}", 0], made.outcomes[f"adam@0.001/{rule}", 1]
+        clean, broken = made.results[f"adam@0.001/{rule}", 0], made.results[f"adam@0.001/{rule}", 1]
         assert (clean.diverged, len(losses(clean))) == (None, 6)
         assert (broken.diverged, len(losses(broken))) == (3, 3)
-        assert made.outcomes[f"sgd@1e+30/{rule}", 0].diverged is not None
+        assert made.results[f"sgd@1e+30/{rule}", 0].diverged is not None
     rows = table(made, Aims({}, {}))
     assert rows[0][-1].text == "diverged at update 3 (seed 1)"
     assert "diverged at update" in rows[-1][-1].text
@@ -357,7 +359,7 @@ def test_an_optimizer_is_the_one_of_its_name(name: str) -> None:
 def by_hand() -> Compared:
     """Three runs of known numbers: the loss of seed s falls from 3 by 0.1 (s + 1) an update, one second each."""
 
-    def outcome(seed: int, diverged: int | None = None) -> RunResult:
+    def result(seed: int, diverged: int | None = None) -> RunResult:
         loss = tuple(Point(u + 1, float(u), 3.0 - 0.1 * (seed + 1) * u) for u in range(20))
         score = (Point(10, 9.0, 0.5 + seed), Point(20, 19.0, 0.25 + seed))
         return RunResult(
@@ -368,8 +370,8 @@ def by_hand() -> Compared:
             diverged=diverged,
         )
 
-    outcomes = {("job/async", seed): outcome(seed, 20 if seed == 2 else None) for seed in range(3)}
-    return Compared(variants=variants(["async"]), seeds=(0, 1, 2), plans={}, refused={}, outcomes=outcomes)
+    results = {("job/async", seed): result(seed, 20 if seed == 2 else None) for seed in range(3)}
+    return Compared(variants=variants(["async"]), seeds=(0, 1, 2), plans={}, refused={}, results=results)
 
 
 def test_the_table_s_numbers_are_those_worked_out_by_hand() -> None:
@@ -441,7 +443,7 @@ def test_a_metric_beside_the_loss_has_a_column_and_a_chart(tmp_path: Path) -> No
     made = compared(tmp_path / "c", right, rules=("async",))
     (chart,) = (chart for chart in charts_of(made) if chart.name == "train.right")
     ((_, points),) = chart.over_updates
-    of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.outcomes.values()]
+    of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.results.values()]
     assert points == [(4.0, pytest.approx(statistics.fmean(map(statistics.fmean, of_seeds))))]
     assert not chart.dots
     written = write_comparison(made, tmp_path / "c", Aims({}, {}))
@@ -467,7 +469,7 @@ def test_the_texts_can_be_read_by_others(tmp_path: Path) -> None:
     points = list(csv.DictReader(io.StringIO(curves_csv(made))))
     assert len(points) == 6 * (4 + 1)
     first = [point for point in points if (point["rule"], point["seed"], point["quantity"]) == ("async", "1", "loss")]
-    assert [float(point["value"]) for point in first] == losses(made.outcomes["job/async", 1])
+    assert [float(point["value"]) for point in first] == losses(made.results["job/async", 1])
     assert [point["updates"] for point in first] == ["1", "2", "3", "4"]
 
 

@@ -20,14 +20,14 @@ from roundelay.errors import UsageError
 
 FORMAT = 1
 LOSS = "loss"
-"""Name of the training loss among what is measured; an evaluation metric of this name is told as ``evaluate.loss``."""
+"""Name of the training loss; an evaluated metric of this name becomes ``evaluate.loss``."""
 
 TRAINING = "train."
-"""Before the name of a metric that the loss returns beside the loss; ``evaluate``'s have their own names."""
+"""Prefix of a metric that the loss function returns in addition to the loss; evaluated metrics have no prefix."""
 
 
-def each_update(name: str) -> bool:
-    """Whether every update tells this metric, of its own batch; the others are evaluated now and then."""
+def is_per_update(name: str) -> bool:
+    """Whether a metric has a value for every update, as the loss has, and not for every evaluation."""
     return name == LOSS or name.startswith(TRAINING)
 
 
@@ -36,9 +36,9 @@ class Point:
     """One value of a curve.
 
     Args:
-        updates: made by then; of a loss, with the one that it led to.
-        seconds: since the run began; nan if it is not known.
-        value: the loss or the metric; nan if it is no number.
+        updates: number of updates until then; for a loss, including the update of its own batch.
+        seconds: since the start of the run; nan if unknown.
+        value: of the loss or metric; nan if it is not finite.
     """
 
     updates: int
@@ -48,13 +48,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What one run came to.
+    """Curves and speed of one finished run.
 
     Args:
         variant: the variant's name.
-        seed: the run's.
-        curves: the loss and every evaluation metric, by name, each in order of updates.
-        samples_per_second: over the whole run, its first tenth left out; nan of a run that diverged.
+        seed: of the run.
+        curves: name of the loss or a metric to its points, in order of updates.
+        samples_per_second: over the whole run but its first tenth; nan if the run diverged.
         diverged: the update whose loss was not finite, or None.
     """
 
