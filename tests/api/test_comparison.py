@@ -23,8 +23,8 @@ from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStart
 from roundelay.api.comparison_charts import charts_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
+from roundelay.api.events import Saved, Updated
 from roundelay.api.run_results import Point, RunResult
-from roundelay.api.state_gather import Saved, Updated
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules

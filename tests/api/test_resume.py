@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError, JobError, UsageError

@@ -225,8 +225,8 @@ def test_a_plan_that_does_not_fit_is_refused(capsys: Capture, workplace: Path) -
     here(capsys, "plan", MLP, "-o", "p.toml")
     other = job_file(workplace, "model=nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))")
     one_screen(told(capsys, "train", other, "--plan", "p.toml"), "the plan's model", "fingerprint", "the model of this")
-    one_screen(told(capsys, "train", MLP, "--plan", "p.toml", "--workers", 3), "--workers beside --plan", "3", "2")
-    one_screen(told(capsys, "verify", MLP, "--plan", "p.toml", "--rule", "1f1b"), "--rule beside --plan", "pipeoptim")
+    one_screen(told(capsys, "train", MLP, "--plan", "p.toml", "--workers", 3), "--workers with --plan", "3", "2")
+    one_screen(told(capsys, "verify", MLP, "--plan", "p.toml", "--rule", "1f1b"), "--rule with --plan", "pipeoptim")
     for path in ("nix.toml", workplace):
         one_screen(told(capsys, "train", MLP, "--plan", path), "plan file", "roundelay plan")
 
@@ -236,9 +236,9 @@ def test_what_cannot_be_written_is_told_before_training(capsys: Capture, workpla
     (workplace / "full").mkdir()
     (workplace / "full" / "mine").write_text("mine")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "file/run"), "run folder file/run", "Not a directory")
-    one_screen(told(capsys, "train", MLP, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    one_screen(told(capsys, "train", MLP, *SMALL, "--out", "full"), "run folder full", "not empty")
     never = job_file(workplace, "batches=lambda e: 1 / 0")  # it is not asked for data before that is known
-    one_screen(told(capsys, "train", never, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    one_screen(told(capsys, "train", never, *SMALL, "--out", "full"), "run folder full", "not empty")
     one_screen(told(capsys, "report", "full"), "run folder full", "no plan.toml", "curves.html")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "latest"), "latest")
     one_screen(told(capsys, "plan", MLP, "-o", "file/plan"), "file/plan", "Not a directory")

@@ -10,7 +10,7 @@ import pytest
 
 import roundelay
 from roundelay.api import training
-from roundelay.api.state_gather import StateGatherer
+from roundelay.api.run_record import RunRecord
 from roundelay.runtime import gc_policy
 from roundelay.runtime.gc_policy import EVERY, settled
 from tests.api.jobs import make
@@ -46,14 +46,14 @@ def test_the_garbage_of_many_runs_is_collected(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_run_has_told_goes_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[StateGatherer]] = []
+    made: list[weakref.ref[RunRecord]] = []
 
-    def gatherer(*given: Any) -> StateGatherer:
-        one = StateGatherer(*given)
+    def record(*given: Any) -> RunRecord:
+        one = RunRecord(*given)
         made.append(weakref.ref(one))
         return one
 
-    monkeypatch.setattr(training, "StateGatherer", gatherer)
+    monkeypatch.setattr(training, "RunRecord", record)
     gc.disable()
     try:
         job = make()

@@ -5,9 +5,9 @@ weights in it.
 """
 
 from roundelay.api.comparison import compare
+from roundelay.api.events import Updated
 from roundelay.api.planning import capture, default_workers, plan
 from roundelay.api.simulating import simulate
-from roundelay.api.state_gather import Updated
 from roundelay.api.training import train
 from roundelay.api.verifying import verify
 from roundelay.api.weights_file import empty_weights, load

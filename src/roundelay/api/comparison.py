@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from roundelay.api.comparison_variants import Variant, variants
+from roundelay.api.events import Evaluated, Event, Updated, samples_per_second
 from roundelay.api.partial_run import PartialRun
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
 from roundelay.api.run_results import LOSS, TRAINING, Point, Results, RunResult, write
-from roundelay.api.state_gather import Evaluated, Event, Updated, samples_per_second
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
 from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed

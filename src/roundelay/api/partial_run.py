@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, final
 
 from roundelay.api.checkpointing import Saving, evaluate, holding_averages
+from roundelay.api.events import Evaluated, Updated
 from roundelay.api.restarts import rest_of
-from roundelay.api.state_gather import Evaluated, Updated
 from roundelay.api.training import Session
 from roundelay.checkpoint.atomic_files import unwritten
 from roundelay.errors import UsageError
@@ -69,7 +69,7 @@ class PartialRun:
         """
         if isinstance(event, Updated):
             event = replace(event, seconds=self._before_s + event.seconds)
-        self._log.add(_record(event))
+        self._log.write(**_record(event))
         self.events.append(event)
         return event
 

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from roundelay.api.state_gather import Event, Notify, Restarted, Updated
+from roundelay.api.events import Event, Observer, Restarted, Updated
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
 from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.training import Session
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import DivergedError, RunError
 
 
 def run_restarting(
-    session: Session, restarts: int, run: Callable[[Session, Notify], Trained], notify: Notify, save_to: Path
+    session: Session, restarts: int, run: Callable[[Session, Observer], Trained], notify: Observer, save_to: Path
 ) -> Trained:
     """Run a session; after a failure continue from the checkpoint at ``save_to``, or start again without one.
 

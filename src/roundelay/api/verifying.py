@@ -15,11 +15,20 @@ from roundelay.api.cuts import users_code
 from roundelay.api.fidelity import Fidelity, judge, why_not
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
-from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
+from roundelay.api.reference_start import (
+    Note,
+    ReferenceStart,
+    begins_at_update_0,
+    from_update_0,
+    reference_start_of,
+    since_checkpoint,
+)
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
 from roundelay.api.statelessness import world_of
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.training import Session
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey, StageFunction
 from roundelay.ir.clip import Clip
@@ -114,7 +123,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
         resume: checkpoint to continue from; what follows it is compared. Where the run goes on in mid-flight, or by the
             same plan under a rule that flushes, the reference begins with the first update of all: it was never
-            interrupted (:func:`roundelay.api.reference_start.begins_anew`).
+            interrupted (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
@@ -180,7 +189,7 @@ def verify_session(
         fidelity: how the captured job compares with plain PyTorch, if that has been found out.
     """
     check_way(tamper)
-    origin, anew = reference_start_of(session, first), begins_anew(session, first)
+    origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
     handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
     kept = world_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
     with repeatable(session.plan.devices):
@@ -210,7 +219,7 @@ def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Train
     with one_thread(), users_code("the one-process reference"):
         reference = _on_cpu(_reference(session, origin, anew, trained, notes))
     if session.start is not None and anew:
-        reference, notes = behind(session, reference, notes)
+        reference, notes = since_checkpoint(session, reference, notes)
     return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
 
 
@@ -291,7 +300,7 @@ def _reference(
         (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
-    extent = from_the_first(session.extent) if anew else session.extent
+    extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
 

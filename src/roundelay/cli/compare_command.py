@@ -16,7 +16,7 @@ from roundelay.api.comparison import RunFinished, RunResumed, RunStarted, compar
 from roundelay.api.comparison_charts import Written, write_comparison
 from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, parse_numbers, parse_pairs
-from roundelay.api.state_gather import Event, Updated
+from roundelay.api.events import Event, Updated
 from roundelay.cli import options as o
 from roundelay.cli.job_file import PathResolver, job_maker
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
@@ -78,7 +78,7 @@ def compare_command(
 ) -> None:
     """Train under several rules from the same weights, seed by seed; leave a table and learning curves."""
     o.exclusive(steps, epochs)
-    o.alone("compare")
+    o.refuse_launcher("compare")
     aims = Aims(parse_numbers(time_to or [], "--time-to"), parse_pairs(better or [], "--better"))
     folder = out or Path("compare") / job_file.stem
     choices = {
