@@ -125,7 +125,7 @@ def test_more_metrics_than_there_is_room_for_are_told(tmp_path: Path) -> None:
 
 def test_numbers_that_are_missing_or_null_are_gaps(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
-    append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "samples_per_second": "fast"}\n')
+    append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "metrics": {"right": null}}\n')
     Read(run_page(folder.path))
 
 
@@ -204,6 +204,8 @@ def broken(folder: Path, what: str) -> None:
         append(folder / "metrics.jsonl", "no json\n")
     elif what == "no update":
         append(folder / "metrics.jsonl", '{"loss": 1.0}\n')
+    elif what == "no number":
+        append(folder / "metrics.jsonl", '{"update": 40, "loss": 1.0, "samples_per_second": "fast"}\n')
     elif what == "empty":
         (folder / "metrics.jsonl").write_text("")
     elif what == "trace":
@@ -225,7 +227,19 @@ def broken(folder: Path, what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["metrics", "no update", "empty", "trace", "event", "summary", "plan", "no plan", "bytes", "evaluations"],
+    [
+        "metrics",
+        "no update",
+        "no number",
+        "empty",
+        "trace",
+        "event",
+        "summary",
+        "plan",
+        "no plan",
+        "bytes",
+        "evaluations",
+    ],
 )
 def test_a_damaged_folder_is_refused_with_a_remedy(tmp_path: Path, what: str) -> None:
     folder = finished(tmp_path)

@@ -98,11 +98,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("workers", str(num_workers(plan))),
         ("micro-batches", str(plan.micro_batches)),
         ("transport", plan.transport),
-        ("updates", f"{last.number + 1}"),
+        ("updates", f"{last.update + 1}"),
         ("loss, first to last", f"{short(first.loss)} → {short(last.loss)}"),
     ]
     summary = numbers(run.summary)
-    rate, wall = summary.get("samples_per_second", last.rate), summary.get("wall_s", last.at_s)
+    rate, wall = summary.get("samples_per_second", last.samples_per_second), summary.get("wall_s", run.seconds(last))
     facts.append(("samples/s", short(rate)))
     if run.plain():
         facts.append(("against plain PyTorch", f"{rate / max(run.plain().values()):.2f} ×"))

@@ -60,8 +60,8 @@ def loss(run: Run) -> str:
         f"Mean loss of each batch, and smoothed: the mean over {reach} updates to either side. "
         "Evaluated metrics whose name contains “loss” are drawn in the same figure."
     )
-    over_updates = [(float(u.number), u.loss) for u in run.updates]
-    over_time = [(u.at_s, u.loss) for u in run.updates if math.isfinite(u.at_s)]
+    over_updates = [(float(u.update), u.loss) for u in run.updates]
+    over_time = [(run.seconds(u), u.loss) for u in run.updates if math.isfinite(run.seconds(u))]
     names = [name for name in metric_names(run) if "loss" in name.lower()][:2]
     css_classes = dict(zip(names, "bc", strict=False))
 
@@ -86,7 +86,7 @@ def training_metrics(run: Run) -> str:
     text = f"Returned in addition to the loss: by batch, and smoothed over {reach} updates to either side."
     figures = []
     for name in names[:MOST_METRICS]:
-        points = [(float(u.number), u.metrics.get(name, math.nan)) for u in run.updates]
+        points = [(float(u.update), u.metrics.get(name, math.nan)) for u in run.updates]
         curves = [Curve(name, "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
         figures.append(_small_plot(name, curves))
     entries = [("of each batch", "thin"), ("smoothed", "a")]
@@ -100,7 +100,9 @@ def metric_names(run: Run) -> list[str]:
 
 def evaluated(run: Run, name: str, over_time: bool) -> Points:
     """The points of an evaluated metric, over updates or over time."""
-    points = [(e.at_s if over_time else float(e.number), e.metrics.get(name, math.nan)) for e in run.evaluations]
+    points = [
+        (run.seconds(e) if over_time else float(e.update), e.metrics.get(name, math.nan)) for e in run.evaluations
+    ]
     return [point for point in points if math.isfinite(point[0])]
 
 
@@ -140,7 +142,7 @@ def _container(parts: Sequence[str], css_class: str) -> str:
 
 def throughput(run: Run) -> str:
     """Samples per second over updates."""
-    points = [(float(u.number), u.rate) for u in run.updates if u.rate > 0]
+    points = [(float(u.update), u.samples_per_second) for u in run.updates if u.samples_per_second > 0]
     if not points:
         return section("Throughput", note("Unknown until the second update."))
     curves = [Curve("samples/s", "a", points)]
