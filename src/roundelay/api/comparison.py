@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roundelay.api.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
+from roundelay.api.comparison_run import run_in_folder
 from roundelay.api.comparison_variants import Variant, variants
-from roundelay.api.events import Evaluated, Event, Updated, samples_per_second
-from roundelay.api.partial_run import PartialRun
+from roundelay.api.events import Event
 from roundelay.api.plan_file import read_plan
 from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
-from roundelay.api.run_results import LOSS, TRAINING, Point, Results, RunResult, write
+from roundelay.api.run_results import RunResult
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
-from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
-from roundelay.frontend import Captured
+from roundelay.errors import CaptureError, PlanError, UsageError, listed
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -152,7 +152,9 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
     length = Length(steps=steps, epochs=epochs)
     common = {"job": source, "workers": workers or default_workers(), "cuts": cuts or "measured"}
-    comparison = _Comparison(make, Results(Path(out)), length, {n: v for n, v in choices.items() if v is not None})
+    comparison = _Comparison(
+        make, ComparisonFolder(Path(out)), length, {n: v for n, v in choices.items() if v is not None}
+    )
     comparison.begin(common, cuts, workers)
     plans, refused = comparison.plans([variant.rule_text for variant in compared])
     planned = [variant for variant in compared if variant.rule_text in plans]
@@ -167,7 +169,7 @@ def _ignore(event: ComparisonEvent) -> None:
 class _Comparison:
     """What all runs share: the function that makes jobs, the folder, the length of a run, and the cuts."""
 
-    def __init__(self, make: Make, folder: Results, length: Length, choices: Mapping[str, Any]) -> None:
+    def __init__(self, make: Make, folder: ComparisonFolder, length: Length, choices: Mapping[str, Any]) -> None:
         self._make, self._folder, self._length, self._choices = make, folder, length, choices
         self._job = self._new_job(0)
         self._captured = capture(self._job, seed=0, deadline_s=choices.get("deadline_s") or DEADLINE_S)
@@ -206,7 +208,7 @@ class _Comparison:
         """The stages with ``per_worker`` of them on each worker, from the folder, or chosen now and written to it."""
         if per_worker not in self._stages_by_count:
             path = self._folder.cuts(per_worker)
-            plan = read_plan(path, "Put the comparison into another folder by --out.") if path.exists() else None
+            plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
             plan = plan or self._choose_cuts(CUTS_FROM[per_worker], path)
             self._stages_by_count[per_worker] = [list(stage.segments) for stage in plan.stages]
         return self._stages_by_count[per_worker]
@@ -231,7 +233,7 @@ class _Comparison:
         for text in dict.fromkeys(rules):
             path = self._folder.plan(text)
             if path.exists():
-                plan = read_plan(path, "Put the comparison into another folder by --out.")
+                plan = read_plan(path, OTHER_FOLDER)
                 plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
                 continue
             try:
@@ -260,71 +262,26 @@ class _Comparison:
         self, compared: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Observe
     ) -> dict[tuple[str, int], RunResult]:
         """Do all runs that are not finished, seed by seed; returns the results of all."""
-        runs = [(variant, seed) for seed in seeds for variant in compared]
-        stored = {(variant.name, seed): self._folder.find(variant, seed) for variant, seed in runs}
+        runs = [(variant, seed, plans[variant.rule_text]) for seed in seeds for variant in compared]
+        stored = {(run[0].name, run[1]): self._folder.result(*run) for run in runs}
         results = {key: result for key, result in stored.items() if result is not None}
-        left = [(variant, seed) for variant, seed in runs if (variant.name, seed) not in results]
-        before = len(results)
-        for number, (variant, seed) in enumerate(left, 1):
-            notify(
-                RunStarted(
-                    number=number,
-                    total=len(left),
-                    finished_before=before,
-                    variant=variant,
-                    seed=seed,
-                    updates=self._extent.batches,
-                )
-            )
-            with PartialRun(self._folder.under_way(variant, seed)) as partial:
-                result = self._run(variant, seed, plans[variant.rule_text], partial, notify)
-                self._folder.keep(variant, result)
-                partial.remove()
+        left = [run for run in runs if (run[0].name, run[1]) not in results]
+        started = partial(RunStarted, total=len(left), finished_before=len(results), updates=self._extent.batches)
+        for number, (variant, seed, plan) in enumerate(left, 1):
+            notify(started(number=number, variant=variant, seed=seed))
+            self._run(variant, seed, plan, notify)
+            result = self._folder.result(variant, seed, plan)
+            assert result is not None, "a run ends with a summary"
             results[variant.name, seed] = result
             notify(RunFinished(result))
         return results
 
-    def _run(self, variant: Variant, seed: int, plan: Plan, partial: PartialRun, notify: Observe) -> RunResult:
+    def _run(self, variant: Variant, seed: int, plan: Plan, notify: Observe) -> None:
         """Do one run, or the rest of it, with a new job, so that runs do not affect each other."""
         job, factory = self._new_job(seed), variant.factory()
         job = job if factory is None else replace(job, optimizer=factory)
-
-        def observe(event: Event) -> None:
-            notify(partial.note(event) if isinstance(event, Updated | Evaluated) else event)
-
-        diverged = False
-        try:
-            captured: Captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
-            session = partial.rest(Session(job, captured, plan, seed, self._length))
-            if session.start is not None:
-                notify(RunResumed(session.start.position.updates))
-            session.run(notify=observe, saving=partial.saving)
-        except DivergedError:
-            diverged = True
-        updates = [event for event in partial.events if isinstance(event, Updated)]
-        return RunResult(
-            variant=variant.name,
-            seed=seed,
-            curves=_curves(updates, [event for event in partial.events if isinstance(event, Evaluated)]),
-            samples_per_second=math.nan if diverged else samples_per_second(updates),
-            diverged=len(updates) if diverged else None,
-        )
-
-
-def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dict[str, tuple[Point, ...]]:
-    seconds_at = {event.update: event.seconds for event in updates}
-    curves = {LOSS: [Point(event.update + 1, event.seconds, event.loss) for event in updates]}
-    for event in updates:
-        for name, value in event.metrics.items():
-            point = Point(event.update + 1, event.seconds, value if math.isfinite(value) else math.nan)
-            curves.setdefault(TRAINING + name, []).append(point)
-    used: set[str] = set()
-    for evaluation in evaluations:
-        seconds = seconds_at.get(evaluation.updates - 1, math.nan)  # of the update: evaluations run in parallel
-        for name, value in evaluation.metrics.items():
-            unique = f"evaluate.{name}" if name in curves and name not in used else name
-            used.add(unique)
-            curves.setdefault(unique, []).append(
-                Point(evaluation.updates, seconds, value if math.isfinite(value) else math.nan)
-            )
-    return {name: tuple(points) for name, points in curves.items()}
+        captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
+        session = Session(job, captured, plan, seed, self._length)
+        folder = self._folder.open_run(variant, seed)
+        folder.write_plan(plan.text(explain(captured, plan)))
+        run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundelay.api.comparison import Compared
+from roundelay.api.comparison_folder import write
 from roundelay.api.comparison_table import (
     WINDOW,
     Aims,
@@ -21,7 +22,7 @@ from roundelay.api.comparison_table import (
     table,
 )
 from roundelay.api.comparison_variants import OWN
-from roundelay.api.run_results import Point, RunResult, is_per_update, write
+from roundelay.api.run_results import Point, RunResult, is_per_update
 from roundelay.checkpoint.atomic_files import replacing_bytes
 from roundelay.errors import UsageError
 from roundelay.page.comparison_page import Chart, comparison_page

@@ -129,7 +129,7 @@ def _resumable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RunError):
-        kept = len(list((folder / "runs").glob("*.json"))) if (folder / "runs").is_dir() else 0
+        kept = len(list(folder.glob("runs/*/summary.json")))
         if kept:
             stderr.print(
                 f"Finished runs are kept in {folder}: {kept}. The same command continues with the others.", markup=False

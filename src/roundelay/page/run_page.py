@@ -76,7 +76,8 @@ def predicted_window(plan: Plan) -> Window:
 
 def _heading(run: Run) -> str:
     ended = bool(run.summary)
-    state = '<span class="state done">finished</span>' if ended else '<span class="state open">not finished</span>'
+    state = ("diverged" if "diverged" in run.summary else "finished") if ended else "not finished"
+    state = f'<span class="state {"done" if state == "finished" else "open"}">{state}</span>'
     about = next((line.removeprefix("# ") for line in run.plan_text.splitlines() if line.startswith("# ")), "")
     warning = (
         "" if ended else s.note("There is no summary.json: the run has failed, was interrupted, or is still running.")
