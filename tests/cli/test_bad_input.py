@@ -263,7 +263,7 @@ def test_a_checkpoint_that_is_none_or_of_another_model_is_refused(capsys: Captur
     )
     assert here(capsys, "train", job_file(workplace, short, table), *SMALL, "--out", "short").code == 0
     job = job_file(workplace, long, table)
-    one_screen(told(capsys, "train", job, *SMALL, "--from", "short"), "checkpoint short", "1.cos", "made by")
+    one_screen(told(capsys, "train", job, *SMALL, "--from", "short"), "checkpoint short", "1.cos", "wrote the checkpoint")
 
 
 def test_debug_shows_the_traceback_and_its_levels_are_checked(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ class Checkpointer:
                 return
             place = [(snapshot, position)]
             self._waiting = place if within_epoch else []
-        self._background.submit(lambda: self._begin(place))
+        self._background.submit(lambda: self._process(place))
 
     def deliver(self, notify: Observer) -> None:
         """Report what has been done since the last call, in the caller's thread; raise its error if there was one."""
@@ -131,12 +131,9 @@ class Checkpointer:
         while not self._events.empty():
             notify(self._events.get())
 
-    def _begin(self, place: list[tuple[Snapshot, Position]]) -> None:
+    def _process(self, place: list[tuple[Snapshot, Position]]) -> None:
         with self._lock:
             snapshot, position = place.pop()
-        self._keep(snapshot, position)
-
-    def _keep(self, snapshot: Snapshot, position: Position) -> None:
         put(self._session.captured, snapshot)
         if self._session.waits and not _is_within_epoch(snapshot.header):  # the checkpoint is to have the new number
             self._evaluate_snapshot(snapshot)
@@ -152,20 +149,17 @@ class Checkpointer:
 
     def _evaluate_snapshot(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot, and keep the metric that a learning rate depends on."""
-        with holding_averages(self._session.captured, snapshot.optimizer):
-            evaluated, reason = self._evaluate(snapshot.header)
-        restore(self._session.captured, snapshot)
-        self._session.captured.settings.check()
+        job, captured, header = self._session.job, self._session.captured, snapshot.header
+        with holding_averages(captured, snapshot.optimizer), captured.settings.apart():
+            evaluated, reason = evaluate(job, captured.model, header.batch + 1, header.epoch)
+        restore(captured, snapshot)
+        captured.settings.check()
         self.evaluations.append(evaluated)
         self._events.put(evaluated)
         if reason is not None:
             self._events.put(Stopping(reason))
-        if self._session.waits and snapshot.header.ends_epoch:
-            self.numbers.append(monitored(self._session.job, evaluated.metrics))
-
-    def _evaluate(self, header: MicroBatch) -> tuple[Evaluated, str | None]:
-        with self._session.captured.settings.apart():
-            return evaluate(self._session.job, self._session.captured.model, header.batch + 1, header.epoch)
+        if self._session.waits and header.ends_epoch:
+            self.numbers.append(monitored(job, evaluated.metrics))
 
     def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
         """Write a checkpoint, or report that it cannot be written.

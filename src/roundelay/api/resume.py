@@ -82,15 +82,19 @@ def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
     )
 
 
-def order_of(plan: Plan) -> dict[str, str]:
+def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
     """All choices that determine the order of work and the versions read, by their names for users.
 
-    Devices, transport and number of slots are not included: a run may continue with others.
+    Devices, transport and number of slots are not included: a run may continue with others. Trained parameters are: a
+    run that continues with others than its checkpoint's (some are frozen no more) starts with empty stages, and without
+    optimizer state of those that were frozen.
     """
     blocks = []
     for program in programs_of(plan):
         lines = (*program.warm_up, *program.steady, *program.drain, *program.order)
         blocks.append((program.window, program.lag, *map(str, lines)))
+    names = [name for name, parameter in captured.model.named_parameters() if parameter.requires_grad]
+    every = sum(1 for _ in captured.model.parameters())
     return {
         "workers": str(num_workers(plan)),
         "micro-batches": str(plan.micro_batches),
@@ -99,19 +103,8 @@ def order_of(plan: Plan) -> dict[str, str]:
         "backward": plan.backward,
         "cuts": " ".join(",".join(stage.segments) for stage in plan.stages),
         "programs": "; ".join(" ".join(map(str, block)) for block in blocks),
+        TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})",
     }
-
-
-def trained(captured: Captured) -> dict[str, str]:
-    """Which parameters are trained, as one more entry of :func:`order_of`: what is in flight was computed for these.
-
-    A run that continues with other parameters than its checkpoint's (some are frozen no more) starts with empty
-    stages, and without optimizer state of those that were frozen.
-    """
-    table = captured.model.named_parameters()
-    names = [name for name, parameter in table if parameter.requires_grad]
-    every = sum(1 for _ in captured.model.parameters())
-    return {TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})"}
 
 
 def values_digest(values: Mapping[str, torch.Tensor]) -> str:

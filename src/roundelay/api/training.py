@@ -23,7 +23,6 @@ from roundelay.api.resume import (
     initial,
     load_checkpoint,
     order_of,
-    trained,
     values_digest,
 )
 from roundelay.api.run_record import RunRecord, Trained
@@ -198,7 +197,7 @@ class Session:
             check_here(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
-        self.order = order_of(plan) | trained(captured)
+        self.order = order_of(plan, captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
         #: the event to report if the stages start empty although the checkpoint has micro-batches in flight

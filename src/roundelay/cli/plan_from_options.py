@@ -71,9 +71,11 @@ def plan_job(
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
     if party is not None and not party.leads:
         return PlannedJob(job, captured, Plan.parse(party.take("plan")))
-    existing = _existing_plan(captured.graph.fingerprint, choices, source)
+    model = captured.graph.fingerprint
+    resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
+    existing = _existing_plan(model, choices, source, resumed)
     if existing is None:
-        planned = _make_plan(job, captured, choices, seed, source.resume, quiet=quiet)
+        planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
     else:
         planned = Planned(existing)
         if existing.compile and party is None:
@@ -85,11 +87,10 @@ def plan_job(
 
 
 def _make_plan(
-    job: Job, captured: Captured, choices: Choices, seed: int, resume: Path | None, *, quiet: bool
+    job: Job, captured: Captured, choices: Choices, seed: int, resumed: Plan | None, *, quiet: bool
 ) -> Planned:
     given = choices.given()
-    from_run = {} if resume is None else _inherited(resume, captured.graph.fingerprint, given)
-    wanted = {"rule": "pipeoptim", **from_run, **given}
+    wanted = {"rule": "pipeoptim"} | ({} if resumed is None else _inherited(resumed, given)) | given
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
@@ -114,13 +115,14 @@ def _show_plan(plan: Plan) -> None:
             stderr.print(str(program), markup=False, soft_wrap=True)
 
 
-def _existing_plan(model: str, choices: Choices, source: PlanSource) -> Plan | None:
+def _existing_plan(model: str, choices: Choices, source: PlanSource, resumed: Plan | None) -> Plan | None:
     """The plan that is read from a file, if one is, with the deadline of the choices.
 
     Args:
         model: fingerprint of the model.
         choices: of the command line; no computed value depends on their deadline.
         source: where the plan may be.
+        resumed: the plan of the run that is continued, if any.
 
     Raises:
         UsageError: a choice contradicts the plan.
@@ -134,18 +136,16 @@ def _existing_plan(model: str, choices: Choices, source: PlanSource) -> Plan | N
     elif source.plan_file is not None:
         plan = _checked(read_plan(source.plan_file), choices)
     else:
-        plan = None if source.resume is None else _plan_of(source.resume, model, others)
+        agrees = resumed is not None and choices.cuts is None and not list(_contradicted(resumed, others))
+        plan = resumed if agrees else None
     if plan is None or choices.deadline_s is None or source.plan_file is not None:
         return plan
     return replace(plan, deadline_s=choices.deadline_s)
 
 
-def _plan_of(resume: Path, model: str, choices: Choices) -> Plan | None:
-    """The plan of the run that is continued, if it is for this model and agrees with the choices."""
-    for plan in map(read_plan, _plan_files(resume) if choices.cuts is None else []):
-        if plan.model == model and not list(_contradicted(plan, choices)):
-            return plan
-    return None
+def _plan_of(resume: Path, model: str) -> Plan | None:
+    """The plan of the run that is continued, if it is for this model."""
+    return next((plan for plan in map(read_plan, _plan_files(resume)) if plan.model == model), None)
 
 
 def _deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
@@ -167,36 +167,24 @@ def _plan_files(resume: Path) -> list[Path]:
     return [file for file in (resume / "plan.toml", resume.parent / "plan.toml") if file.is_file()]
 
 
-def _inherited(resume: Path, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Choices of the run's plan that are compatible with those that are given; none if the plan is for another model.
+def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """Choices of the plan of the run that is continued, as far as they are compatible with those that are given.
 
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
-
-    Args:
-        resume: the checkpoint, or the folder of the run.
-        model: fingerprint of the model.
-        given: choices on the command line, by name.
     """
-    plan = next((plan for plan in map(read_plan, _plan_files(resume)) if plan.model == model), None)
-    return {} if plan is None else _compatible(plan, given)
-
-
-def _compatible(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     size = num_workers(plan)
     kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in _ALWAYS}
-    same_rule = given.get("rule", plan.rule) == plan.rule
-    if same_rule:
+    rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
+    if rule == plan.rule:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
-    if same_rule and given.get("backward", plan.backward) == plan.backward:
-        kept["recompute"] = plan.recompute
+        if given.get("backward", plan.backward) == plan.backward:
+            kept["recompute"] = plan.recompute
     if given.get("precision", plan.precision) == plan.precision:
         kept["loss_scale"] = plan.loss_scale
-    if given.get("workers", size) == size and given.get("transport", plan.transport) == plan.transport:
+    if same_size and given.get("transport", plan.transport) == plan.transport:
         kept["devices"] = ",".join(plan.devices[:size])
-    if given.get("workers", size) == size and _stages_per_worker(given.get("rule", plan.rule)) == _stages_per_worker(
-        plan.rule
-    ):
+    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
         kept["cuts"] = [list(stage.segments) for stage in plan.stages]
     return kept
 
