@@ -150,15 +150,12 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     compared = variants(rules, optimizers, rates)
     if seeds < 1:
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
-    length = Length(steps=steps, epochs=epochs)
-    common = {"job": source, "workers": workers or default_workers(), "cuts": cuts or "measured"}
-    comparison = _Comparison(
-        make, ComparisonFolder(Path(out)), length, {n: v for n, v in choices.items() if v is not None}
-    )
-    comparison.begin(common, cuts, workers)
-    plans, refused = comparison.plans([variant.rule_text for variant in compared])
+    given = {name: choice for name, choice in choices.items() if choice is not None}
+    comparison = _Comparison(make, ComparisonFolder(Path(out)), Length(steps=steps, epochs=epochs), given)
+    comparison.begin(source, cuts, workers)
+    plans, refused = comparison.plans(compared)
     planned = [variant for variant in compared if variant.rule_text in plans]
-    results = comparison.run_all(planned, plans, tuple(range(seeds)), notify or _ignore)
+    results = comparison.run_all(planned, plans, range(seeds), notify or _ignore)
     return Compared(variants=compared, seeds=tuple(range(seeds)), plans=plans, refused=refused, results=results)
 
 
@@ -174,89 +171,68 @@ class _Comparison:
         self._job = self._new_job(0)
         self._captured = capture(self._job, seed=0, deadline_s=choices.get("deadline_s") or DEADLINE_S)
         self._extent = extent(self._job, length, None)
-        self._cuts_option: str | None = None
-        self._workers: int | None = None
         self._settings: dict[str, Any] = {}
-        self._stages_by_count: dict[int, list[list[str]]] = {}
+        self._cuts: str | None = None
+        self._workers: int | None = None
 
     def _new_job(self, seed: int) -> Job:
         seed_everything(seed)
         return self._make(seed)
 
-    def begin(self, common: Mapping[str, Any], cuts: str | None, workers: int | None) -> None:
+    def begin(self, source: str, cuts: str | None, workers: int | None) -> None:
         """Check the folder, and take the cuts from it, or choose them now.
 
         Raises:
             UsageError: the folder belongs to another comparison, or the model cannot be cut in this way.
         """
         settings = {
-            **common,
+            "job": source,
+            "workers": workers or default_workers(),
+            "cuts": cuts or "measured",
             "model": self._captured.graph.fingerprint,
             "updates": self._extent.batches,
             "epochs": self._extent.epochs,
             "micro_batches": None,
-            **{
-                name: choice for name, choice in self._choices.items() if name != "deadline_s"
-            },  # does not change results
+            **self._choices,
             "torch": torch.__version__,
         }
+        settings.pop("deadline_s", None)  # does not change results
         self._folder.check(settings)
-        self._settings, self._cuts_option, self._workers = settings, cuts, workers
+        self._settings, self._cuts, self._workers = settings, cuts, workers
         self._workers = len(self._stages(1))
 
     def _stages(self, per_worker: int) -> list[list[str]]:
-        """The stages with ``per_worker`` of them on each worker, from the folder, or chosen now and written to it."""
-        if per_worker not in self._stages_by_count:
-            path = self._folder.cuts(per_worker)
-            plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
-            plan = plan or self._choose_cuts(CUTS_FROM[per_worker], path)
-            self._stages_by_count[per_worker] = [list(stage.segments) for stage in plan.stages]
-        return self._stages_by_count[per_worker]
-
-    def _choose_cuts(self, rule: str, path: Path) -> Plan:
-        planned = plan_with_reasons(
-            self._job,
-            captured=self._captured,
-            rule=rule,
-            cuts=self._cuts_option,
-            workers=self._workers,
-            **self._choices,
+        """The segments of all stages with ``per_worker`` stages on each worker, from the folder or chosen now."""
+        path = self._folder.cuts(per_worker)
+        plan = (
+            read_plan(path, OTHER_FOLDER) if path.exists() else self._new_plan(path, CUTS_FROM[per_worker], self._cuts)
         )
-        self._folder.begin(self._settings)
+        return [list(stage.segments) for stage in plan.stages]
+
+    def _new_plan(self, path: Path, rule: str, cuts: str | list[list[str]] | None, **choices: Any) -> Plan:
+        """Plan, and write the plan into the folder."""
+        fixed = {"captured": self._captured, "workers": self._workers, **self._choices}
+        planned = plan_with_reasons(self._job, rule=rule, cuts=cuts, **fixed, **choices)
+        if not self._folder.settings.exists():
+            self._folder.begin(self._settings)
         write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
         return planned.plan
 
-    def plans(self, rules: Sequence[str]) -> tuple[dict[str, Plan], dict[str, str]]:
+    def plans(self, compared: Sequence[Variant]) -> tuple[dict[str, Plan], dict[str, str]]:
         """Plans by rule, and by refused rule the reason."""
         plans: dict[str, Plan] = {}
         refused: dict[str, str] = {}
-        for text in dict.fromkeys(rules):
-            path = self._folder.plan(text)
-            if path.exists():
-                plan = read_plan(path, OTHER_FOLDER)
-                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
-                continue
+        for text, variant in {variant.rule_text: variant for variant in compared}.items():
+            path, choices = self._folder.plan(text), {"predictor": variant.predictor, "backward": variant.backward}
+            plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
             try:
-                plans[text] = self._planned(text)
+                per_worker = schedule_named(rule_named(variant.rule).schedule).stages_per_worker
+                plan = plan or self._new_plan(path, variant.rule, self._stages(per_worker), **choices)
             except (PlanError, CaptureError) as error:  # CaptureError: too few places for cuts
                 refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
             else:
-                write(path, plans[text].text(explain(self._captured, plans[text])))
+                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
         return plans, refused
-
-    def _planned(self, text: str) -> Plan:
-        (variant,) = variants([text])
-        per_worker = schedule_named(rule_named(variant.rule).schedule).stages_per_worker
-        return plan_with_reasons(
-            self._job,
-            captured=self._captured,
-            rule=variant.rule,
-            workers=self._workers,
-            cuts=self._stages(per_worker),
-            predictor=variant.predictor,
-            backward=variant.backward,
-            **self._choices,
-        ).plan
 
     def run_all(
         self, compared: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Observe

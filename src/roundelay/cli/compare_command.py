@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from roundelay.api.comparison import RunFinished, RunResumed, RunStarted, compare
+from roundelay.api.comparison import ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
 from roundelay.api.comparison_charts import Written, write_comparison
 from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, parse_numbers, parse_pairs
-from roundelay.api.events import Event, Updated
+from roundelay.api.events import Updated
 from roundelay.cli import options as o
 from roundelay.cli.job_file import PathResolver, job_maker
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.errors import RunError
-from roundelay.page.scale import seconds as duration
 
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
 
@@ -52,25 +50,16 @@ Out = Annotated[
 ]
 
 
+@o.expand_options
 def compare_command(
     job_file: o.JobFile,
+    choices: o.CommonChoices,
     rules: Rules = "all",
     seeds: Annotated[int, typer.Option(help="Seeds 0, 1, ...: weights, data and random numbers.", min=1)] = 5,
     optimizers: Optimizers = None,
     rates: Rates = None,
     time_to: TimeTo = None,
     better: Better = None,
-    workers: o.Workers = None,
-    micro_batches: o.MicroBatches = None,
-    recompute: o.Recompute = None,
-    compiled: o.Compile = None,
-    precision: o.Precision = None,
-    loss_scale: o.LossScale = None,
-    clip: o.Clip = None,
-    transport: o.Transport = None,
-    cuts: o.Cuts = None,
-    devices: o.Devices = None,
-    deadline_s: o.Deadline = None,
     steps: Steps = None,
     epochs: Epochs = None,
     out: Out = None,
@@ -80,32 +69,26 @@ def compare_command(
     o.exclusive(steps, epochs)
     o.refuse_launcher("compare")
     aims = Aims(parse_numbers(time_to or [], "--time-to"), parse_pairs(better or [], "--better"))
-    folder = out or Path("compare") / job_file.stem
-    choices = {
-        "rules": _split(rules),
-        "seeds": seeds,
-        "optimizers": _split(optimizers or ""),
-        "rates": parse_numbers(rates or [], "--lr"),
-        "workers": workers,
-        "cuts": cuts,
-        "steps": steps,
-        "epochs": epochs,
-        "micro_batches": micro_batches,
-        "recompute": recompute,
-        "compile": compiled,
-        "precision": precision,
-        "loss_scale": loss_scale,
-        "clip": clip,
-        "transport": transport,
-        "devices": devices,
-        "deadline_s": deadline_s,
-    }
-    resolver, source = PathResolver(), _digest(job_file)
+    learning_rates = parse_numbers(rates or [], "--lr")
+    folder, resolver = out or Path("compare") / job_file.stem, PathResolver()
     absolute = folder.absolute()  # job() is called once per seed, and may change the working folder
+    source = _digest(job_file)
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
     with _resumable(absolute), _live(as_json) as notify:
-        compared = compare(make, out=absolute, source=source, notify=notify, **choices)  # type: ignore[arg-type]
+        compared = compare(
+            make,
+            out=absolute,
+            rules=_split(rules),
+            seeds=seeds,
+            optimizers=_split(optimizers or ""),
+            rates=learning_rates,
+            steps=steps,
+            epochs=epochs,
+            source=source,
+            notify=notify,
+            **choices.given(),
+        )
     folder = resolver.of(folder)
     written = write_comparison(compared, folder, aims)
     if as_json:
@@ -138,7 +121,7 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _live(quiet: bool) -> Iterator[Callable[[RunStarted | RunResumed | RunFinished | Event], None]]:
+def _live(quiet: bool) -> Iterator[Observe]:
     """A function that shows the events of a comparison as a progress line."""
     line = _ProgressLine()
     try:
@@ -157,42 +140,33 @@ class _ProgressLine:
             TextColumn("run"),
             MofNCompleteColumn(),
             BarColumn(bar_width=12),
+            TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
             console=stderr,
         )
-        self._began = time.perf_counter()
+        self._task = self.bar.add_task("...", total=None)
         self._run: RunStarted | None = None
 
-    def note(self, event: RunStarted | RunResumed | RunFinished | Event) -> None:
+    def note(self, event: ComparisonEvent) -> None:
         """Show an event."""
         if isinstance(event, RunStarted):
-            self._begin(event)
+            if event.number == 1 and event.finished_before:
+                stderr.print(f"{event.finished_before} runs are finished already; {event.total} are left.")
+            self._run = event
         elif isinstance(event, RunResumed) and self._run is not None:
             run = f"{self._run.variant.name} seed {self._run.seed}"
             stderr.print(f"{run} was interrupted; it continues after update {event.updates}.", markup=False)
-        elif isinstance(event, Updated):
-            self._update(event)
-        elif isinstance(event, RunFinished):
-            self.bar.advance(self.bar.task_ids[0])
+        elif isinstance(event, Updated) and self._run is not None:
+            self._update(self._run, event)
+        elif isinstance(event, RunFinished) and self._run is not None:
+            self.bar.update(self._task, completed=self._run.number)
             self.bar.stop()  # its thread must not be alive when the next run forks its workers
 
-    def _begin(self, run: RunStarted) -> None:
-        if not self.bar.task_ids:
-            self._began = time.perf_counter()
-            self.bar.add_task("...", total=run.total)
-            if run.finished_before:
-                stderr.print(f"{run.finished_before} runs are finished already; {run.total} are left.")
-        self._run = run
-
-    def _update(self, event: Updated) -> None:
-        run = self._run
-        assert run is not None, "a run starts before its updates"
+    def _update(self, run: RunStarted, event: Updated) -> None:
         self.bar.start()  # only now: its thread must not be alive while workers are forked
         done = run.number - 1 + ((event.update + 1) / run.updates if run.updates else 0.0)
-        left = (time.perf_counter() - self._began) * (run.total - done) / done if done > 0 else 0.0
-        remaining = f"about {duration(max(1.0, round(left)))} left  " if done > 0 else ""
         status = f"{run.variant.name} seed {run.seed}  update {event.update + 1}  loss {event.loss:.4f}"
-        self.bar.update(self.bar.task_ids[0], description=remaining + status)
+        self.bar.update(self._task, total=run.total, completed=done, description=status)
 
 
 def _json(written: Written) -> dict[str, Any]:
