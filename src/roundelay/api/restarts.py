@@ -39,22 +39,20 @@ def run_restarting(
             updates.append(event)
         notify(event)
 
-    current = session
-    for number in range(1, restarts + 1):
+    current, number = session, 0
+    while True:
         try:
-            trained = run(current, listen)
-            return replace(trained, updates=tuple(updates))
+            return replace(run(current, listen), updates=tuple(updates))
         except DivergedError:
             raise
         except RunError as error:
-            rest = rest_of(session, save_to)
+            number += 1
+            rest = rest_of(session, save_to) if number <= restarts else None
             if rest is None:
                 raise
             current = rest
             updates[:] = [updated for updated in updates if updated.update < current.extent.start_batch]
             notify(Restarted(number, current.extent.start_batch, str(error)))
-    trained = run(current, listen)
-    return replace(trained, updates=tuple(updates))
 
 
 def rest_of(session: Session, save_to: Path) -> Session | None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from roundelay.page.line_chart import Curve, Points, line_chart
-from roundelay.page.run_page import POLICY
-from roundelay.page.sections import HALF, TALL, for_screens, legend, note, section
-from roundelay.page.style import SCRIPT, STYLE
+from roundelay.page.sections import HALF, TALL, document, for_screens, legend, note, section, text_table
 
 COLOURS = (
     "#3f76a8", "#cf7468", "#55915a", "#a27bb5", "#c8973c", "#4aa3a2",
@@ -55,16 +53,10 @@ def comparison_page(title: str, about: Sequence[str], table: Sequence[Sequence[s
     keys = legend((name, f"line{i}") for i, name in enumerate(lines))
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
-        section("Table", "".join(note(text) for text in about) + _table(table)),
+        section("Table", "".join(note(text) for text in about) + text_table(table)),
         *(section(chart.name, keys + _figures(chart, lines)) for chart in charts),
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{_line_styles(len(lines))}</style></head>\n<body><main>{''.join(body)}<footer>Written by "
-        f"roundelay compare; this file is self-contained.</footer></main><script>{SCRIPT}</script></body></html>\n"
-    )
+    return document(title, body, "compare", _line_styles(len(lines)))
 
 
 def _line_styles(count: int) -> str:
@@ -86,9 +78,3 @@ def _figures(chart: Chart, lines: Sequence[str]) -> str:
         )
         parts.append(f"<div>{svg}</div>")
     return f'<div class="pair">{"".join(parts)}</div>'
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows[1:])
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

@@ -15,14 +15,10 @@ from roundelay.observe.trace import Span
 from roundelay.page import sections as s
 from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
-from roundelay.page.style import SCRIPT, STYLE
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import window_length
 from roundelay.schedules import num_workers
 from roundelay.simulator import simulate
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The page's Content-Security-Policy: it may load nothing, whatever names a run contains."""
 
 
 def run_page(path: Path) -> str:
@@ -45,13 +41,7 @@ def run_page(path: Path) -> str:
         s.memory(run),
         f"<section><details><summary>Plan</summary><pre>{escape(run.plan_text)}</pre></details></section>\n",
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head>\n<body><main>{''.join(body)}<footer>Written by roundelay report; this file "
-        f"is self-contained.</footer></main><script>{SCRIPT}</script></body></html>\n"
-    )
+    return s.document(title, body, "report")
 
 
 def predicted_window(plan: Plan) -> Window:

@@ -11,7 +11,11 @@ from roundelay.page.bars import Group, Part, bars
 from roundelay.page.line_chart import Curve, Points, line_chart, smoothed
 from roundelay.page.read_run import Run, numbers
 from roundelay.page.scale import size
+from roundelay.page.style import SCRIPT, STYLE
 from roundelay.page.timeline import Window, first_part, timeline
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The pages' Content-Security-Policy: they may load nothing, whatever names a run contains."""
 
 WIDE, HALF, MIDDLE, NARROW = 1040, 520, 680, 350
 TALL = 270
@@ -26,6 +30,24 @@ _ITEMS = {
     "tapes": "wait",
     "messages": "other",
 }
+
+
+def document(title: str, body: Iterable[str], command: str, css: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: of the page.
+        body: its header and sections.
+        command: that writes the page.
+        css: further style rules.
+    """
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}{css}</style></head>\n<body><main>{''.join(body)}<footer>Written by roundelay {command}; this "
+        f"file is self-contained.</footer></main><script>{SCRIPT}</script></body></html>\n"
+    )
 
 
 def section(title: str, body: str) -> str:
@@ -45,6 +67,13 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
         entries: (name, CSS class) of everything that the figure shows.
     """
     return '<ul class="legend">' + "".join(f'<li><i class="{b}"></i>{escape(a)}</li>' for a, b in entries) + "</ul>"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain text; the first row has the column titles."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows[1:])
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def for_screens(draw: Callable[[int], str], wide: int) -> str:
@@ -236,15 +265,12 @@ def _memory_bars(row: Mapping[str, Any]) -> list[list[Part]]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = ("", "predicted", "private", "peak resident", "resident at the start")
-    lines = []
+    lines = [["", "predicted", "private", "peak resident", "resident at the start"]]
     for k, row in enumerate(rows):
         values = {"total": numbers(row.get("predicted")).get("total"), **numbers(row)}
         columns = (values.get(name) for name in ("total", "private_bytes", "peak_rss_bytes", "rss_at_start_bytes"))
-        cells = "".join(f"<td>{'-' if value is None else size(value)}</td>" for value in columns)
-        lines.append(f"<tr><td>worker {k}</td>{cells}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+        lines.append([f"worker {k}", *("-" if value is None else size(value) for value in columns)])
+    return text_table(lines)
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
