@@ -177,7 +177,7 @@ def test_what_the_functions_return_prints_on_a_few_lines(tmp_path: Path) -> None
         (trained, "'pipeoptim'", "workers=2", "updates=4", f"{first:.4f} -> {last:.4f}", f"second={rate:.1f}"),
         (verified, "equal=True", f"tensors={verified.tensors}", "steps=4"),
         (broken, "equal=False", broken.difference),
-        (compared, "gpipe", f"{len(compared.variants)} in all", "seeds=1", f"runs={len(compared.outcomes)}"),
+        (compared, "gpipe", f"{len(compared.variants)} in all", "seeds=1", f"runs={len(compared.results)}"),
     ):
         for text in (repr(result), str(result), f"{result}"):
             assert all(word in text for word in words), text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +32,6 @@ ABANDON_S = 3.0
 """Seconds that an unfinished checkpoint or evaluation may still take when the run has failed."""
 
 
-INTERIM_S = 60.0
-"""Least seconds between two checkpoints that are for an interruption only."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
     """Where and when checkpoints are written: after every epoch, at the end, and after every ``every`` updates.
@@ -44,12 +39,10 @@ class Saving:
     Args:
         path: the checkpoint's folder; each checkpoint replaces the one before.
         every: updates between checkpoints; 0: only at the ends of epochs and of the run.
-        interim: they are for an interruption only: at most one in :data:`INTERIM_S` seconds, and none at the end.
     """
 
     path: Path
     every: int = 0
-    interim: bool = False
 
 
 class Checkpointed(Protocol):
@@ -85,7 +78,6 @@ class Checkpointer:
 
     def __init__(self, session: Checkpointed, saving: Saving | None, *, evaluates: bool) -> None:
         self._session, self._saving, self._evaluates = session, saving, evaluates
-        self._saved_at = time.monotonic()
         self._background, self._events = Background(), queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
         self._lock = threading.Lock()
@@ -152,11 +144,8 @@ class Checkpointer:
                 self._evaluate_snapshot(snapshot)
 
     def _write(self, snapshot: Snapshot, position: Position) -> None:
-        elapsed_s = time.monotonic() - self._saved_at
-        is_time = not snapshot.header.final and elapsed_s >= INTERIM_S
-        if self._saving is not None and (is_time or not self._saving.interim):
+        if self._saving is not None:
             self._events.put(self._save(self._saving.path, snapshot, position))
-            self._saved_at = time.monotonic()
 
     def _evaluate_snapshot(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot, and keep the metric that a learning rate depends on."""

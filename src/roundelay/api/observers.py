@@ -42,6 +42,7 @@ class RunFolderObserver:
                 update=event.update,
                 epoch=event.epoch,
                 loss=event.loss,
+                rows=event.rows,
                 samples_per_second=event.samples_per_second,
                 busy=event.busy,
                 learning_rates=event.learning_rates,

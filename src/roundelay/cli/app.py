@@ -20,6 +20,7 @@ from roundelay.api.explain_plan import explain
 from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_summary import ends_of, gaps_between
 from roundelay.api.training import Session
 from roundelay.api.verifying import check_fidelity, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
@@ -33,7 +34,6 @@ from roundelay.cli.screen import announce, only_json, show_error, show_json, std
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.train_command import train_command
-from roundelay.cli.utilization import ends_of, gaps_between
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import Span, write_trace

@@ -136,14 +136,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Choices for a plan, one option each; None where the command line has no such option."""
+class CommonChoices:
+    """Choices for the plans of any rule, one option each; None where the command line has no such option."""
 
     workers: Workers = None
-    rule: Rule = None
     micro_batches: MicroBatches = None
-    predictor: Predictor = None
-    backward: Backward = None
     recompute: Recompute = None
     compile: Compile = None
     precision: Precision = None
@@ -157,7 +154,16 @@ class Choices:
 
     def given(self) -> dict[str, Any]:
         """The choices that are not None, by name."""
-        return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices(CommonChoices):
+    """Choices for a plan."""
+
+    rule: Rule = None
+    predictor: Predictor = None
+    backward: Backward = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from roundelay.api.plain_baseline import measure
 from roundelay.api.restarts import rest_of, run_restarting
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
+from roundelay.api.run_summary import write_results
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.cli.job_file import PathResolver, load_job
@@ -28,14 +28,7 @@ from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import amount, announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
-from roundelay.cli.utilization import (
-    gaps_between,
-    show_debug,
-    show_utilization,
-    spans_of,
-    stage_names,
-    utilization,
-)
+from roundelay.cli.utilization import show_debug, show_utilization
 from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -44,7 +37,6 @@ from roundelay.lower.validate_plan import CPU
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
-from roundelay.observe.trace import write_trace
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.schedules import num_workers
 
@@ -111,7 +103,7 @@ def train_job(
             folder.discard()  # nothing was trained
         raise
     show_debug(trained)
-    summary = _write_results(session, trained, folder, baselines, checked)
+    summary = write_results(session, trained, folder, baselines, checked)
     if not quiet:
         _show(plan, summary)
         show_utilization(summary)
@@ -125,19 +117,6 @@ def _session(planned: PlannedJob, run: RunOptions) -> Session:
     start = None if run.resume is None else load_checkpoint(run.resume, planned.captured)
     length = Length(steps=run.steps, epochs=run.epochs)
     return Session(planned.job, planned.captured, planned.plan, run.seed, length, start)
-
-
-def _write_results(
-    session: Session, trained: Trained, folder: RunFolder, baselines: Mapping[int, float], checked: str
-) -> dict[str, Any]:
-    """Write summary and trace; returns the summary."""
-    spans = spans_of(trained)
-    gaps = gaps_between(spans, trained.plan)
-    summary = _summary(trained, baselines, folder) | utilization(session, trained, spans, gaps) | {"check": checked}
-    folder.write_summary(summary)  # before the trace, which is larger and may not fit on the disk
-    loads = [load for _, loads in sorted(trained.loads.items()) for load in loads]
-    write_trace(folder.trace, spans, gaps=gaps, loads=loads, names=stage_names(session))
-    return summary
 
 
 def _begun(session: Session, out: Path | None, runs: Path, party: ProcessGroup | None) -> tuple[Session, RunFolder]:
@@ -205,46 +184,6 @@ def _trained(
                 return session.run(notify=broadcast([notify, stop]), saving=saving, party=party)
 
         return run_restarting(session, run.restarts, attempt, broadcast(observers), folder.checkpoint)
-
-
-def activation_bytes(trained: Trained) -> list[int]:
-    """Most bytes that each worker's tapes, and the inputs kept for its deferred weight gradients, took at one time."""
-    return [
-        max(accumulate((_change(data, event.opcode, event.stage) for event in trained.events.get(k, [])), initial=0))
-        for k, data in sorted(trained.workers.items())
-    ]
-
-
-def _change(report: Mapping[str, Any], opcode: str, stage: int) -> int:
-    """Bytes that an instruction allocates (positive) or frees (negative)."""
-    tape, debt = int(report["tape_bytes"][str(stage)]), int(report["owed_bytes"][str(stage)])
-    return {"forward": tape, "backward": debt - tape, "backward-weight": -debt}.get(opcode, 0)
-
-
-def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder) -> dict[str, Any]:
-    plan, workers = trained.plan, [report for _, report in sorted(trained.workers.items())]
-    return {
-        "rule": plan.rule,
-        "predictor": plan.predictor,
-        "backward": plan.backward,
-        "workers": num_workers(plan),
-        "micro_batches": plan.micro_batches,
-        "transport": plan.transport,
-        "steps": len(trained.updates),
-        "loss_first": trained.updates[0].loss,
-        "loss_last": trained.updates[-1].loss,
-        "metrics_first": trained.updates[0].metrics,
-        "metrics_last": trained.updates[-1].metrics,
-        "samples_per_second": trained.samples_per_second,
-        "plain_samples_per_second": {str(threads): rate for threads, rate in baselines.items()},
-        "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
-        "activation_bytes": activation_bytes(trained),
-        "skipped_updates": [report["skipped"] for report in workers],
-        "bytes_received": [sum(report["bytes_received"].values()) for report in workers],
-        "wall_s": max(report["wall_s"] for report in workers),
-        "stopped": trained.stopped,
-        "run_folder": str(folder.path),
-    }
 
 
 def _show(plan: Plan, summary: dict[str, Any]) -> None:

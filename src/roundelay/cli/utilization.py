@@ -1,58 +1,14 @@
-"""Time and memory of a finished training by worker: for the summary and as tables."""
+"""Time and memory of a finished training by worker, as tables."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from roundelay import env
-from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.run_record import Trained
-from roundelay.api.training import Session
 from roundelay.cli.screen import amount, stderr, stdout, table
-from roundelay.ir.plan import Plan
-from roundelay.observe.time_shares import gaps_of, shares_of
-from roundelay.observe.trace import Gap, Span
-from roundelay.schedules import num_workers, stages_of
-
-
-def spans_of(trained: Trained) -> list[Span]:
-    """All instructions of a run as spans of its trace."""
-    return [Span(k, *event[:-1]) for k, events in sorted(trained.events.items()) for event in events]
-
-
-def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
-    """The gaps between the instructions of a run."""
-    return gaps_of(spans, plan.edges, num_workers(plan))
-
-
-def stage_names(session: Session) -> dict[int, str]:
-    """Worker to the operations and modules in which its segments end, as text."""
-    graph = session.captured.graph
-    modules = {op.name: op.module or "the model" for op in graph.ops}
-    return {
-        k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in ends_of(session.plan, stages))
-        for k, stages in enumerate(stages_of(session.plan))
-    }
-
-
-def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
-    """The operations that end the segments of some stages."""
-    return [end for k in stages for end in plan.stages[k].segments]
-
-
-def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
-    """Fields of the summary: ``busy``, ``shares`` and ``memory`` by worker, and where the measured stretch begins."""
-    plan = trained.plan
-    shares = shares_of(spans, gaps, num_workers(plan))
-    optimizer_sizes = optimizer_bytes(session.job, session.captured, session.partition, plan)
-    return {
-        "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
-        "busy": [share.busy for share in shares],
-        "shares": [share.as_json() for share in shares],
-        "memory": memory_report(plan, optimizer_sizes, trained.workers),
-    }
+from roundelay.schedules import stages_of
 
 
 def show_utilization(summary: dict[str, Any]) -> None:

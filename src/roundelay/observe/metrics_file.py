@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, final
+
+import msgspec
 
 from roundelay.checkpoint.atomic_files import strict_json, unwritten
 from roundelay.errors import UsageError
+
+R = TypeVar("R")
 
 
 @final
@@ -85,24 +89,44 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
 
 
+def read_records(path: Path, record: type[R]) -> list[R]:
+    """All complete lines of a metrics file as records, without the fields that a record does not have.
+
+    A number that is ``null`` becomes the field's default; in a mapping it becomes NaN.
+
+    Raises:
+        UsageError: there is no such file, or a field is missing or of another type.
+    """
+    records = []
+    for number, fields in enumerate(read_metrics(path), 1):
+        try:
+            records.append(msgspec.convert({k: _nan_for_null(v) for k, v in fields.items() if v is not None}, record))
+        except msgspec.ValidationError as error:
+            raise _unreadable(path, f"in line {number}: {error}") from error
+    return records
+
+
+def _nan_for_null(value: Any) -> Any:
+    return {k: math.nan if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def _complete(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise _unreadable(path, f"no object in line {number}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unreadable(path, f"no JSON in line {number} ({error})") from error
-    if not isinstance(record, dict):
-        raise _unreadable(path, f"no object in line {number}")
-    return record
 
 
 def _unreadable(path: Path, got: str) -> UsageError:
     return UsageError(
         f"metrics {path}",
         got=got,
-        expected="a file with one JSON object per line",
-        remedy="Name the metrics file of a run.",
+        expected="one JSON object per line, as `roundelay train` writes it",
+        remedy="Name the metrics file of a run, or move a damaged one away.",
     )

@@ -21,7 +21,9 @@ LATEST = "latest"
 _NAME = re.compile(r"\w[\w.+=, -]*")
 _PROBE = ".probe"
 
-_NOT_A_RUN = "Name a folder that `roundelay train` has made; that of a comparison has a page of its own, curves.html."
+_NOT_A_RUN = (
+    "Name a folder that `roundelay train` has written; a comparison has curves.html, and its runs are in runs/."
+)
 
 
 @final
