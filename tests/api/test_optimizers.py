@@ -94,7 +94,7 @@ def test_another_optimizer_than_the_checkpoint_s_is_refused_by_name_unless_its_s
     if works:
         assert len(roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run").updates) == 2
         return
-    with pytest.raises(CheckpointError, match="Adam, beside a checkpoint of SGD, with momentum_buffer") as told:
+    with pytest.raises(CheckpointError, match="Adam, but a checkpoint of SGD, with momentum_buffer") as told:
         roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run")
     assert "roundelay.load(model, RUN)" in told.value.remedy
 

@@ -186,7 +186,7 @@ RIGHT: dict[str, tuple[Machine, str, str]] = {
     "torchrun": (
         spoiled(
             launched=Launched(
-                rank=1, local_rank=1, host_rank=0, size=4, nodes=2, host="h", port=1, run="r/0", restart=0,
+                rank=1, size=4, nodes=2, host="h", port=1, run="r/0", restart=0,
                 interface="eth0",
             )
         ),

@@ -132,7 +132,7 @@ def test_a_comparison_has_a_column_for_each(tmp_path: Path) -> None:
         return job(evaluate=lambda model: {"accuracy": 0.5, "train.accuracy": 0.25})
 
     compared = roundelay.compare(make, out=tmp_path, rules=["1f1b", "async"], seeds=1, steps=3, workers=2)
-    curves = next(iter(compared.outcomes.values())).curves
+    curves = next(iter(compared.results.values())).curves
     assert [len(curves[name]) for name in ("loss", "train.accuracy", "train.recall", "train.never")] == [3] * 4
     assert curves["accuracy"][-1].value == 0.5
     assert curves["evaluate.train.accuracy"][-1].value == 0.25

@@ -220,7 +220,7 @@ OPTIONS = (
     ),
     Break(
         "modules run again, with the weights of mixed",
-        (Edit("frontend/remat_segment.py", "None if mixed else kept", "None if False else kept"),),
+        (Edit("frontend/remat_segment.py", "None if mixed else cached_leaves", "None if False else cached_leaves"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
     ),
     Break(
@@ -244,8 +244,8 @@ OPTIONS = (
         (
             Edit(
                 "frontend/compiled_segment.py",
-                "self.plain(*args) if made is None",
-                "self.piece.forward(*args) if made is None",
+                "self.plain(*args) if function is None",
+                "self.piece.forward(*args) if function is None",
             ),
         ),
         ("tests/api/test_compile_stages.py", "-k", "precision_of_its_plan"),

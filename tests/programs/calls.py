@@ -213,12 +213,12 @@ def inputs_that_mask_what_the_loss_reads() -> Job:
     return anew(job(Body(), lambda outputs, batch: entropy(outputs, batch) + batch[0].abs().mean(), inputs=masked))
 
 
-@refused(r"batch field '0', which Job\(inputs=...\) writes into: got a tensor of a list that is given again")
+@refused(r"batch field '0', which Job\(inputs=...\) writes into: got a tensor of a list that is reused")
 def inputs_that_write_into_a_list_of_batches() -> Job:
     return job(Body(), data=batches(count=2), inputs=lambda batch: ((batch[0].mul_(0.5),), {}))
 
 
-@refused("batch field '0', which the model's forward writes into: got a tensor of a list that is given again")
+@refused("batch field '0', which the model's forward writes into: got a tensor of a list that is reused")
 def a_forward_that_writes_into_a_list_of_batches() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Any:

@@ -29,11 +29,11 @@ from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, Worke
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.runtime import prefetch
-from roundelay.runtime.child_process import keep_children
-from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker, failure
+from roundelay.runtime.child_process import end_children_with_thread
+from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.loader_probe import first_batch, reading_s
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.worker_messages import Report, failure
 from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0
@@ -122,7 +122,7 @@ def test_a_deadline_that_nobody_can_keep_is_refused_before_anything_is_asked(sec
 
 
 def test_a_long_wait_is_told_and_a_slow_loader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "TELL_S", 0.1)
+    monkeypatch.setattr(prefetch, "ON_WAIT_S", 0.1)
     told: list[tuple[str, float]] = []
     twice = threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_worker_that_is_ended_for_its_silence_is_not_told_of_as_killed(transpo
     session = Session(job, captured, replace(made, deadline_s=2.0), 0, Length(steps=6))
     with nothing_left_behind(), pytest.raises(DeadlineError, match="worker 0: got silence for 2 s") as told:
         session.run(notify=lambda event: None, handlers={1: {"forward": slow}})
-    assert "takes long in worker 1, which told of no wait" in told.value.remedy
+    assert "takes long in worker 1, which reported no timeout" in told.value.remedy
 
 
 def asleep(folder: Path) -> list[int]:
@@ -241,7 +241,7 @@ def test_what_a_killed_process_has_forked_ends_with_it() -> None:
     child = os.fork()
     if not child:
         try:
-            keep_children(libc)
+            end_children_with_thread(libc)
             inner = os.fork()
             if not inner:
                 time.sleep(0.2)  # it has asked the system first of all

@@ -24,15 +24,14 @@ from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, num_rows, part_rows, split
-from roundelay.frontend.reachable_state import place_of
+from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
+from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
-from roundelay.lower.validate_plan import FORKING
-from roundelay.runtime.loader_epoch import copied
 from roundelay.runtime.nested_state import same_value
 
 
@@ -66,9 +65,9 @@ def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
         rows = num_rows(batch)
         least = case.captured.graph.min_rows
         sizes = part_rows(batch, case.plan.micro_batches, least)
-        own = copied(batch)
+        own = copy_batch(batch)
         # copies: with a view's other alignment a kernel may round differently
-        cut = [own] if plain and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes), least)]
+        cut = [own] if plain and len(sizes) == 1 else [copy_batch(part) for part in split(own, len(sizes), least)]
         micro_batches = []
         for i, (size, part) in enumerate(zip(sizes, cut, strict=True)):
             micro_batches.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))
@@ -170,7 +169,7 @@ def _compare(
         if not case.evaluates:
             return {"difference": "", "kind": ""}
         final = _final(case, stepper)
-        if case.plan.transport in FORKING:
+        if transport_named(case.plan.transport).forks:
             shared.continue_at(plain["end"])
             return {"difference": "", "kind": "", "final": _share(final, shared)}
         return _evaluation(case, final, plain)

@@ -15,7 +15,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job, Peekable
 from roundelay.runtime.batch_reader import Extent
-from roundelay.runtime.loader_probe import first_batches, of_second_epoch
+from roundelay.runtime.loader_probe import first_batches, second_epoch_batch
 
 FULL, QUICK, OFF = "full", "quick", "off"
 CHECKS = (FULL, QUICK, OFF)
@@ -191,6 +191,6 @@ def batches_to_verify(job: Job, seed: int, extent: Extent, deadline_s: float) ->
     first = first_batches(job.batches, seed, most, deadline_s)
     batches = [(batch, 0) for batch in first[:3]]
     further = len(first) < most if extent.epochs is None else extent.epochs > 1
-    if further and (second := of_second_epoch(job.batches, seed, deadline_s)) is not None:
+    if further and (second := second_epoch_batch(job.batches, seed, deadline_s)) is not None:
         batches.append((second, 1))
     return batches

@@ -11,15 +11,23 @@ from typing import Any
 
 import torch
 
-from roundelay.api.cuts import users_code
 from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
-from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
-from roundelay.api.statelessness import world_of
+from roundelay.api.reference_start import (
+    Note,
+    ReferenceStart,
+    begins_at_update_0,
+    from_update_0,
+    reference_start_of,
+    since_checkpoint,
+)
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
+from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.torch_scope import one_thread, user_code
+from roundelay.api.training import Session
 from roundelay.errors import JobError, UsageError
 from roundelay.frontend import Captured, RngKey
 from roundelay.ir.clip import Clip
@@ -27,15 +35,15 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
-from roundelay.lower.validate_plan import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.batch_reader import Extent, read
 from roundelay.runtime.device import deterministic
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.handlers import Handler
-from roundelay.runtime.loader_epoch import alike
+from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
 from roundelay.runtime.nested_state import same_value
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
@@ -115,7 +123,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         tamper: break the distributed run on purpose, in one of :data:`roundelay.runtime.tamper.WAYS`.
         resume: checkpoint to resume from; what follows it is compared. If the run resumes in mid-flight, or by the same
             plan under a rule that flushes, the reference begins with the very first update, and is not interrupted
-            (:func:`roundelay.api.reference_start.begins_anew`).
+            (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
@@ -185,16 +193,16 @@ def verify_session(
         fidelity: how the captured job compares with plain PyTorch, if they were compared.
     """
     check_tamper(tamper)
-    origin, anew = reference_start_of(session, first), begins_anew(session, first)
+    origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
     handlers: dict[int, dict[str, Handler]] = {}
     if tamper is not None:
         victim = tampered_stage(tamper, session.captured.graph, session.partition, session.extent.batches)
         handlers[victim] = tampered_handlers(tamper)
-    kept = world_of(session.job)  # the user's state: the reference begins with it as the run did
+    kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
     with deterministic(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
-        kept.restore(apart=("buffer", "parameter"))
-        if session.plan.transport in FORKING:
+        kept.restore(except_kinds=("buffer", "parameter"))
+        if transport_named(session.plan.transport).forks:
             fields = apart(
                 partial(_compare_with_reference, session, origin, anew, trained), "the one-process reference"
             )
@@ -217,10 +225,10 @@ def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool
     _check_same_data(session)
     session.compile()  # already done, but in another process
     notes: list[Note] = []
-    with one_thread(), users_code("the one-process reference"):
+    with one_thread(), user_code("the one-process reference"):
         reference = _reference(session, origin, anew, trained, notes)
     if session.start is not None and anew:
-        reference, notes = behind(session, reference, notes)
+        reference, notes = since_checkpoint(session, reference, notes)
     return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
 
 
@@ -233,7 +241,7 @@ def _check_same_data(session: Session) -> None:
     batches = session.job.batches
     if not isinstance(batches, Peekable) or batches.first is None or batches.first[0] != session.seed:
         return
-    if not alike(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
+    if not same_batch(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
         raise JobError(
             "batches(0), read for the reference",
             got="another first batch than the run read: a stream that continues, or unseeded random numbers",
@@ -259,7 +267,7 @@ def _reference(
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
-    extent = from_the_first(session.extent) if anew else session.extent
+    extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
 

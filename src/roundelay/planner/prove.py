@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.validate_plan import CPU, TRANSPORTS, check_plan
+from roundelay.ir.transports import TRANSPORTS
+from roundelay.lower.validate_plan import CPU, check_plan
 from roundelay.lower.verify_schedule import Fired, check_registers, check_run, lengths, programs_of
 from roundelay.simulator import Simulation, simulate
 
@@ -36,7 +37,7 @@ def _without_times(plan: Plan) -> Plan:
         owed_bytes=0,
     )
     edges = tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges)
-    same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0}
+    same = {"model": "", "transport": next(iter(TRANSPORTS)), "deadline_s": 1.0}
     rates = {"latency_s": 0.1, "bytes_per_s": 1.0, "read_s": 0.1}
     return replace(plan, stages=(even,) * plan.num_stages, edges=edges, **same, **rates)  # type: ignore[arg-type]
 

@@ -14,14 +14,14 @@ from typing import final
 import torch
 
 from roundelay.runtime.device import AcceleratorDevice, Device
-from roundelay.transport.cuda import Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Message, Value
 
 Events = defaultdict[tuple[int, int, int], deque[Event | None]]
 """(sender, receiver, channel) to the events of the messages on the way, in the messages' order."""
 
 
-def wrap_for_streams(endpoints: Sequence[Endpoint], devices: Sequence[Device], driver: Driver) -> list[Endpoint]:
+def wrap_for_streams(endpoints: Sequence[Endpoint], devices: Sequence[Device], driver: Cuda) -> list[Endpoint]:
     """Endpoints that hand tensors over between streams; the same endpoints if every worker is on the CPU."""
     if not any(isinstance(device, AcceleratorDevice) for device in devices):
         return list(endpoints)
@@ -40,7 +40,7 @@ class StreamEndpoint(Endpoint):
         events: of all workers of the process.
     """
 
-    def __init__(self, inner: Endpoint, device: Device, driver: Driver, events: Events) -> None:
+    def __init__(self, inner: Endpoint, device: Device, driver: Cuda, events: Events) -> None:
         self.worker = inner.worker
         self._inner, self._device, self._driver, self._events = inner, device, driver, events
         self._own: Stream | None = device.stream if isinstance(device, AcceleratorDevice) else None

@@ -23,10 +23,11 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.validate_plan import CPU, FORKING
+from roundelay.ir.transports import transport_named
+from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
-from roundelay.transport.cuda import Cuda, Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
@@ -60,7 +61,7 @@ def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tu
     Raises:
         PlanError: the list is not one per worker, or this host does not have a device.
     """
-    text = devices or ("cuda" if num_cuda_devices() and transport not in FORKING else CPU)
+    text = devices or ("cuda" if num_cuda_devices() and not transport_named(transport).forks else CPU)
     names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and num_cuda_devices():
         names = tuple(f"cuda:{k % num_cuda_devices()}" for k in range(num_workers))
@@ -148,7 +149,7 @@ class AcceleratorDevice(Device):
         driver: the interface to CUDA.
     """
 
-    def __init__(self, place: torch.device, driver: Driver) -> None:
+    def __init__(self, place: torch.device, driver: Cuda) -> None:
         super().__init__()
         self.place, self._driver = place, driver
         self.stream = driver.stream(place)
@@ -216,7 +217,7 @@ class Spans:
         stream: the worker's.
     """
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: Cuda, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
         self._waiting: deque[tuple[int, Event, Event]] = deque()
         self._known: dict[int, tuple[float, float]] = {}

@@ -158,7 +158,7 @@ class Stage:
         measure = key not in self._tape_bytes
         kept = self._leaves_of(weights) if mode == "stash" else ()  # other tapes hold no weights
         outputs, tape = self.function.forward(
-            weights, self.buffers, inputs, draw, mode=mode, measure=measure, kept=kept
+            weights, self.buffers, inputs, draw, mode=mode, measure=measure, cached_leaves=kept
         )
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
@@ -199,7 +199,7 @@ class Stage:
             g: micro-batch.
             scale: of its loss, by which they are divided.
         """
-        of_parameters = _unscaled(self.function.weights(self.debts.pop(g)), scale)
+        of_parameters = _unscaled(self.function.backward_weights(self.debts.pop(g)), scale)
         self.gradients.add(of_parameters)
         return of_parameters
 
