@@ -29,11 +29,12 @@ from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
-from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
+from roundelay.lower.emit import schedule_of
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
 from roundelay.planner.cost_model import CostParameters, boundaries_of
@@ -44,7 +45,7 @@ from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_made_alike
 from roundelay.runtime.prefetch import Tell, silent
-from roundelay.schedules import Schedule, num_workers, schedule_named, schedule_of, workers_of
+from roundelay.schedules import Schedule, schedule_named
 
 LINKS = {"memory": (2e-5, 1e11), "shm": (1e-4, 2.5e9), "gloo": (4e-4, 1.5e9), "nccl": (4e-4, 2e10)}
 """Transport to (seconds of an empty message, bytes per second), as measured between two workers of one host; nccl's
@@ -215,8 +216,8 @@ def plan_with_reasons(
     stages = given_stages(captured.graph, asked)
     schedule = schedule_named(rule_named(rule).schedule)
     num_stages, fewer = _num_stages(captured.graph, workers, stages, rule)
-    home = schedule.workers(num_stages)
-    draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    num_workers = num_stages // schedule.stages_per_worker
+    draft = _draft(captured.graph.fingerprint, rule, num_workers, given)
     with untouched(job):
         parts = choose_parts(
             captured,
@@ -227,14 +228,16 @@ def plan_with_reasons(
         )
     draft = replace(draft, micro_batches=parts.micro_batches)
     draft = replace(draft, recompute=names_for(captured, draft.backward, given.get("recompute")))
-    on = named(given.get("devices"), len(set(home)), draft.transport)
+    devices = named(given.get("devices"), num_workers, draft.transport)
     captured = for_plan(captured, draft)
     chosen = (
         Cut(stages, ("cuts: as given",))
         if stages is not None
         else _cut(job, captured, draft, str(asked), num_stages, lambda: _sample(job, captured.graph, draft, seed, tell))
     )
-    cut_up = replace(draft, stages=_uncounted(chosen.stages, [on[worker] for worker in home]))
+    workers_ = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
+    home = [workers_[worker].name for worker in schedule.place(num_stages)]
+    cut_up = replace(draft, workers=workers_, stages=_uncounted(chosen.stages, home))
     made, told = _measured(job, captured, cut_up, seed, tell, asked="recompute" in given)
     heard = tuple(reason for reason in (fewer, parts.told) if reason)
     return Planned(made, (*heard, *chosen.reasons, *told), heard)
@@ -321,16 +324,17 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         read_s=0.0,
+        workers=(),
         stages=(),
         edges=(),
     )
 
 
-def _uncounted(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
-    """Stages of which only the ends and the devices are known yet."""
+def _uncounted(stages: Stages, workers: Sequence[str]) -> tuple[StagePlan, ...]:
+    """Stages of which only the ends and the workers are known yet."""
     nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
     nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
-    return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
+    return tuple(StagePlan(workers=(on,), segments=ends, **nothing) for ends, on in zip(stages, workers, strict=True))
 
 
 def _cut(job: Job, captured: Captured, draft: Plan, asked: str, num_stages: int, sample: Callable[[], Batch]) -> Cut:
@@ -406,8 +410,8 @@ def _apart(profiles: Callable[[], list[StageProfile]]) -> list[StageProfile]:
 def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
     return tuple(
         StagePlan(
+            workers=stage.workers,
             segments=stage.segments,
-            device=stage.device,
             forward_s=_round(part.forward_s),
             backward_s=_round(part.backward_s),
             weights_s=_round(part.weights_s),
@@ -440,15 +444,15 @@ def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan
 def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
     """Comments for the plan's text: what it says, in words, and the reasons for its cuts if they are known."""
     rule = rule_named(plan.rule)
-    home, size = workers_of(plan), num_workers(plan)
+    home, size = plan.stage_workers, plan.num_workers
     lines = [
         f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):
         ends = ", ".join(f"{end} ({_module(captured.graph, end)})" for end in stage.segments)
-        where = "" if size == plan.num_stages else f", worker {home[k]}"
-        where += "" if stage.device == CPU else f" on {stage.device}"
+        where = "" if home == tuple(range(size)) else f", worker {home[k]}"
+        where += "" if plan.devices[k] == CPU else f" on {plan.devices[k]}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")

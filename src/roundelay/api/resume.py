@@ -16,7 +16,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.stage_optimizer import RateTable
 from roundelay.runtime.stage_state import Initial
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import schedule_named
 
 TRAINED = "trained parameters"
 
@@ -26,12 +26,10 @@ def order_of(plan: Plan) -> dict[str, str]:
 
     Where stages run, how they talk and how many slots they have is no part of it: a run goes on over another transport.
     """
-    blocks = []
-    for program in programs_of(plan):
-        lines = (*program.warm_up, *program.steady, *program.drain, *program.order)
-        blocks.append((program.window, program.lag, *map(str, lines)))
+    programs = sorted(programs_of(plan), key=lambda program: program.stages)
+    blocks = [(program.over, program.every, *map(str, program.body)) for program in programs]
     return {
-        "workers": str(num_workers(plan)),
+        "workers": str(plan.num_workers),
         "micro-batches": str(plan.micro_batches),
         "rule": plan.rule,
         "predictor": plan.predictor,

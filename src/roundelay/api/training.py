@@ -52,7 +52,6 @@ from roundelay.runtime.stage_state import Initial
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
-from roundelay.schedules import num_workers, stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ class Trained:
     def __repr__(self) -> str:
         losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"
         return (
-            f"Trained(rule={self.plan.rule!r}, workers={num_workers(self.plan)}, updates={len(self.updates)}, "
+            f"Trained(rule={self.plan.rule!r}, workers={self.plan.num_workers}, updates={len(self.updates)}, "
             f"loss: {losses}, samples_per_second={self.samples_per_second:.1f})"
         )
 
@@ -364,7 +363,7 @@ class Session:
 
         kept = sys.maxsize if audit else KEPT_MICRO_BATCHES
         gatherer = StateGatherer(
-            self.plan.num_stages, num_workers(self.plan), notify, keeper.keep, self._rates(()).at, kept
+            self.plan.num_stages, self.plan.num_workers, notify, keeper.keep, self._rates(()).at, kept
         )
         if self.drained is not None:
             notify(self.drained)
@@ -473,7 +472,7 @@ class Session:
         """
         if not self.plan.compile:
             return None
-        compiler, mine = self._compiler(), stages_of(self.plan)
+        compiler, mine = self._compiler(), self.plan.worker_stages
         if party is not None:
             compiler(mine[party.rank])
             party.gather("compiled")

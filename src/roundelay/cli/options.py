@@ -31,7 +31,6 @@ from roundelay.runtime.forked_call import apart
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers
 
 _T = TypeVar("_T")
 
@@ -380,7 +379,7 @@ def _obey(plan: Plan, choices: Choices) -> Plan:
 
 def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
     """(name, what was given, what the plan says) where these differ; cuts apart."""
-    size = num_workers(plan)
+    size = plan.num_workers
     for name, value in choices.given().items():
         if name == "cuts":
             continue
@@ -402,5 +401,5 @@ LISTED = ("devices", "recompute")
 
 def _said(plan: Plan, name: str, size: int) -> Any:
     """What a plan says of a choice."""
-    of_workers = {"workers": size, "devices": plan.devices[:size]}  # a worker's first stage is of its own number
+    of_workers = {"workers": size, "devices": tuple(worker.device for worker in plan.workers)}
     return of_workers[name] if name in of_workers else getattr(plan, name)

@@ -8,7 +8,7 @@ from typing import Any
 from roundelay.api.plan_file import read_plan
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import schedule_named
 
 ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
 WITH_THE_RULE = ("micro_batches", "predictor", "backward")
@@ -35,7 +35,7 @@ def taken_over(resume: Path, model: str, given: dict[str, Any]) -> dict[str, Any
 
 
 def _fitting(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-    size = num_workers(plan)
+    size = plan.num_workers
     kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in ALWAYS}
     same_rule = given.get("rule", plan.rule) == plan.rule
     if same_rule:
@@ -45,7 +45,7 @@ def _fitting(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("precision", plan.precision) == plan.precision:
         kept["loss_scale"] = plan.loss_scale
     if given.get("workers", size) == size and given.get("transport", plan.transport) == plan.transport:
-        kept["devices"] = ",".join(plan.devices[:size])
+        kept["devices"] = ",".join(worker.device for worker in plan.workers)
     if given.get("workers", size) == size and _each(given.get("rule", plan.rule)) == _each(plan.rule):
         kept["cuts"] = [list(stage.segments) for stage in plan.stages]
     return kept

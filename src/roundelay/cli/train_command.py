@@ -47,7 +47,6 @@ from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.tensorboard import Curves, CurveWriter
 from roundelay.observe.trace import write_trace
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers
 
 _NO_GRACE = Grace()
 RUNS = Path("runs")
@@ -350,7 +349,7 @@ def _summary(plan: Plan, trained: Trained, plain: list[Baseline], folder: RunFol
         "rule": plan.rule,
         "predictor": plan.predictor,
         "backward": plan.backward,
-        "workers": num_workers(plan),
+        "workers": plan.num_workers,
         "micro_batches": plan.micro_batches,
         "transport": plan.transport,
         "steps": len(trained.updates),
@@ -390,7 +389,7 @@ def _show(plan: Plan, trained: Trained, summary: dict[str, Any]) -> None:
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, held in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", amount(held)])
-    who, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
+    who, updates = counted(plan.num_workers, "worker"), counted(summary["steps"], "update")
     title = f"{plan.rule} on {who} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
 

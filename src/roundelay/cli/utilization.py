@@ -12,7 +12,6 @@ from roundelay.ir.micro_batch import Load
 from roundelay.ir.plan import Plan
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
-from roundelay.schedules import num_workers, stages_of
 
 
 def spans_of(trained: Trained) -> list[Span]:
@@ -27,7 +26,7 @@ def loads_of(trained: Trained) -> list[Load]:
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
     """What lies between the instructions of a run."""
-    return gaps_of(spans, plan.edges, num_workers(plan))
+    return gaps_of(spans, plan.edges, plan.num_workers)
 
 
 def stage_names(session: Session) -> dict[int, str]:
@@ -36,7 +35,7 @@ def stage_names(session: Session) -> dict[int, str]:
     modules = {op.name: op.module or "the model" for op in graph.ops}
     return {
         k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in ends_of(session.plan, stages))
-        for k, stages in enumerate(stages_of(session.plan))
+        for k, stages in enumerate(session.plan.worker_stages)
     }
 
 
@@ -48,7 +47,7 @@ def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
 def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
     """Fields of the summary: ``busy``, ``shares`` and ``memory`` of each worker, and since when the first two count."""
     plan = trained.plan
-    shares = shares_of(spans, gaps, num_workers(plan))
+    shares = shares_of(spans, gaps, plan.num_workers)
     of_optimizer = optimizer_bytes(session.job, session.captured, session.partition, plan)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),

@@ -17,7 +17,7 @@ from typing import Literal
 
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.ir.micro_batch import Load
-from roundelay.ir.program import ONCE_A_BATCH
+from roundelay.ir.program import OPCODES
 
 COMPUTE = frozenset({"forward", "backward", "backward-weight", "grad-norm-sq", "update"})
 """Opcodes that compute; a ``read`` waits for data."""
@@ -137,7 +137,7 @@ def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Itera
     titles = {opcode: json.dumps(_LETTERS.get(opcode, opcode))[1:-1] for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
     for s in spans:
-        number = s.batch if s.opcode in ONCE_A_BATCH else s.g
+        number = s.batch if OPCODES[s.opcode].once_a_batch else s.g
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'

@@ -15,7 +15,6 @@ from roundelay.observe.metrics_file import read_metrics
 from roundelay.observe.run_folder import RunFolder
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import read_window
-from roundelay.schedules import num_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def read_run(path: Path) -> Run:
     begin = _number(lines[0].get("time"))
     evaluations = read_metrics(folder.evaluations) if folder.evaluations.exists() else []
     plan = Plan.parse(text)
-    window = read_window(folder.trace, num_workers(plan), plan.micro_batches) if folder.trace.exists() else None
+    window = read_window(folder.trace, plan.num_workers, plan.micro_batches) if folder.trace.exists() else None
     return Run(
         name=path.resolve().name,
         plan=plan,

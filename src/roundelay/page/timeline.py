@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from roundelay.ir.micro_batch import Load
-from roundelay.ir.program import ONCE_A_BATCH
+from roundelay.ir.program import OPCODES
 from roundelay.observe.trace import Gap, Span
 from roundelay.page.scale import Axis, seconds, size, ticks
 
@@ -107,7 +107,7 @@ def _loaded(load: Load, across: Axis) -> str:
 
 def _box(span: Span, across: Axis) -> str:
     look, y = _LOOK.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
-    text = str(span.batch if span.opcode in ONCE_A_BATCH else span.g)
+    text = str(span.batch if OPCODES[span.opcode].once_a_batch else span.g)
     return _boxed(_placed(span.start_s, span.end_s, across), y, look, described(span), text)
 
 
@@ -130,7 +130,9 @@ _LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data"
 
 def described(span: Span) -> str:
     """A span in words."""
-    what = f"{span.opcode} {span.batch}" if span.opcode in ONCE_A_BATCH else f"{span.opcode} of micro-batch {span.g}"
+    what = (
+        f"{span.opcode} {span.batch}" if OPCODES[span.opcode].once_a_batch else f"{span.opcode} of micro-batch {span.g}"
+    )
     where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")
     words = [f"{where}: {what}", f"batch {span.batch}"]
     if span.opcode == "update":

@@ -31,7 +31,6 @@ from roundelay.runtime.prefetch import ENDING
 from roundelay.runtime.threaded_workers import HANDFUL_S, follow
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
-from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.shm import ShmEndpoint
@@ -57,7 +56,7 @@ def run_processes(task: Task, listen: Listener, wrap: Wrap) -> None:
     with _meeting_place() as store:
 
         def connect(worker: int) -> Endpoint:
-            return wrap(GlooEndpoint(worker, num_workers(task.plan), store, task.plan.deadline_s))
+            return wrap(GlooEndpoint(worker, task.plan.num_workers, store, task.plan.deadline_s))
 
         _run(task, listen, connect)
 
@@ -78,7 +77,7 @@ def _meeting_place() -> Generator[str, None, None]:
 
 def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by processes that share memory; see :func:`roundelay.runtime.launch.run`."""
-    wiring = open_pairs(num_workers(task.plan))
+    wiring = open_pairs(task.plan.num_workers)
 
     def connect(worker: int) -> Endpoint:
         return wrap(ShmEndpoint(worker, wiring, task.plan.deadline_s))
@@ -91,7 +90,7 @@ def run_sharing(task: Task, listen: Listener, wrap: Wrap) -> None:
 
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None] = lambda: None) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tally = FailureTracker(num_workers(task.plan), listen)
+    tally = FailureTracker(task.plan.num_workers, listen)
     try:
         _train(task, connect, forked, reports, tally)
     finally:
@@ -107,7 +106,7 @@ def _train(
     pump = Pump(children, reports)
     with Interrupts() as interrupts:
         try:
-            for k in range(num_workers(task.plan)):
+            for k in range(task.plan.num_workers):
                 children.append(_fork(task, k, connect, children))
             forked()
             pump.start()
@@ -227,7 +226,7 @@ def _pipe(num_workers: int) -> tuple[int, int]:
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
-    reading, writing = _pipe(num_workers(task.plan))
+    reading, writing = _pipe(task.plan.num_workers)
 
     def live() -> None:
         torch.set_num_threads(1)  # first of all: a forked pool of more threads would hang

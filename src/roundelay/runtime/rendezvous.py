@@ -26,7 +26,6 @@ from roundelay.runtime.control_channel import ControlChannel, OnDeaf, OnLost
 from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connected, opened, unreachable
 from roundelay.runtime.worker_messages import Reporter
-from roundelay.schedules import workers_of
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.nccl import NcclEndpoint
@@ -200,7 +199,7 @@ class ProcessGroup:
 
 def _partners(plan: Plan, worker: int) -> list[int]:
     """With whom a worker exchanges tensors."""
-    home = workers_of(plan)
+    home = plan.stage_workers
     pairs = [{home[edge.source], home[edge.target]} for edge in plan.edges]
     return sorted({other for pair in pairs if worker in pair for other in pair - {worker}})
 

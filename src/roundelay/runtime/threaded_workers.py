@@ -17,7 +17,6 @@ from roundelay.runtime.device import HOST, CpuDevice, Device, device_of
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
-from roundelay.schedules import num_workers
 from roundelay.transport.cuda import Cuda
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.memory import memory_endpoints
@@ -47,7 +46,7 @@ class _Gang:
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    size = num_workers(task.plan)
+    size = task.plan.num_workers
     devices = [device_of(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
     shared = wrap is unchanged and all(device is HOST for device in devices)
     gang = _shared(task, size, reports.put) if shared else _own(task, devices, wrap, reports.put)

@@ -24,7 +24,6 @@ from roundelay.runtime.threaded_workers import follow
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, Reporter
-from roundelay.schedules import num_workers
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.queues import next_item
 
@@ -112,7 +111,7 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
             raise
         finally:
             causes = [f for f in tally.failures if f.data["got"] != _ENDED]
-            well = not tally.failures and len(tally.ended) == num_workers(task.plan)
+            well = not tally.failures and len(tally.ended) == task.plan.num_workers
             _leave(line, worker, task.plan.deadline_s if well else None)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
         _leave(line, worker, None)  # which it may have cut short
