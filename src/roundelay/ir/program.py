@@ -62,24 +62,24 @@ class OpcodeInfo(NamedTuple):
 
     Args:
         letter: in schedules and traces.
-        computes: whether its time counts as computing; waiting for data does not.
+        share: the share of a worker's time that it counts to: ``forward``, ``backward``, ``update``, or ``data``.
         once_a_batch: whether it acts only on the last micro-batch of a batch.
         scheduled: whether a schedule orders it; the others stand next to one that is.
     """
 
     letter: str
-    computes: bool = True
+    share: str
     once_a_batch: bool = False
     scheduled: bool = True
 
 
 OPCODES: dict[str, OpcodeInfo] = {
-    "read": OpcodeInfo("R", computes=False, scheduled=False),
-    "forward": OpcodeInfo("F"),
-    "backward": OpcodeInfo("B"),
-    "backward-weight": OpcodeInfo("W"),
-    "grad-norm-sq": OpcodeInfo("S", once_a_batch=True, scheduled=False),
-    "update": OpcodeInfo("U", once_a_batch=True),
+    "read": OpcodeInfo("R", "data", scheduled=False),
+    "forward": OpcodeInfo("F", "forward"),
+    "backward": OpcodeInfo("B", "backward"),
+    "backward-weight": OpcodeInfo("W", "backward"),
+    "grad-norm-sq": OpcodeInfo("S", "backward", once_a_batch=True, scheduled=False),
+    "update": OpcodeInfo("U", "update", once_a_batch=True),
 }
 """Every opcode; their handlers are ``runtime.handlers.HANDLERS``."""
 
