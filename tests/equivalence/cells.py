@@ -30,6 +30,7 @@ from roundelay.job import Job, Named
 from roundelay.schedules import schedule_named
 from roundelay.transport.delayed import DelayedEndpoint
 from roundelay.transport.endpoint import Endpoint
+from tests.lower.plans import by_rule
 from tests.zoo import MODELS, ZOO, Batch, Entry
 
 STEPS = 5
@@ -56,6 +57,9 @@ VARIANTS = {
     "zb-h1": Variant("zb-h1", "none", "stash"),
     "zb-h1 recompute": Variant("zb-h1", "none", "recompute"),
     "zb-h1 mixed": Variant("zb-h1", "none", "mixed"),
+    "interleaved-1f1b": Variant("interleaved-1f1b", "none", "stash"),
+    "interleaved-1f1b recompute": Variant("interleaved-1f1b", "none", "recompute"),
+    "interleaved-1f1b mixed": Variant("interleaved-1f1b", "none", "mixed"),
     "zb-v": Variant("zb-v", "none", "stash"),
     "zb-v recompute": Variant("zb-v", "none", "recompute"),
     "zb-v mixed": Variant("zb-v", "none", "mixed"),
@@ -201,7 +205,7 @@ class Bench:
             )
         link = transport_named(transport)
         return dataclasses.replace(
-            self._templates[num_stages],
+            by_rule(self._templates[num_stages], variant.rule),
             **dataclasses.asdict(variant),
             micro_batches=micro_batches,
             transport=transport,

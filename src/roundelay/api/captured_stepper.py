@@ -143,8 +143,8 @@ class CapturedStepper:
         return outputs, drawn
 
     def _run(self, stage: Stage, opcode: Any, header: MicroBatch) -> Run:
-        instruction = Instruction(opcode, 0, mode=self._plan.backward)
         k, version = stage.spec.stage, header.batch
+        instruction = Instruction(opcode, k, 0, mode=self._plan.backward)
         return Run(instruction, header.g, header, version, version, None, 0, (), (), k)
 
     def _finish_gradients(self, number: int, header: MicroBatch, plain: Update, replacements: Tensors) -> None:

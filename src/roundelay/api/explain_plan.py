@@ -10,21 +10,21 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.validate_plan import CPU, HALF
-from roundelay.schedules import num_workers, schedule_named, workers_of
+from roundelay.schedules import schedule_named
 
 
 def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
     """Return comments for the plan's text: the plan in words, and the reasons for its choices if they are known."""
     rule = rule_named(plan.rule)
-    owners, size = workers_of(plan), num_workers(plan)
+    owners, size = plan.stage_workers, plan.num_workers
     lines = [
         f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):
         ends = ", ".join(f"{end} ({_operation(captured.graph, end)})" for end in stage.segments)
-        where = "" if size == plan.num_stages else f", worker {owners[k]}"
-        where += "" if stage.device == CPU else f" on {stage.device}"
+        where = "" if owners == tuple(range(size)) else f", worker {owners[k]}"
+        where += "" if plan.devices[k] == CPU else f" on {plan.devices[k]}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")

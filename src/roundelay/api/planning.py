@@ -31,12 +31,13 @@ from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
+from roundelay.lower.emit import schedule_of
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
 from roundelay.lower.verify_schedule import programs_of
@@ -46,7 +47,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
-from roundelay.schedules import Schedule, schedule_named, schedule_of
+from roundelay.schedules import Schedule, schedule_named
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
@@ -210,8 +211,8 @@ def plan_with_reasons(
     given_cut = cut_by_names(captured.graph, cuts)
     schedule = schedule_named(rule_named(rule).schedule)
     num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule)
-    owners = schedule.workers(num_stages)
-    draft = _draft(captured.graph.fingerprint, rule, num_stages // schedule.stages_per_worker, given)
+    num_workers = num_stages // schedule.stages_per_worker
+    draft = _draft(captured.graph.fingerprint, rule, num_workers, given)
     with preserving_state(job):
         choice = choose_micro_batches(
             captured,
@@ -222,12 +223,14 @@ def plan_with_reasons(
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
-    devices = resolve_devices(given.get("devices"), len(set(owners)), draft.transport)
+    devices = resolve_devices(given.get("devices"), num_workers, draft.transport)
     captured = for_plan(captured, draft)
     sample = partial(_sample, job, captured.graph, draft, seed, tell)
     with preserving_state(job):
         chosen = given_cut or cut(captured, draft, str(cuts), num_stages, sample)
-    draft = replace(draft, stages=_unmeasured(chosen.stages, [devices[worker] for worker in owners]))
+    placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
+    owners = [placed[worker].name for worker in schedule.place(num_stages)]
+    draft = replace(draft, workers=placed, stages=_unmeasured(chosen.stages, owners))
     result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
@@ -272,16 +275,17 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         latency_s=transport.latency_s,
         bytes_per_s=transport.bytes_per_s,
         read_s=0.0,
+        workers=(),
         stages=(),
         edges=(),
     )
 
 
-def _unmeasured(stages: Stages, devices: Sequence[str]) -> tuple[StagePlan, ...]:
-    """Return stages with their ends and devices, and zeros for what is measured later."""
+def _unmeasured(stages: Stages, owners: Sequence[str]) -> tuple[StagePlan, ...]:
+    """Return stages with their ends and workers, and zeros for what is measured later."""
     nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
     nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
-    return tuple(StagePlan(segments=ends, device=on, **nothing) for ends, on in zip(stages, devices, strict=True))
+    return tuple(StagePlan(workers=(on,), segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True))
 
 
 def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:

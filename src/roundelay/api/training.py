@@ -52,7 +52,6 @@ from roundelay.runtime.stage_state import Initial
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
-from roundelay.schedules import num_workers, stages_of
 
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
@@ -274,7 +273,7 @@ class Session:
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
         record = RunRecord(
-            num_workers(self.plan), notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
+            self.plan.num_workers, notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
         )
         gatherer = StateGatherer(
             self.plan.num_stages, lambda snapshot: checkpointer.keep(snapshot, record.epoch_starts)
@@ -396,7 +395,7 @@ class Session:
         """
         if not self.plan.compile:
             return None
-        compiler, mine = self._compiler(), stages_of(self.plan)
+        compiler, mine = self._compiler(), self.plan.worker_stages
         if party is not None:
             compiler(mine[party.rank])
             party.barrier("compiled")

@@ -41,7 +41,6 @@ from roundelay.page.run_page import run_page
 from roundelay.runtime.tamper import WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
-from roundelay.schedules import num_workers, stages_of
 
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
@@ -99,7 +98,7 @@ def plan_command(
         write_text(output, text)
     if as_json:
         show_json(
-            {"plan": text, "path": str(output) if output else None, "workers": num_workers(plan), "rule": plan.rule}
+            {"plan": text, "path": str(output) if output else None, "workers": plan.num_workers, "rule": plan.rule}
         )
     elif output is None:
         sys.stdout.write(text)
@@ -125,7 +124,7 @@ def simulate_command(
             Span(i.worker, i.opcode, i.g, t[i.stage, i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
             for i in simulation.intervals
         ]
-        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(stages_of(plan))}
+        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(plan.worker_stages)}
         write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None

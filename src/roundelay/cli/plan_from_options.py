@@ -24,7 +24,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import schedule_named
 
 _ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
@@ -172,7 +172,7 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
     """
-    size = num_workers(plan)
+    size = plan.num_workers
     kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in _ALWAYS}
     rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
     if rule == plan.rule:
@@ -182,7 +182,7 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("precision", plan.precision) == plan.precision:
         kept["loss_scale"] = plan.loss_scale
     if same_size and given.get("transport", plan.transport) == plan.transport:
-        kept["devices"] = ",".join(plan.devices[:size])
+        kept["devices"] = ",".join(worker.device for worker in plan.workers)
     if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
         kept["cuts"] = [list(stage.segments) for stage in plan.stages]
     return kept
@@ -213,7 +213,7 @@ def _checked(plan: Plan, choices: Choices) -> Plan:
 
 def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
     """(name, value of the option, value in the plan) where these differ, except for cuts."""
-    size = num_workers(plan)
+    size = plan.num_workers
     for name, value in choices.given().items():
         if name == "cuts":
             continue
@@ -231,5 +231,5 @@ def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
 
 def _planned_value(plan: Plan, name: str, size: int) -> Any:
     """The plan's value of a choice."""
-    of_workers = {"workers": size, "devices": plan.devices[:size]}  # a worker's first stage is of its own number
+    of_workers = {"workers": size, "devices": tuple(worker.device for worker in plan.workers)}
     return of_workers[name] if name in of_workers else getattr(plan, name)

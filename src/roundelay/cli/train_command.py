@@ -38,7 +38,6 @@ from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers
 
 RUNS = Path("runs")
 """Parent of the run folders without a name of their own."""
@@ -206,7 +205,7 @@ def _show(plan: Plan, summary: dict[str, Any]) -> None:
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, num_bytes in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", amount(num_bytes)])
-    workers, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
+    workers, updates = counted(plan.num_workers, "worker"), counted(summary["steps"], "update")
     title = f"{plan.rule} on {workers} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
 

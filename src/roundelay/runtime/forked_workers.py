@@ -29,7 +29,6 @@ from roundelay.runtime.prefetch import ENDING
 from roundelay.runtime.threaded_workers import COALESCE_S, take_reports
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, ReportAssembler, failure, write_report
-from roundelay.schedules import num_workers
 from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint
 
@@ -50,13 +49,13 @@ Connect = Callable[[int], Endpoint]
 
 def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by forked processes; see :func:`roundelay.runtime.launch.run`."""
-    with FORKED[task.plan.transport](num_workers(task.plan), task.plan.deadline_s) as links:
+    with FORKED[task.plan.transport](task.plan.num_workers, task.plan.deadline_s) as links:
         _run(task, listen, lambda worker: wrap(links.connect(worker)), links.forked)
 
 
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None]) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tracker = FailureTracker(num_workers(task.plan), listen)
+    tracker = FailureTracker(task.plan.num_workers, listen)
     try:
         _train(task, connect, forked, reports, tracker)
     finally:
@@ -76,7 +75,7 @@ def _train(
     pump = Pump(children, reports)
     with DeferredSignals() as interrupts:
         try:
-            for k in range(num_workers(task.plan)):
+            for k in range(task.plan.num_workers):
                 children.append(_fork(task, k, connect, children))
             forked()
             pump.start()
@@ -196,7 +195,7 @@ def _pipe(num_workers: int) -> tuple[int, int]:
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
-    reading, writing = _pipe(num_workers(task.plan))
+    reading, writing = _pipe(task.plan.num_workers)
 
     def main() -> None:
         torch.set_num_threads(1)  # first of all: a forked thread pool would hang

@@ -25,7 +25,6 @@ from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadab
 from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connect_store, open_store, unreachable
 from roundelay.runtime.worker_messages import Reporter
-from roundelay.schedules import workers_of
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
@@ -170,7 +169,7 @@ class ProcessGroup:
 
 def _neighbours(plan: Plan, worker: int) -> list[int]:
     """The workers with which a worker exchanges tensors."""
-    home = workers_of(plan)
+    home = plan.stage_workers
     pairs = [{home[edge.source], home[edge.target]} for edge in plan.edges]
     return sorted({other for pair in pairs if worker in pair for other in pair - {worker}})
 

@@ -17,7 +17,6 @@ from roundelay.runtime.device import HOST, Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
-from roundelay.schedules import num_workers
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.cuda import Cuda
 from roundelay.transport.endpoint import Endpoint
@@ -47,8 +46,8 @@ class _WorkerThreads:
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    size = num_workers(task.plan)
-    devices = [make_device(name) for name in task.plan.devices[:size]]  # a worker's first stage is of its own number
+    size = task.plan.num_workers
+    devices = [make_device(worker.device) for worker in task.plan.workers]
     shared = wrap is unchanged and all(device is HOST for device in devices)
     workers = _pooled(task, size, reports.put) if shared else _separate(task, devices, wrap, reports.put)
     tracker = FailureTracker(size, listen)

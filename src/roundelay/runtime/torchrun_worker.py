@@ -24,7 +24,6 @@ from roundelay.runtime.threaded_workers import take_reports
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, Reporter, failure, unsendable
-from roundelay.schedules import num_workers
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 
@@ -95,7 +94,9 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
     """Run worker 0 in this process and take all reports; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(party.size, listen)
-    device = make_device(task.plan.devices[party.rank])  # before connecting: else the others would report a lost worker
+    device = make_device(
+        task.plan.workers[party.rank].device
+    )  # before connecting: else the others would report a lost worker
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
@@ -112,7 +113,7 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
             raise
         finally:
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
-            succeeded = not tracker.failures and len(tracker.ended) == num_workers(task.plan)
+            succeeded = not tracker.failures and len(tracker.ended) == task.plan.num_workers
             _leave(channel, worker, task.plan.deadline_s if succeeded else None)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
         _leave(channel, worker, None)  # the interrupt may have cut the first call short
@@ -171,7 +172,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
-    device = make_device(task.plan.devices[party.rank])
+    device = make_device(task.plan.workers[party.rank].device)
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)
