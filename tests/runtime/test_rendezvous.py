@@ -164,7 +164,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
         raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
 
     member = _Member()
-    monkeypatch.setattr(members, "device_of", none_here)
+    monkeypatch.setattr(members, "make_device", none_here)
     monkeypatch.setattr(member, "control_channel", lambda *args: pytest.fail("it met the others"))
     monkeypatch.setattr(member, "size", 2, raising=False)
     with pytest.raises(UsageError, match="cuda:7"):
