@@ -119,6 +119,33 @@ def test_other_shapes_are_computed_by_the_uncompiled_piece_and_never_compiled_in
     assert {key: len(code.compiled) for key, code in captured._compiled.items()} == known
 
 
+class Sized(nn.Module):
+    """Reads in its second layer a number of rows that its first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(12, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.size(0)
+        made: Tensor = self.two(self.one(x).relu()) / rows
+        return made
+
+
+def test_a_number_that_enters_a_compiled_segment_is_a_constant_of_its_code() -> None:
+    captured = captured_of(Sized())
+    stages = cut_after(
+        captured, [next(i for i, op in enumerate(captured.graph.ops) if op.target == "aten.relu.default")]
+    )
+    params = weights_of(captured)
+    theirs = run(captured, stages, BATCH, params, mode="stash")
+    captured = captured.compiling("stash")
+    compile_for(captured, stages, BATCH, range(len(stages.stages)))
+    numbers = [value for value in stages.stages[1].inputs if captured.graph.values[value].kind == "number"]
+    assert numbers
+    assert near(run(captured, stages, BATCH, params, mode="stash"), theirs)
+
+
 def test_the_tape_of_a_compiled_stage_is_counted_without_its_weights() -> None:
     captured, stages = compiled("stash")
     made = run(captured, stages, BATCH, weights_of(captured), mode="stash", measure=True)

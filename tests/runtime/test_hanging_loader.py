@@ -189,7 +189,7 @@ def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> N
 
     job = replace(small(partial(hanging, 99)), loss=slow, evaluate=lambda model: {"waited": let_go.wait(ENDLESS_S)})
     plan = replace(roundelay.plan(job, workers=2, transport="memory", cuts="equal"), deadline_s=2.0)
-    with pytest.raises(DeadlineError, match=r"the data: .*no batch for 2 s .* `evaluate` has them.*--deadline-s"):
+    with pytest.raises(DeadlineError, match=r"the data: .*no batch for 2 s .* `evaluate` holds them.*--deadline-s"):
         roundelay.train(job, plan=plan, epochs=100)
 
 
@@ -312,20 +312,20 @@ def aborted(worker: int) -> Report:
     ],
 )
 def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Report]) -> None:
-    tally = FailureTracker(5, lambda report: None)
+    tracker = FailureTracker(5, lambda report: None)
     for each in failures[:-1]:
-        tally.take(each)
-        assert not tally.over(10.0)
-    assert not tally.over(10.0 + 0.9 * GRACE_S)
-    assert tally.over(10.1 + GRACE_S)
-    tally.take(failures[-1])
+        tracker.add(each)
+        assert not tracker.is_over(10.0)
+    assert not tracker.is_over(10.0 + 0.9 * GRACE_S)
+    assert tracker.is_over(10.1 + GRACE_S)
+    tracker.add(failures[-1])
     with pytest.raises(RoundelayError) as told:
-        tally.raise_failure()
+        tracker.raise_failure()
     assert told.value.subject == failures[-1].data["subject"]
 
 
 @pytest.mark.parametrize("cause", [own(0), data(0)])
 def test_what_a_worker_met_itself_ends_the_run_at_once(cause: Report) -> None:
-    tally = FailureTracker(5, lambda report: None)
-    tally.take(cause)
-    assert tally.over(0.0)
+    tracker = FailureTracker(5, lambda report: None)
+    tracker.add(cause)
+    assert tracker.is_over(0.0)
