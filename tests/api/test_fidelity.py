@@ -28,9 +28,9 @@ from roundelay.api.shared_tensors import SharedTensors
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
-from roundelay.frontend.capture import Captured
 from roundelay.frontend.loss import LossCall
 from roundelay.frontend.segment import Segment
+from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.job import Job, Named
 from roundelay.runtime import stage_state as stages
 from roundelay.runtime.loader_probe import first_batches
@@ -219,13 +219,13 @@ def buffer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parameter_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained parameter is taken for one that is not."""
-    real = Captured._segment
+    real = StageBuilder._segment
 
-    def without(captured: Captured, *given: Any) -> Segment:
-        segment = real(captured, *given)
+    def without(builder: StageBuilder, *args: Any, **options: Any) -> Segment:
+        segment = real(builder, *args, **options)
         return replace(segment, trainable=segment.trainable - {"0.weight"})
 
-    monkeypatch.setattr(Captured, "_segment", without)
+    monkeypatch.setattr(StageBuilder, "_segment", without)
 
 
 def loss_term_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +571,7 @@ def test_a_check_that_costs_much_is_left_to_who_asks_for_it(monkeypatch: pytest.
     assert chosen(replace(plan, compile=True), None).which == "quick"
     assert (
         "other devices"
-        in chosen(replace(plan, stages=tuple(replace(stage, device="cuda:0") for stage in plan.stages)), "full").why
+        in chosen(replace(plan, workers=tuple(replace(worker, device="cuda:0") for worker in plan.workers)), "full").why
     )
     assert (
         "file" in fidelity_precheck.choose_check(replace(one, weights="a.safetensors"), plan, "full", resumed=False).why
