@@ -116,7 +116,7 @@ def halved(num_stages: int, micro_batches: int, times: tuple[float, float, float
     plan = plan_of("zb-h1", num_stages, micro_batches)
     forward_s, backward_s, weights_s = times
     stage = replace(plan.stages[0], forward_s=forward_s, backward_s=backward_s, weights_s=weights_s)
-    return replace(plan, stages=(stage,) * num_stages)
+    return replace(plan, stages=tuple(replace(stage, workers=one.workers) for one in plan.stages))
 
 
 def test_a_backward_in_two_halves_on_two_stages() -> None:
@@ -331,9 +331,11 @@ def test_a_standstill_is_refused_with_every_worker_and_channel_that_waits() -> N
     with pytest.raises(PlanError) as refusal:
         sim(plan, [8])
     waiting = refusal.value.got
-    assert "worker 0: forward of micro-batch 3 waits for a free slot of channel 2" in waiting  # 0>3, forward
-    assert "worker 1: forward of micro-batch 3 waits for message 3 on channel 0" in waiting
-    assert "worker 3: backward of micro-batch 1 waits for a free slot of channel 3" in waiting  # 3>0, gradient
+    assert "worker 0: forward of micro-batch 3 on stage 0 waits for a free slot of channel 2" in waiting  # 0>3
+    assert "worker 1: forward of micro-batch 3 on stage 1 waits for message 3 on channel 0" in waiting
+    assert (
+        "worker 3: backward of micro-batch 1 on stage 3 waits for a free slot of channel 3" in waiting
+    )  # 3>0, gradient
     assert "Raise `slots`" in refusal.value.remedy
 
 
@@ -353,7 +355,7 @@ def test_never_more_on_the_way_than_slots(job: tuple[Plan, list[int]], latency_s
     plan, counts = job
     channels = {c.id: c for program in emit(plan) for c in program.channels}
     for worker, report in enumerate(sim(replace(plan, latency_s=latency_s), counts).workers):
-        assert set(report.unread_peak) == {c.id for c in channels.values() if c.target == worker}
+        assert set(report.unread_peak) == {c.id for c in channels.values() if c.target.worker == worker}
         assert all(1 <= peak <= channels[c].slots for c, peak in report.unread_peak.items())
 
 

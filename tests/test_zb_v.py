@@ -20,14 +20,14 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
-from roundelay.lower.verify_schedule import check_run, programs_of
+from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.planner.prove import fired, prove
 from roundelay.schedule_grid import staircase
-from roundelay.schedules import SCHEDULES, actions, num_workers, stages_of, workers_of
+from roundelay.schedules import SCHEDULES, actions
 from roundelay.simulator import Simulation, simulate
 from tests.actor.drive import Choice, World, at_random, in_turn, starving
-from tests.lower.plans import FEW, edge_of, plan_of
+from tests.lower.plans import FEW, by_rule, edge_of, plan_of
 
 V, PAIRS = SCHEDULES["zb-v"], SCHEDULES["1f1b"]
 PLACES = st.integers(1, 6).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size)))
@@ -40,12 +40,17 @@ def shown(acts: Sequence[Action], worker: int) -> str:
     return " ".join(f"{a.kind if a.stage == worker else a.kind.lower()}{a.number}" for a in acts)
 
 
+def arms(worker: int, workers: int) -> tuple[int, int]:
+    """The two stages of a worker."""
+    return worker, 2 * workers - 1 - worker
+
+
 def v_plan(workers: int, micro_batches: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Plan:
     """A plan of ``zb-v``: seconds of a forward, of a backward's first half and of its second, on every stage."""
     plan = plan_of("zb-v", 2 * workers, micro_batches, slots=2 * workers)
     forward_s, backward_s, weights_s = times
     stage = replace(plan.stages[0], forward_s=forward_s, backward_s=backward_s, weights_s=weights_s)
-    return replace(plan, stages=(stage,) * plan.num_stages)
+    return replace(plan, stages=tuple(replace(stage, workers=one.workers) for one in plan.stages))
 
 
 def sim(plan: Plan, counts: Sequence[int]) -> Simulation:
@@ -77,14 +82,14 @@ def jobs(draw: st.DrawFn) -> tuple[Plan, list[int]]:
     ],
 )
 def test_one_batch(worker: int, workers: int, count: int, expected: str) -> None:
-    assert shown(actions(V, worker, 2 * workers, [count]), worker) == expected
+    assert shown(actions(V, arms(worker, workers), 2 * workers, [count]), worker) == expected
 
 
 @FEW
 @given(PLACES, COUNTS)
 def test_a_worker_does_everything_of_both_stages_once_and_in_order(place: tuple[int, int], counts: list[int]) -> None:
     worker, workers = place
-    acts, total = actions(V, worker, 2 * workers, counts), sum(counts)
+    acts, total = actions(V, arms(worker, workers), 2 * workers, counts), sum(counts)
     for stage in (worker, 2 * workers - 1 - worker):
         for kind, size in (("F", total), ("B", total), ("W", total), ("U", len(counts))):
             assert [a.number for a in acts if (a.stage, a.kind) == (stage, kind)] == list(range(size))
@@ -101,10 +106,10 @@ def test_either_stage_runs_forwards_and_first_halves_as_1f1b_does_on_as_many_sta
     place: tuple[int, int], counts: list[int]
 ) -> None:
     worker, workers = place
-    acts = actions(V, worker, 2 * workers, counts)
+    acts = actions(V, arms(worker, workers), 2 * workers, counts)
     for stage in (worker, 2 * workers - 1 - worker):
         mine = [a for a in acts if a.stage == stage and a.kind in "FB"]
-        assert mine == [a for a in actions(PAIRS, stage, 2 * workers, counts) if a.kind in "FB"]
+        assert mine == [a for a in actions(PAIRS, [stage], 2 * workers, counts) if a.kind in "FB"]
 
 
 @FEW
@@ -113,7 +118,7 @@ def test_a_stage_s_update_follows_the_last_second_half_of_its_batch_at_once(
     place: tuple[int, int], counts: list[int]
 ) -> None:
     worker, workers = place
-    acts = actions(V, worker, 2 * workers, counts)
+    acts = actions(V, arms(worker, workers), 2 * workers, counts)
     lasts = [end - 1 for end in accumulate(counts)]
     for i, a in enumerate(acts):
         if a.kind == "U":
@@ -127,10 +132,9 @@ def test_a_short_batch_is_a_full_one_without_what_it_does_not_have(
 ) -> None:
     worker, workers = place
     count = max(1, micro_batches - fewer)
-    order = V.order
-    assert order is not None
-    short = [a for a in actions(V, worker, 2 * workers, [count], micro_batches) if a.kind != "U"]
-    assert short == [a for a in order(worker, workers, micro_batches) if a.number < count]
+    order = V.body(arms(worker, workers), 2 * workers, micro_batches).actions
+    short = [a for a in actions(V, arms(worker, workers), 2 * workers, [count], micro_batches) if a.kind != "U"]
+    assert short == [a for a in order if a.number < count]
 
 
 @FEW
@@ -139,7 +143,7 @@ def test_a_worker_holds_no_more_than_twice_as_many_half_stages_as_there_are_work
     place: tuple[int, int], counts: list[int]
 ) -> None:
     """Counted on both stages are those that are forward and whose weights' half is to come: 2D halves are D wholes."""
-    acts = actions(V, place[0], 2 * place[1], counts)
+    acts = actions(V, arms(*place), 2 * place[1], counts)
     held = max(accumulate({"F": 1, "W": -1}.get(a.kind, 0) for a in acts))
     assert held <= 2 * place[1]
     if max(counts) >= 2 * place[1] - 1:
@@ -150,7 +154,7 @@ def test_a_worker_holds_no_more_than_twice_as_many_half_stages_as_there_are_work
 @given(st.integers(1, 6), COUNTS)
 def test_the_orders_of_all_workers_fit_together(workers: int, counts: list[int]) -> None:
     """Executed together, with each action waiting for what it needs from other stages, they come to an end."""
-    rows = [actions(V, k, 2 * workers, counts) for k in range(workers)]
+    rows = [actions(V, arms(k, workers), 2 * workers, counts) for k in range(workers)]
     at, done, moved = [0] * workers, set(), True
     while moved:
         moved = False
@@ -172,24 +176,24 @@ def test_every_line_of_a_program_says_its_stage() -> None:
     first, last = emit(plan_of("zb-v", 4, 1, slots=4))
     assert str(last).splitlines() == [
         "worker 1 of 2",
-        "window batch",
+        "loop every 1 over batch",
         "tapes 2",
         "owed 1",
-        "channel 0 forward 0>1 slots 4",
-        "channel 1 gradient 1>0 slots 4",
-        "channel 2 forward 1>2 slots 4",
-        "channel 3 gradient 2>1 slots 4",
-        "channel 4 forward 2>3 slots 4",
-        "channel 5 gradient 3>2 slots 4",
-        "order",
-        "  forward g stage 1 takes 0 gives 2 mode stash",
-        "  forward g stage 2 takes 2 gives 4 mode stash",
-        "  backward g stage 2 takes 5 gives 3 weights forward mode stash",
-        "  backward-weight g stage 2",
-        "  update g stage 2",
-        "  backward g stage 1 takes 3 gives 1 weights forward mode stash",
-        "  backward-weight g stage 1",
-        "  update g stage 1",
+        "channel 0 forward 0.0>1.1 slots 4",
+        "channel 1 gradient 1.1>0.0 slots 4",
+        "channel 2 forward 1.1>1.2 slots 4",
+        "channel 3 gradient 1.2>1.1 slots 4",
+        "channel 4 forward 1.2>0.3 slots 4",
+        "channel 5 gradient 0.3>1.2 slots 4",
+        "body",
+        "  forward 1 g takes 0 gives 2 mode stash",
+        "  forward 2 g takes 2 gives 4 mode stash",
+        "  backward 2 g takes 5 gives 3 weights forward mode stash",
+        "  backward-weight 2 g",
+        "  update 2 g",
+        "  backward 1 g takes 3 gives 1 weights forward mode stash",
+        "  backward-weight 1 g",
+        "  update 1 g",
     ]
     assert (first.stages, last.stages) == ((0, 3), (1, 2))
 
@@ -201,7 +205,7 @@ def test_an_emitted_program_is_read_as_it_is_printed(job: tuple[Plan, list[int]]
     assert [Program.parse(str(program)) for program in programs] == list(programs)
 
 
-@pytest.mark.parametrize("line", ["lag 2", "warm-up", "order", "  forward g stage x takes 0 gives 2 mode stash"])
+@pytest.mark.parametrize("line", ["lag 2", "warm-up", "body", "  forward x g takes 0 gives 2 mode stash"])
 def test_a_line_that_no_such_program_has_is_refused(line: str) -> None:
     lines = str(emit(plan_of("zb-v", 4, 1))[1]).splitlines()
     for at in (2, 11):
@@ -209,11 +213,12 @@ def test_a_line_that_no_such_program_has_is_refused(line: str) -> None:
             Program.parse("\n".join([*lines[:at], line, *lines[at:]]) + "\n")
 
 
-def test_a_worker_runs_the_stages_of_both_arms_and_every_other_rule_one() -> None:
+def test_a_worker_runs_the_stages_of_both_arms() -> None:
     plan = plan_of("zb-v", 6, 4)
-    assert (workers_of(plan), num_workers(plan)) == ((0, 1, 2, 2, 1, 0), 3)
-    assert stages_of(plan) == ((0, 5), (1, 4), (2, 3))
-    assert stages_of(replace(plan, rule="zb-h1")) == ((0,), (1,), (2,), (3,), (4,), (5,))
+    assert (plan.stage_workers, plan.num_workers) == ((0, 1, 2, 2, 1, 0), 3)
+    assert plan.worker_stages == ((0, 5), (1, 4), (2, 3))
+    with pytest.raises(PlanError, match="workers of the plan's stages: got w0: stages 0 and 5"):
+        check_plan(replace(plan, rule="zb-h1"))
 
 
 # --- the machine, and what is proved
@@ -231,7 +236,7 @@ def test_machines_do_what_the_schedule_says_in_whatever_order_events_arrive(
     for k, runs in enumerate(calm.runs):
         shown = [(run, letters[run.instruction.opcode]) for run in runs if run.instruction.opcode in letters]
         done = [Action(r.stage, x, r.header.batch if x == "U" else r.g) for r, x in shown if r.header]  # type: ignore[arg-type]
-        assert done == actions(V, k, plan.num_stages, counts, plan.micro_batches)
+        assert done == actions(V, plan.stages_of(k), plan.num_stages, counts, plan.micro_batches)
         machine = calm.machines[k]
         assert (machine.halted, machine.in_flight, set(machine.versions.values())) == (True, 0, {len(counts)})
         assert not any(machine.unread.values())
@@ -254,7 +259,7 @@ def test_updates_that_wait_for_the_whole_come_behind_both_stages_gradients() -> 
     """Else a worker's upper stage would wait for the norm, and the norm for its lower stage."""
     plan, counts = replace(v_plan(2, 2), clip="global:1"), [2, 1]
     for k, mine in enumerate(fired(sim(plan, counts))):
-        down, up = stages_of(plan)[k]
+        down, up = plan.worker_stages[k]
         acts = [(f.opcode, f.stage) for f in mine]
         last = max(i for i, (opcode, _) in enumerate(acts[: len(acts) * 2 // 3]) if opcode == "grad-norm-sq")
         assert acts[last + 1 : last + 3] == [("update", down), ("update", up)]
@@ -277,16 +282,13 @@ def test_a_worker_that_swaps_two_stages_is_refused_with_the_place() -> None:
         check_run(plan, counts, [done[0], swapped])
 
 
-def test_an_odd_number_of_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"stages of the plan: got 3 beside rule 'zb-v'.*an even number"):
-        check_plan(plan_of("zb-v", 3, 2))
-
-
-def test_two_stages_of_a_worker_on_different_devices_are_refused() -> None:
+def test_stages_that_do_not_make_a_v_are_refused() -> None:
     plan = plan_of("zb-v", 4, 2)
-    apart = replace(plan, stages=(*plan.stages[:3], replace(plan.stages[3], device="cuda:0")))
-    with pytest.raises(PlanError, match="worker 0's stages, 0 and 3: got cpu and cuda:0"):
-        programs_of(apart)
+    rows = tuple(replace(stage, workers=plan.stages[k // 2 * 2].workers) for k, stage in enumerate(plan.stages))
+    with pytest.raises(PlanError, match="got w0: stages 0 and 1; w1: stages 2 and 3; expected 2 for each worker"):
+        check_plan(replace(plan, stages=rows))
+    with pytest.raises(PlanError, match="expected 2 for each worker"):
+        check_plan(plan_of("zb-v", 3, 2))
 
 
 # --- the simulated clock
@@ -319,7 +321,7 @@ def test_the_figures_of_the_documents() -> None:
         one, two = (sim(plan, [8] * n).makespan_s for n in (4, 5))
         return two - one
 
-    halves = replace(v_plan(2, 8), rule="zb-h1")  # four stages, a worker each
+    halves = by_rule(v_plan(2, 8), "zb-h1")  # four stages, a worker each
     whole = {"zb-h1": halves, "1f1b": replace(halves, rule="1f1b"), "pipedream": replace(halves, rule="pipedream")}
     assert {rule: 20 * period(plan) for rule, plan in whole.items()} == {"zb-h1": 540, "1f1b": 660, "pipedream": 480}
     assert 10 * period(v_plan(4, 8)) == 480
@@ -333,7 +335,7 @@ def test_a_batch_takes_no_longer_than_by_1f1b_with_as_many_workers(
     """Whose stages are two of these; messages take no time."""
     workers, micro_batches = sizes
     doubled = v_plan(workers, micro_batches, (2 * times[0], 2 * times[1], 2 * times[2]))
-    plain = replace(doubled, rule="1f1b", stages=doubled.stages[:workers], edges=doubled.edges[: workers - 1])
+    plain = by_rule(replace(doubled, stages=doubled.stages[:workers], edges=doubled.edges[: workers - 1]), "1f1b")
     counts = [micro_batches] * 3
     assert sim(v_plan(workers, micro_batches, times), counts).makespan_s <= sim(plain, counts).makespan_s
 

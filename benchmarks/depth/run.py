@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.common import machine, table
 from benchmarks.depth.trial import Net, Optimizer, Trial, Variant
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.lower.emit import emit
 from roundelay.simulator import simulate
@@ -195,8 +195,8 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     forward = 3e-3 / parts
     stages = tuple(
         StagePlan(
+            workers=(f"w{k}",),
             segments=(f"op{k}",),
-            device="cpu",
             forward_s=forward,
             backward_s=2 * forward,
             weights_s=0.0,
@@ -211,12 +211,13 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
         EdgePlan(source=k, target=k + 1, slots=2, forward_bytes=0, backward_bytes=0, gradient=True)
         for k in range(depth - 1)
     )
+    workers = tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(depth))
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, recompute=(),
         compile=False, precision="fp32", loss_scale="none",
         clip="none", ema=0.0, micro_batches=parts, transport="memory", deadline_s=1.0, latency_s=0.0, bytes_per_s=1e12,
-        read_s=0.0, stages=stages, edges=edges,
+        read_s=0.0, workers=workers, stages=stages, edges=edges,
     )  # fmt: skip
     few, many = (simulate(plan, emit(plan), stream([parts] * n)) for n in (2 * depth, 4 * depth))
     share = 2 * depth * 9e-3 / (many.makespan_s - few.makespan_s)

@@ -7,12 +7,14 @@ Tapes are counted in micro-batches of a whole worker, second halves that wait in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.common import table
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.schedules import schedule_named, stages_of
+from roundelay.schedules import schedule_named
 from roundelay.simulator import simulate
 
 PART_S = 0.020
@@ -24,11 +26,12 @@ UNIT = 1000
 
 def plan(rule: str, workers: int, micro_batches: int) -> Plan:
     """Equal stages in a chain; a worker's tapes, and its debts, are a thousand bytes."""
-    each = schedule_named(rule_named(rule).schedule).stages_per_worker
+    schedule = schedule_named(rule_named(rule).schedule)
+    each = schedule.stages_per_worker
     size = each * workers
     stage = StagePlan(
+        workers=(),
         segments=("some",),
-        device="cpu",
         forward_s=PART_S / each,
         backward_s=PART_S / each,
         weights_s=PART_S / each,
@@ -59,7 +62,8 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         latency_s=0.0,
         bytes_per_s=1.0,
         read_s=0.0,
-        stages=(stage,) * size,
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(workers)),
+        stages=tuple(replace(stage, workers=(f"w{k}",)) for k in schedule.place(size)),
         edges=tuple(edges),
     )
 
@@ -68,7 +72,7 @@ def batch(rule: str, workers: int, micro_batches: int) -> tuple[float, float]:
     """Milliseconds of a batch, and the tapes of the worker that holds most."""
     made = plan(rule, workers, micro_batches)
     run = simulate(made, programs_of(made), stream([micro_batches] * (SKIPPED + COUNTED + SKIPPED)))
-    first = stages_of(made)[0][0]
+    first = made.worker_stages[0][0]
     ends = [i.end_s for i in run.intervals if i.opcode == "update" and i.stage == first]
     held = max(report.tape_bytes_peak for report in run.workers) / UNIT
     return 1e3 * (ends[SKIPPED + COUNTED] - ends[SKIPPED]) / COUNTED, held

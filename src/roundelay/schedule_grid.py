@@ -7,12 +7,13 @@ from dataclasses import replace
 from roundelay.ir.action import grid
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
+from roundelay.ir.program import OPCODES
 from roundelay.ir.rule import rule_named
+from roundelay.lower.emit import schedule_of
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.schedules import schedule_of, stages_of
 from roundelay.simulator import Interval, simulate
 
-_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W"}
+_LETTERS = {opcode: OPCODES[opcode].letter for opcode in ("forward", "backward", "backward-weight")}
 
 LEGEND = (
     "F0: forward of micro-batch 0, B0: its backward (where there is W0: the gradients of its inputs, W0 those of its "
@@ -35,8 +36,11 @@ def staircase(plan: Plan, batches: int) -> str:
     ]
     unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
-    columns = {k: _row(simulation.intervals_of(k)) for k in range(len(stages_of(plan)))}
     whose = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
+    columns = {}
+    for worker in range(plan.num_workers):
+        first = plan.stages_of(worker)[0]
+        columns[first if whose == "stage" else worker] = _row(simulation.intervals_of(worker), first)
     return grid(columns, max(len(row) for row in columns.values()), whose)
 
 
@@ -50,13 +54,13 @@ def _halved(plan: Plan) -> float:
     return 1.0 if schedule_of(plan).halved else 0.0
 
 
-def _row(intervals: list[Interval]) -> list[str]:
+def _row(intervals: list[Interval], first: int) -> list[str]:
     cells: list[str] = []
     for interval in intervals:
         if interval.opcode in _LETTERS:
             cells += [""] * (round(interval.start_s) - len(cells))
             letter = _LETTERS[interval.opcode]
-            cells.append(f"{letter if interval.stage == interval.worker else letter.lower()}{interval.g}")
+            cells.append(f"{letter if interval.stage == first else letter.lower()}{interval.g}")
         elif interval.opcode == "update":
             cells[-1] += "'"
     return cells

@@ -18,7 +18,6 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Channel, Program
-from roundelay.schedules import workers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,6 @@ class _Clock:
             Machine(program, first.g, first.batch, flying) for program, flying in zip(programs, in_flight, strict=True)
         ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
-        self.workers = workers_of(plan)
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0
@@ -191,7 +189,7 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(run)
+        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(worker, run)
         for channel, _ in run.gives:
             self.on_way[channel] += 1
             self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
@@ -208,12 +206,12 @@ class _Clock:
         """A run has ended: its messages and grants set out; what stays on the worker is there at once."""
         self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            reader = self.workers[self.channels[number].target]
+            reader = self.channels[number].target.worker
             arrives = partial(self.machines[reader].arrive, number, self.headers[run.g])
             self.push(0.0 if reader == worker else self.travel_s(number), reader, arrives)
         for number, _ in run.takes:
             self.on_way[number] -= 1
-            maker = self.workers[self.channels[number].source]
+            maker = self.channels[number].source.worker
             back_s = 0.0 if maker == worker else self.plan.latency_s
             self.push(back_s, maker, partial(self.machines[maker].grant, number))
 
@@ -235,11 +233,11 @@ class _Clock:
             )
         return reader.ask(header.batch, self.plan.read_s * header.count, self.now) - self.now
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, worker: int, run: Run) -> float:
         """Predicted seconds of an instruction that computes."""
         stage = self.plan.stages[run.stage]
         again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        whole = 0.0 if self.machines[self.workers[run.stage]].program.owed else stage.weights_s
+        whole = 0.0 if self.machines[worker].program.owed else stage.weights_s
         times = {
             "forward": stage.forward_s,
             "backward": stage.backward_s + again + whole,
@@ -273,7 +271,7 @@ class _Clock:
             peak_bytes = max(peak_bytes, sum(one.tape_bytes for one in holds.values()))
             held.owed -= interval.opcode == "backward-weight"
         gaps = [self.headers[i.g].batch - i.reads for i in mine if i.opcode == "forward"]
-        into = [c for c in program.channels if c.target in program.stages]
+        into = [c for c in program.channels if c.target.worker == program.worker]
         return WorkerReport(
             busy_s=sum(i.end_s - i.start_s for i in mine if i.opcode != "read"),
             data_s=sum(i.end_s - i.start_s for i in mine if i.opcode == "read"),
@@ -298,7 +296,7 @@ class _Holds:
 
     def __init__(self, stage: StagePlan, program: Program) -> None:
         self.stage, self.halved = stage, program.owed > 0
-        read = {instruction.weights for instruction in program.instructions}
+        read = {instruction.weights for instruction in program.body}
         self.stash = "forward" in read
         #: micro-batch that waits for its backward, to the version and the distance that its forward has read
         self.alive: dict[int, tuple[int, int]] = {}
@@ -341,4 +339,4 @@ def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     forward = {(edge.source, edge.target): edge.forward_bytes for edge in plan.edges}
     back = {(edge.target, edge.source): edge.backward_bytes for edge in plan.edges}
     of = {"forward": forward, "gradient": back}  # the others carry numbers, which are not counted
-    return {c.id: of.get(c.kind, {}).get((c.source, c.target), 0) for c in channels.values()}
+    return {c.id: of.get(c.kind, {}).get((c.source.stage, c.target.stage), 0) for c in channels.values()}

@@ -15,7 +15,6 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
-from roundelay.schedules import workers_of
 
 #: ("result", worker), ("message", channel) or ("grant", channel)
 Queue = tuple[str, int]
@@ -35,7 +34,6 @@ class World:
         programs = emit(plan)
         self.machines = [Machine(program, headers[0].g, headers[0].batch) for program in programs]
         self.channels = {c.id: c for program in programs for c in program.channels}
-        self.workers = workers_of(plan)
         self.headers = {header.g: header for header in headers}
         self.lost = set(lost)
         self.pending: dict[Queue, deque[tuple[int, Callable[[], None]]]] = {}
@@ -68,11 +66,11 @@ class World:
         """A run has ended: its messages and grants set out."""
         self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            target = self.workers[self.channels[number].target]
+            target = self.channels[number].target.worker
             arrive = partial(self.machines[target].arrive, number, self.headers[run.g])
             self.post(("message", number), target, arrive)
         for number, _ in run.takes:
-            source = self.workers[self.channels[number].source]
+            source = self.channels[number].source.worker
             self.post(("grant", number), source, partial(self.machines[source].grant, number))
 
     def run(self, choose: Choice) -> World:

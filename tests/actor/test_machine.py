@@ -30,10 +30,10 @@ def done(runs: list[Run]) -> list[str]:
     return [f"{letter}{run.header.batch if letter == 'U' else run.g}" for run, letter in shown if run.header]
 
 
-def expected_actions(plan: Plan, stage: int, counts: list[int]) -> list[str]:
+def expected_actions(plan: Plan, worker: int, counts: list[int]) -> list[str]:
     """The same from the schedule."""
     schedule = schedule_named(rule_named(plan.rule).schedule)
-    return [f"{act.kind}{act.number}" for act in actions(schedule, stage, plan.num_stages, counts)]
+    return [f"{act.kind}{act.number}" for act in actions(schedule, plan.stages_of(worker), plan.num_stages, counts)]
 
 
 # --- order and versions
@@ -230,7 +230,7 @@ def test_a_missing_grant_stops_the_producer(rule: str, slots: int) -> None:
     world = World(plan_of(rule, 2, 8, slots=slots), stream([8]), lost=[("grant", 0)]).run(in_turn)
     producer, consumer = world.machines
     assert [run.g for run in world.runs[0] if run.gives] == list(range(slots))
-    assert producer.waits_for() == f"forward of micro-batch {slots} waits for a free slot of channel 0"
+    assert producer.waits_for() == f"forward of micro-batch {slots} on stage 0 waits for a free slot of channel 0"
     assert not producer.halted
     assert not consumer.halted
 
@@ -238,7 +238,7 @@ def test_a_missing_grant_stops_the_producer(rule: str, slots: int) -> None:
 def test_a_missing_message_stops_the_consumer_who_says_which() -> None:
     skip = edge_of(0, 2, gradient=False)
     world = World(plan_of("1f1b", 3, 4, skips=[skip]), stream([4]), lost=[("message", 2)]).run(in_turn)
-    assert world.machines[2].waits_for() == "forward of micro-batch 0 waits for message 0 on channel 2"
+    assert world.machines[2].waits_for() == "forward of micro-batch 0 on stage 2 waits for message 0 on channel 2"
     assert world.runs[2] == []
 
 
@@ -246,4 +246,7 @@ def test_all_that_is_lacking_is_named() -> None:
     middle = Machine(emit(plan_of("1f1b", 3, 4, slots=1))[1])
     middle.credits[2] = 0
     assert middle.fire() is None
-    assert middle.waits_for() == "forward of micro-batch 0 waits for message 0 on channel 0, a free slot of channel 2"
+    assert (
+        middle.waits_for()
+        == "forward of micro-batch 0 on stage 1 waits for message 0 on channel 0, a free slot of channel 2"
+    )

@@ -27,27 +27,27 @@ def fired(machine: Machine) -> str:
 
 def test_an_instruction_fires_with_the_event_that_allows_it() -> None:
     machine = second_of_two()
-    assert machine.waits_for() == "it has not started"
+    assert machine.waits_for() == "forward of micro-batch 0 on stage 1 waits for message 0 on channel 0"
     assert fired(machine) == ""
     machine.arrive(0, HEADERS[0])
-    assert fired(machine) == "forward g=0 version=0 takes=0[0]"
-    assert machine.waits_for() == "forward of micro-batch 0 is running"
+    assert fired(machine) == "forward g=0 stage=1 version=0 takes=0[0]"
+    assert machine.waits_for() == "forward of micro-batch 0 on stage 1 is running"
     assert fired(machine) == ""  # one thing at a time
     machine.finish()
-    assert fired(machine) == "backward g=0 version=0 gives=1[0]"
+    assert fired(machine) == "backward g=0 stage=1 version=0 gives=1[0]"
     machine.arrive(0, HEADERS[1])  # early, and kept
     assert fired(machine) == ""
     machine.finish()
-    assert fired(machine) == "update g=0 version=0"
+    assert fired(machine) == "update g=0 stage=1 version=0"
     machine.finish()
-    assert fired(machine) == "forward g=1 version=1 takes=0[0]"
+    assert fired(machine) == "forward g=1 stage=1 version=1 takes=0[0]"
     machine.finish()
     assert fired(machine) == ""
-    assert machine.waits_for() == "backward of micro-batch 1 waits for a free slot of channel 1"
+    assert machine.waits_for() == "backward of micro-batch 1 on stage 1 waits for a free slot of channel 1"
     machine.grant(1)
-    assert fired(machine) == "backward g=1 version=1 gives=1[0]"
+    assert fired(machine) == "backward g=1 stage=1 version=1 gives=1[0]"
     machine.finish()
-    assert fired(machine) == "update g=1 version=1"
+    assert fired(machine) == "update g=1 stage=1 version=1"
     machine.finish()
     assert not machine.halted
     assert fired(machine) == ""
@@ -65,7 +65,7 @@ def test_the_machine_says_whether_a_free_slot_is_what_it_lacks() -> None:
         machine.arrive(0, header)
         while machine.fire():
             machine.finish()
-    assert machine.waits_for() == "backward of micro-batch 1 waits for a free slot of channel 1"
+    assert machine.waits_for() == "backward of micro-batch 1 on stage 1 waits for a free slot of channel 1"
     assert machine.wants_credit
     machine.grant(1)
     assert fired(machine) != ""
@@ -75,7 +75,7 @@ def test_the_machine_says_whether_a_free_slot_is_what_it_lacks() -> None:
 def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
     machine = Machine(emit(plan_of("1f1b", 1, 2))[0])
     header = stream([2])[0]
-    assert fired(machine) == "read g=0 version=0"
+    assert fired(machine) == "read g=0 stage=0 version=0"
     machine.finish(header)
     assert machine.header(0) == header
     shown = []
@@ -83,7 +83,7 @@ def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
         shown.append(fired(machine))
         machine.finish()
     # no update in between: the batch has not ended
-    assert shown == ["forward g=0 version=0", "backward g=0 version=0", "read g=1 version=0"]
+    assert shown == ["forward g=0 stage=0 version=0", "backward g=0 stage=0 version=0", "read g=1 stage=0 version=0"]
 
 
 def test_what_is_done_with_is_forgotten() -> None:
@@ -95,7 +95,7 @@ def test_what_is_done_with_is_forgotten() -> None:
         machine.grant(1)
         while machine.fire():
             machine.finish()
-    assert [g for g in range(6) if machine.header(g)] == [5]
+    assert [g for g in range(6) if machine.header(g)] == []
 
 
 def test_a_message_beyond_the_slots_is_a_broken_law() -> None:
@@ -112,7 +112,7 @@ def test_a_message_that_is_being_read_still_fills_its_slot() -> None:
     machine = second_of_two()
     machine.arrive(0, HEADERS[0])
     assert fired(machine)
-    assert machine.waits_for() == "forward of micro-batch 0 is running"
+    assert machine.waits_for() == "forward of micro-batch 0 on stage 1 is running"
     with pytest.raises(InternalError, match="channel 0 with all 1 slots full"):
         machine.arrive(0, HEADERS[1])
 

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import FORMAT, SINCE_1, SINCE_2, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, plan_of, plans
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
 INTS = st.integers(0, 2**63)
+WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS)
 STAGES = st.builds(
     StagePlan,
+    workers=st.lists(TEXTS, max_size=2).map(tuple),
     segments=st.lists(TEXTS, max_size=3).map(tuple),
     forward_s=FLOATS,
     backward_s=FLOATS,
@@ -46,6 +48,7 @@ PLANS = st.builds(
     latency_s=FLOATS,
     bytes_per_s=FLOATS,
     read_s=FLOATS,
+    workers=st.lists(WORKERS, min_size=1, max_size=2).map(tuple),
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     edges=st.lists(EDGES, max_size=3).map(tuple),
 )
@@ -105,7 +108,7 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 3\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 4\n")
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -160,9 +163,10 @@ def test_any_text_is_a_plan_or_is_refused(text: str) -> None:
 )
 def test_a_value_of_a_wrong_kind_is_refused_by_its_field(field: str, wrong: str) -> None:
     top = [line for line in LINES[: LINES.index("")] if not line.startswith(f"{field} = ")]
-    parts = "\n".join(LINES[LINES.index("") :]) if field not in ("stages", "edges") else ""
-    if field == "edges":
-        parts = "\n".join(LINES[LINES.index("") : LINES.index("[[edges]]")])
+    start, end = LINES.index(""), len(LINES)
+    if field in ("stages", "edges"):
+        end = LINES.index(f"[[{field}]]")
+    parts = "\n".join(LINES[start:end])
     with pytest.raises(PlanError) as refusal:
         Plan.parse("\n".join([*top, f"{field} = {wrong}", parts]))
     assert field in str(refusal.value) or field == "edges"
@@ -186,39 +190,26 @@ def test_a_wrong_value_in_a_stage_or_edge_is_refused_with_its_place(field: str, 
     assert refusal.value.subject == f"{place}: field {field!r}"
 
 
-def without(*names: str, text: str = SMALL.text()) -> str:
-    """A plan's text without the lines of some fields, wherever they stand."""
-    return "\n".join(line for line in text.splitlines() if line.partition(" = ")[0] not in names)
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) -> None:
+    old = SMALL.text().replace(f"format = {FORMAT}", f"format = {version}")
+    with pytest.raises(PlanError, match=r"which worker runs a stage.*roundelay plan JOB\.py"):
+        Plan.parse(old)
 
 
-def test_a_plan_of_the_first_format_is_read_as_it_was_run_then() -> None:
-    """It says nothing of what nobody could ask for, and becomes a plan of today."""
-    old = SMALL.text().replace(f"format = {FORMAT}", "format = 1")
-    assert Plan.parse(old) == SMALL
-    names = [name for fields in (*SINCE_1.values(), *SINCE_2.values()) for name in fields]
-    read = Plan.parse(without(*names, text=old))
-    assert read.format == FORMAT
-    assert Plan.parse(read.text()) == read
-    assert {name: getattr(read, name) for name in SINCE_1["Plan"]} == SINCE_1["Plan"]
-    assert all({n: getattr(s, n) for n in SINCE_1["StagePlan"]} == SINCE_1["StagePlan"] for s in read.stages)
-    assert {name: getattr(read, name) for name in ("clip", "precision", "loss_scale", "compile")} == {
-        "clip": "none",
-        "precision": "fp32",
-        "loss_scale": "none",
-        "compile": False,
-    }
-    for name in names:
-        with pytest.raises(PlanError, match=rf"field '{name}'.*a plan without it.*roundelay plan JOB.py"):
-            Plan.parse(without(name))
-    with pytest.raises(PlanError, match="field 'rule'"):
-        Plan.parse(without("rule", text=old))
+def test_a_stage_on_no_worker_of_the_plan_is_refused_by_its_number() -> None:
+    for wrong in ('["w9"]', "[]", '["w0", "w1"]'):
+        plan = Plan.parse(SMALL.text().replace('workers = ["w1"]', f"workers = {wrong}"))
+        with pytest.raises(PlanError, match=r"stages\[1\].workers of the plan.*w0, w1, w2"):
+            plan.worker_of(1)
 
 
-def test_a_plan_of_the_second_format_may_lack_what_came_later_and_nothing_else() -> None:
-    old = SMALL.text().replace(f"format = {FORMAT}", "format = 2")
-    assert Plan.parse(without("ema", text=old)) == SMALL
-    with pytest.raises(PlanError, match="field 'clip'"):
-        Plan.parse(without("ema", "clip", text=old))
+def test_placement_is_read_from_the_plan() -> None:
+    swapped = (
+        SMALL.text().replace('workers = ["w0"]', 'workers = ["?"]').replace('workers = ["w2"]', 'workers = ["w0"]')
+    )
+    plan = Plan.parse(swapped.replace('workers = ["?"]', 'workers = ["w2"]'))
+    assert (plan.stage_workers, plan.worker_stages) == ((2, 1, 0), ((2,), (1,), (0,)))
 
 
 def test_an_unknown_field_is_refused_by_its_name() -> None:
@@ -227,7 +218,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "4", "'1'", "1.5", "1.0", "true"])
+@pytest.mark.parametrize("version", ["0", "5", "'4'", "4.5", "4.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

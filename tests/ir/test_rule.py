@@ -44,6 +44,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "spectrain": ("async-1f1b", True, "ahead"),
         "lookahead": ("async-1f1b", True, "ahead"),
         "rehearse": ("async-1f1b", True, "live"),
+        "interleaved-1f1b": ("interleaved-1f1b", False, "forward"),
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.schedules import schedule_named
 
@@ -19,7 +20,6 @@ RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
 FEW = settings(max_examples=25)
 
 STAGE: dict[str, Any] = {
-    "device": "cpu",
     "forward_s": 1.0,
     "backward_s": 2.0,
     "weights_s": 0.0,
@@ -35,11 +35,17 @@ def edge_of(source: int, target: int, *, slots: int = 2, gradient: bool = True) 
     return EdgePlan(source=source, target=target, slots=slots, forward_bytes=0, backward_bytes=0, gradient=gradient)
 
 
+def place_of(rule: str, num_stages: int) -> tuple[int, ...]:
+    """For each stage the worker that the rule's schedule suggests."""
+    return schedule_named(rule_named(rule).schedule).place(num_stages)
+
+
 def plan_of(
     rule: str, num_stages: int, micro_batches: int, *, slots: int = 2, skips: Sequence[EdgePlan] = (), **changes: Any
 ) -> Plan:
     """A plan with f = 1 s, b = 2 s, free updates and free messages; ``changes`` are further fields of the plan."""
     neighbours = [edge_of(k, k + 1, slots=slots) for k in range(num_stages - 1)]
+    home = place_of(rule, num_stages)
     fields: dict[str, Any] = {
         "format": FORMAT,
         "model": "a model",
@@ -58,10 +64,24 @@ def plan_of(
         "latency_s": 0.0,
         "bytes_per_s": 1.0,
         "read_s": 0.0,
-        "stages": tuple(StagePlan(segments=(f"end_{k}",), **STAGE) for k in range(num_stages)),
+        "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(len(set(home)))),
+        "stages": tuple(
+            StagePlan(workers=(f"w{home[k]}",), segments=(f"end_{k}",), **STAGE) for k in range(num_stages)
+        ),
         "edges": tuple(sorted([*neighbours, *skips], key=lambda edge: (edge.source, edge.target))),
     }
     return Plan(**{**fields, **changes})
+
+
+def by_rule(plan: Plan, rule: str) -> Plan:
+    """The plan with another rule, its stages on the workers that the rule's schedule suggests."""
+    home = place_of(rule, plan.num_stages)
+    return replace(
+        plan,
+        rule=rule,
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(len(set(home)))),
+        stages=tuple(replace(stage, workers=(f"w{k}",)) for stage, k in zip(plan.stages, home, strict=True)),
+    )
 
 
 @st.composite

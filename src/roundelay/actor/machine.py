@@ -18,6 +18,7 @@ between two stages of this worker is no different: then the driver tells this sa
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +26,10 @@ from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import ENTRY, ONCE_A_BATCH, PREVIOUS, Instruction, Program
+from roundelay.ir.program import ENTRY, OPCODES, PREVIOUS, Instruction, Program
+
+_UNKNOWN = sys.maxsize
+"""The last micro-batch of a window, until its header has said that it is."""
 
 
 @final
@@ -58,9 +62,7 @@ class Run(NamedTuple):
 
     def __str__(self) -> str:
         words = [f"{self.instruction.opcode} g={self.g}"]
-        if self.instruction.stage is not None:
-            words.append(f"stage={self.stage}")
-        words.append(f"version={self.version}")
+        words += [f"stage={self.stage}", f"version={self.version}"]
         if self.instruction.reads:
             words.append(f"reads={self.reads}")
         if self.instruction.distance:
@@ -92,18 +94,20 @@ class Machine:
         #: updates that the weights of each stage have seen
         self.versions = dict.fromkeys(program.stages, first_version)
         #: free slots at the consumer, for each channel given to
-        self.credits = {c.id: c.slots for c in program.channels if c.source in self.versions}
+        self.credits = {c.id: c.slots for c in program.channels if c.source.worker == program.worker}
         #: micro-batches whose message is here and unread, for each channel taken from
-        self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.target in self.versions}
+        self.unread: dict[int, deque[int]] = {
+            c.id: deque() for c in program.channels if c.target.worker == program.worker
+        }
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
         self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
         self._again = dict(in_flight or {})
-        self._forward = self._backward = self._settled = self._window_start = first_g
-        self._window_end: int | None = None
-        self._block: tuple[Instruction, ...] = ()
-        self._at, self._base = 0, first_g
+        offsets = [instruction.offset for instruction in program.body]
+        self._first_turn, self._least_offset = -(max(offsets) // program.every), min(offsets)
+        self._first, self._last = first_g, _UNKNOWN  # micro-batches of the window
+        self._turn, self._at = self._first_turn, 0
         self._running: Run | None = None
         self.halted = False
         #: forwards whose backward is still to come
@@ -137,38 +141,34 @@ class Machine:
             self._headers[header.g] = header._replace(entry=run.version)
         opcode = run.instruction.opcode
         if opcode == "forward":
-            self._forward = run.g + 1
             self.in_flight += 1
             known = self._headers[run.g]
-            if known.final or (self.program.window == "batch" and known.ends_batch):
-                self._window_end = run.g
+            if known.final or (self.program.over == "batch" and known.ends_batch):
+                self._last = run.g
         elif opcode == "backward":
-            self._backward = run.g + 1
             self.in_flight -= 1
-        elif opcode == "backward-weight":
-            self._settled = run.g + 1
         elif opcode == "update":
             self.versions[run.stage] += 1
 
     def fire(self) -> Run | None:
-        """The next instruction that can run, and is taken to run from now on; None while one runs or none can.
+        """The next instruction that can run, and counts as running from now on; None while one runs or none can.
 
-        Passed over is what acts on nothing: update and square where no batch ends, and whatever would lie before the
-        window or behind it (:attr:`Instruction.offset`). Behind the program's end the machine has :attr:`halted`.
+        A line is passed over if it acts on nothing: if its micro-batch lies outside of the window, or if it acts once a
+        batch and no batch ends there. After the last one the machine has :attr:`halted`.
         """
         self.wants_credit = False
-        if self._running is not None:
+        if self._running is not None or self.halted:
             return None
+        body = self.program.body
         while True:
-            if self._at >= len(self._block) and not self._next_block():
+            if self._at == len(body) and not self._next_turn():
                 self.halted = True
                 return None
-            instruction = self._block[self._at]
-            g, end = self._base + instruction.offset, self._window_end
-            if g < self._window_start or (end is not None and g > end):  # before the window, or behind its known end
-                self._at += 1
-                continue
-            if instruction.opcode in ONCE_A_BATCH and not self._headers[g].ends_batch:
+            instruction = body[self._at]
+            g = self._first + self._turn * self.program.every + instruction.offset
+            if not self._first <= g <= self._last or (
+                OPCODES[instruction.opcode].once_a_batch and not self._headers[g].ends_batch
+            ):
                 self._at += 1
                 continue
             for channel in instruction.takes:
@@ -181,6 +181,17 @@ class Machine:
             self._running = self._claim(instruction, g)
             self._at += 1
             return self._running
+
+    def _next_turn(self) -> bool:
+        """Begin the next turn of the loop, or the first one of the next window; False when the run is over."""
+        self._turn, self._at = self._turn + 1, 0
+        done = self._first + self._turn * self.program.every + self._least_offset  # nothing acts on earlier ones
+        over, final = done > self._last, done > self._last and bool(self._headers[self._last].final)
+        for g in range(max(self._first, done - self.program.every), min(done, self._last + 1)):
+            self._headers.pop(g, None)
+        if over:
+            self._first, self._last, self._turn = self._last + 1, _UNKNOWN, self._first_turn
+        return not final
 
     def header(self, g: int) -> MicroBatch | None:
         """What is known of a micro-batch that is not yet done with."""
@@ -195,45 +206,13 @@ class Machine:
         """What the machine waits for, for people."""
         if self._running is not None:
             return f"{_named(self._running.instruction, self._running.g)} is running"
-        if self.halted or self._at >= len(self._block):
-            return "the program has ended" if self.halted else "it has not started"
-        instruction, g = self._block[self._at], self._base + self._block[self._at].offset
+        if self.halted or self._at == len(self.program.body):
+            return "the program has ended" if self.halted else "the next turn of its loop is due"
+        instruction = self.program.body[self._at]
+        g = self._first + self._turn * self.program.every + instruction.offset
         lacks = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
         lacks += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
         return f"{_named(instruction, g)} waits for {', '.join(lacks) or 'nothing'}"
-
-    def _next_block(self) -> bool:
-        """Choose the block to execute next; False when the run is over."""
-        if self.program.order:
-            return self._next_window()
-        # a block holds one backward at most, and one second half
-        self._headers.pop((self._settled if self.program.tail else self._backward) - 2, None)
-        end = self._window_end
-        if end is not None and self._forward > end:
-            if self._backward <= end:
-                self._block, self._at, self._base = self.program.drain, 0, self._backward
-                return True
-            if self.program.tail and self._settled <= end:
-                self._block, self._at, self._base = self.program.tail, 0, self._settled
-                return True
-            if self._headers[end].final:
-                return False
-            self._window_start, self._window_end = end + 1, None
-        warm = self._forward - self._window_start < self.program.lag
-        self._block = self.program.warm_up if warm else self.program.steady
-        self._at, self._base = 0, self._forward if warm else self._forward - self.program.lag
-        return True
-
-    def _next_window(self) -> bool:
-        """Begin the order anew: once per window; False when the run is over."""
-        end = self._window_end
-        if end is not None:
-            if self._headers[end].final:
-                return False
-            self._headers = {g: header for g, header in self._headers.items() if g > end}
-            self._window_start, self._window_end = end + 1, None
-        self._block, self._at, self._base = self.program.order, 0, self._window_start
-        return True
 
     def _claim(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires."""
@@ -244,8 +223,7 @@ class Machine:
             self.credits[channel] -= 1
         takes, gives = self._places(instruction.takes), self._places(instruction.gives)
         header = self._headers.get(g)
-        stage = self.program.worker if instruction.stage is None else instruction.stage
-        version = self.versions[stage]
+        version = self.versions[instruction.stage]
         if self._again and instruction.opcode in ("read", "forward"):
             version = self._again.get(g, version)
         reads: tuple[int, int | None] = version, None
@@ -254,7 +232,7 @@ class Machine:
         distance = 0
         if instruction.distance and header is not None:
             distance = self._distance(instruction.distance, header, version)
-        return Run(instruction, g, header, version, *reads, distance, takes, gives, stage)
+        return Run(instruction, g, header, version, *reads, distance, takes, gives, instruction.stage)
 
     def _distance(self, distance: str, header: MicroBatch, version: int) -> int:
         crossed, more = _parsed(distance)
@@ -289,8 +267,7 @@ class Machine:
 
 def _named(instruction: Instruction, g: int) -> str:
     """An instruction and what it acts on, for people."""
-    where = "" if instruction.stage is None else f" on stage {instruction.stage}"
-    return f"{instruction.opcode} of micro-batch {g}{where}"
+    return f"{instruction.opcode} of micro-batch {g} on stage {instruction.stage}"
 
 
 @cache

@@ -150,7 +150,7 @@ class Checkpointer:
     def _evaluate_snapshot(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot, and keep the metric that a learning rate depends on."""
         job, captured, header = self._session.job, self._session.captured, snapshot.header
-        with holding_averages(captured, snapshot.optimizer), captured.settings.apart():
+        with holding_averages(captured, snapshot.optimizer), captured.settings.suspended():
             evaluated, reason = evaluate(job, captured.model, header.batch + 1, header.epoch)
         restore(captured, snapshot)
         captured.settings.check()
@@ -211,7 +211,7 @@ def put(captured: Captured, snapshot: Snapshot) -> None:
     """
     own = captured.parameters()
     for name, tensor in snapshot.parameters.items():
-        captured.laid(name, laid_out(own[name].data, tensor).clone())
+        captured.set_parameter(name, laid_out(own[name].data, tensor).clone())
     with torch.no_grad():
         for name, buffer in captured.buffers().items():
             new = snapshot.buffers.get(name, buffer)
@@ -233,7 +233,7 @@ def restore(captured: Captured, snapshot: Snapshot) -> None:
                 raise _changed_by_evaluate(f"{kind} {name!r}")
     for name, tensor in snapshot.parameters.items():
         if not torch.equal(own[name].data, tensor):
-            captured.laid(name, laid_out(own[name].data, tensor).clone())
+            captured.set_parameter(name, laid_out(own[name].data, tensor).clone())
 
 
 def _is_close(now: torch.Tensor, before: torch.Tensor) -> bool:
@@ -274,11 +274,11 @@ def holding_averages(captured: Captured, optimizer: Mapping[str, Mapping[str, An
     before = {name: own[name].data for name in averaged}
     try:
         for name, average in averaged.items():
-            captured.laid(name, laid_out(before[name], average).clone())
+            captured.set_parameter(name, laid_out(before[name], average).clone())
         yield
     finally:
         for name, weight in before.items():
-            captured.laid(name, weight)
+            captured.set_parameter(name, weight)
 
 
 def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tuple[Evaluated, str | None]:

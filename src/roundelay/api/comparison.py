@@ -13,9 +13,10 @@ import torch
 from roundelay.api.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
 from roundelay.api.comparison_run import run_in_folder
 from roundelay.api.comparison_variants import Variant, variants
+from roundelay.api.cuts import default_workers
 from roundelay.api.events import Event
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
+from roundelay.api.explain_plan import explain
+from roundelay.api.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan
 from roundelay.api.run_results import RunResult
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from roundelay.api.comparison_variants import Variant
-from roundelay.api.plan_file import read_plan
+from roundelay.api.planning import read_plan
 from roundelay.api.run_results import RunResult, damaged_run, read_result
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json, unwritten
 from roundelay.errors import UsageError

@@ -17,12 +17,11 @@ from typing import Any
 
 from roundelay.api.comparison import Compared
 from roundelay.api.comparison_variants import OWN, Variant
+from roundelay.api.planning import simulate
 from roundelay.api.run_results import LOSS, Point, RunResult, is_per_update
-from roundelay.api.simulating import simulate
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.page.scale import seconds, short, size
-from roundelay.schedules import stages_of
 
 WINDOW = 10
 """Number of updates over which the training loss is averaged."""
@@ -190,7 +189,7 @@ def _memory(plan: Plan | None) -> Iterator[Cell]:
     versions = weights = tapes = None
     if plan is not None:
         workers = simulate(plan, batches=2 * plan.num_stages + 4).workers
-        bytes_of = [sum(plan.stages[k].parameter_bytes for k in stages) for stages in stages_of(plan)]
+        bytes_of = [sum(plan.stages[k].parameter_bytes for k in stages) for stages in plan.worker_stages]
         versions = max(report.versions_held_peak for report in workers)
         weights = sum(r.versions_held_peak * own for r, own in zip(workers, bytes_of, strict=True))
         tapes = sum(report.tape_bytes_peak for report in workers)

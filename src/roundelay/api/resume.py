@@ -20,7 +20,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.stage_optimizer import RateTable
 from roundelay.runtime.stage_state import Initial
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import schedule_named
 
 TRAINED = "trained parameters"
 
@@ -89,14 +89,12 @@ def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
     run that continues with others than its checkpoint's (some are frozen no more) starts with empty stages, and without
     optimizer state of those that were frozen.
     """
-    blocks = []
-    for program in programs_of(plan):
-        lines = (*program.warm_up, *program.steady, *program.drain, *program.order)
-        blocks.append((program.window, program.lag, *map(str, lines)))
+    programs = sorted(programs_of(plan), key=lambda program: program.stages)
+    blocks = [(program.over, program.every, *map(str, program.body)) for program in programs]
     names = [name for name, parameter in captured.model.named_parameters() if parameter.requires_grad]
     every = sum(1 for _ in captured.model.parameters())
     return {
-        "workers": str(num_workers(plan)),
+        "workers": str(plan.num_workers),
         "micro-batches": str(plan.micro_batches),
         "rule": plan.rule,
         "predictor": plan.predictor,
@@ -130,7 +128,7 @@ def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, see
     choices = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
     options = [
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if not callable(v)}
-        for group in rates.made_with
+        for group in rates.group_options
     ]
     first_rates = [rates.at(update) for update in range(16 if rates.scheduled else 1)]
     return hashlib.sha256(repr((dict(order), choices, rates.kinds, options, first_rates)).encode()).hexdigest()[:16]

@@ -14,7 +14,6 @@ from roundelay.api.state_gather import Snapshot
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.runtime.worker_messages import Report
-from roundelay.schedules import num_workers
 
 Rates = Callable[[int], tuple[float, ...]]
 Terms = tuple[float, float]
@@ -79,7 +78,7 @@ class Trained:
     def __repr__(self) -> str:
         losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"
         return (
-            f"Trained(rule={self.plan.rule!r}, workers={num_workers(self.plan)}, updates={len(self.updates)}, "
+            f"Trained(rule={self.plan.rule!r}, workers={self.plan.num_workers}, updates={len(self.updates)}, "
             f"loss: {losses}, samples_per_second={self.samples_per_second:.1f})"
         )
 

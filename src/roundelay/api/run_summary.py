@@ -13,7 +13,6 @@ from roundelay.ir.plan import Plan
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span, write_trace
-from roundelay.schedules import num_workers, stages_of
 
 
 def write_results(
@@ -47,7 +46,7 @@ def spans_of(trained: Trained) -> list[Span]:
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
     """The gaps between the instructions of a run."""
-    return gaps_of(spans, plan.edges, num_workers(plan))
+    return gaps_of(spans, plan.edges, plan.num_workers)
 
 
 def stage_names(session: Session) -> dict[int, str]:
@@ -56,7 +55,7 @@ def stage_names(session: Session) -> dict[int, str]:
     modules = {op.name: op.module or "the model" for op in graph.ops}
     return {
         k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in ends_of(session.plan, stages))
-        for k, stages in enumerate(stages_of(session.plan))
+        for k, stages in enumerate(session.plan.worker_stages)
     }
 
 
@@ -68,7 +67,7 @@ def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
 def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
     """Fields of the summary: ``busy``, ``shares`` and ``memory`` by worker, and where the measured stretch begins."""
     plan = trained.plan
-    shares = shares_of(spans, gaps, num_workers(plan))
+    shares = shares_of(spans, gaps, plan.num_workers)
     optimizer_sizes = optimizer_bytes(session.job, session.captured, session.partition, plan)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
@@ -98,7 +97,7 @@ def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder
         "rule": plan.rule,
         "predictor": plan.predictor,
         "backward": plan.backward,
-        "workers": num_workers(plan),
+        "workers": plan.num_workers,
         "micro_batches": plan.micro_batches,
         "transport": plan.transport,
         "steps": len(trained.updates),

@@ -32,7 +32,7 @@ def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
         if value is not None and value < 1:
             raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
     position = Position(0, 0, 0, 0) if start is None else start.position
-    if length == Length() and start is not None and start.until.lies_behind(position):  # an interrupted run
+    if length == Length() and start is not None and start.until.is_after(position):  # an interrupted run
         until = start.until
         length = Length(steps=None if until.updates is None else until.updates - position.updates, epochs=until.epochs)
     steps = length.steps if length.epochs is not None or length.steps is not None else job.steps

@@ -13,7 +13,7 @@ from typing import Any
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
-from roundelay.api.fidelity_precheck import check_known, checked_before
+from roundelay.api.fidelity_precheck import check_before_training, validate_check
 from roundelay.api.observers import user_observer
 from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.resume import (
@@ -35,12 +35,12 @@ from roundelay.env import launched_as
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
-from roundelay.lower.validate_plan import FORKING
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.batch_reader import Extent, RunControl
-from roundelay.runtime.device import check_here
-from roundelay.runtime.forked_call import backwards_apart, check_transport, isolated
+from roundelay.runtime.device import check_devices_exist
+from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
@@ -52,7 +52,6 @@ from roundelay.runtime.stage_state import Initial
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
-from roundelay.schedules import num_workers, stages_of
 
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
@@ -107,7 +106,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         RunError: the run failed; the last checkpoint is complete.
     """
     _check_saving(checkpoint_every, save_to)
-    check_known(check)
+    validate_check(check)
     if (process := launched_as()) is not None:
         warnings.warn(
             f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "
@@ -193,8 +192,8 @@ class Session:
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
-        if plan.transport == "memory":  # all stages run in this process; other processes check for themselves
-            check_here(plan.devices)
+        if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
+            check_devices_exist(plan.devices)
         self.extent = extent(job, length, start)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan, captured)
@@ -223,7 +222,7 @@ class Session:
             FidelityError: the captured job trains differently.
         """
         with one_thread():
-            return checked_before(
+            return check_before_training(
                 self.job,
                 self.captured,
                 self.plan,
@@ -274,7 +273,7 @@ class Session:
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
         record = RunRecord(
-            num_workers(self.plan), notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
+            self.plan.num_workers, notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
         )
         gatherer = StateGatherer(
             self.plan.num_stages, lambda snapshot: checkpointer.keep(snapshot, record.epoch_starts)
@@ -293,7 +292,7 @@ class Session:
             last = checkpointer.finish()
             # as plain PyTorch leaves the model
             for name, weight in averages(last.optimizer, moving=False).items():
-                self.captured.laid(name, weight.clone())
+                self.captured.set_parameter(name, weight.clone())
         finally:
             checkpointer.close(notify)
             forget(self.job.batches)  # a loader that a forked worker has read from cannot be continued here
@@ -396,11 +395,11 @@ class Session:
         """
         if not self.plan.compile:
             return None
-        compiler, mine = self._compiler(), stages_of(self.plan)
+        compiler, mine = self._compiler(), self.plan.worker_stages
         if party is not None:
             compiler(mine[party.rank])
-            party.gather("compiled")
-        elif self.plan.transport in FORKING and backwards_apart():
+            party.barrier("compiled")
+        elif transport_named(self.plan.transport).forks and must_isolate_backward():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
         else:

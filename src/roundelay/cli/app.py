@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +16,13 @@ import typer
 
 from roundelay import env
 from roundelay.api import simulate
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import explain
+from roundelay.api.explain_plan import explain
+from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_summary import ends_of, gaps_between
 from roundelay.api.training import Session
-from roundelay.api.verifying import check_way, judged, length_of, verify_session
+from roundelay.api.verifying import check_fidelity, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
@@ -35,20 +34,17 @@ from roundelay.cli.screen import announce, only_json, show_error, show_json, std
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.train_command import train_command
-from roundelay.errors import InternalError, RoundelayError, ToldElsewhereError, UsageError
+from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import Span, write_trace
 from roundelay.page.run_page import run_page
-from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper import WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
-from roundelay.schedules import num_workers, stages_of
 
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
 
-_REPORT_S = 20.0
-"""Seconds that another process of a launcher gets to report the error that ends them all."""
 
 app = typer.Typer(
     add_completion=False,
@@ -76,9 +72,9 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    with o.together(choices, run.restarts) as (party, choices):
-        SIGNALS.join()
-        return train_command(job_file, choices, run, party, as_json=as_json)
+    party, choices = o.joined(choices, run.restarts)
+    SIGNALS.join()
+    return train_command(job_file, choices, run, party, as_json=as_json)
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
@@ -102,7 +98,7 @@ def plan_command(
         write_text(output, text)
     if as_json:
         show_json(
-            {"plan": text, "path": str(output) if output else None, "workers": num_workers(plan), "rule": plan.rule}
+            {"plan": text, "path": str(output) if output else None, "workers": plan.num_workers, "rule": plan.rule}
         )
     elif output is None:
         sys.stdout.write(text)
@@ -128,7 +124,7 @@ def simulate_command(
             Span(i.worker, i.opcode, i.g, t[i.stage, i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
             for i in simulation.intervals
         ]
-        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(stages_of(plan))}
+        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(plan.worker_stages)}
         write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
     texts = [str(program) for program in programs_of(plan)] if programs else None
@@ -158,15 +154,15 @@ def verify_command(
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference."""
     o.exclusive(steps, epochs)
     o.refuse_launcher("verify")
-    check_way(tamper)
+    check_tamper(tamper)
     paths = PathResolver()
     job = load_job(job_file, seed)
     plan_file, resume = paths.of(plan_file), paths.of(resume)
     planned = plan_job(job, choices, seed, PlanSource(plan_file, resume), quiet=as_json)
     captured, plan = planned.captured, planned.plan
-    first, length = ReferenceStart.of(captured), length_of(steps, epochs)
+    first, length = ReferenceStart.of(captured), length_or_default(steps, epochs)
     announce("Training in plain PyTorch, and as captured ...", as_json)
-    fidelity = judged(job, captured, plan, seed, length, resumed=resume is not None)
+    fidelity = check_fidelity(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length, start)
@@ -235,9 +231,8 @@ def guarded(command: Callable[..., Any], as_json: bool) -> int:
 def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     traced = False
     try:
-        with o.reported_once():
-            traced = env.level() >= 1
-            env.check_malloc()
+        traced = env.level() >= 1
+        env.check_malloc()
         result = command(standalone_mode=False)
         if result == _INTERRUPTED:
             raise KeyboardInterrupt
@@ -251,16 +246,11 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
-    except ToldElsewhereError as ending:
-        return _reported_elsewhere(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except typer.TyperException as error:
-        code = int(getattr(error, "exit_code", 2))
-        if not env.first_on_host():
-            return _reported_elsewhere(code)
         show_error(_usage_error(error), as_json, traced)
-        return code
+        return int(getattr(error, "exit_code", 2))
     except Exception as error:
         if SIGNALS.first is not None:
             return _interrupted()
@@ -270,14 +260,6 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
         shown = _bug(error) if known is None else known
         show_error(shown, as_json, traced)
         return 70 if known is None else shown.exit_code
-
-
-def _reported_elsewhere(code: int) -> int:
-    """Return the code after waiting for another process's report: the launcher ends all when one has ended."""
-    if SIGNALS.first is None:  # else one has ended
-        with suppress(KeyboardInterrupt):
-            time.sleep(_REPORT_S)
-    return code
 
 
 def _interrupted() -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -15,10 +14,11 @@ import typer
 
 from roundelay.cli.job_file import PathResolver
 from roundelay.cli.signals import Grace
-from roundelay.env import first_on_host, launched
-from roundelay.errors import ToldElsewhereError, UsageError
+from roundelay.env import launched
+from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
-from roundelay.runtime.device import present
+from roundelay.ir.transports import TRANSPORTS
+from roundelay.runtime.device import num_cuda_devices
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.rendezvous import ProcessGroup
 
@@ -97,8 +97,7 @@ Compile = Annotated[
 Transport = Annotated[
     str | None,
     typer.Option(
-        help="memory (threads of one process), shm (processes, shared memory), gloo (processes) or nccl (torchrun). "
-        "[default: memory]"
+        help=", ".join(f"{each.name} ({each.summary})" for each in TRANSPORTS.values()) + ". [default: memory]"
     ),
 ]
 Cuts = Annotated[
@@ -244,35 +243,6 @@ def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
     return expanded
 
 
-@contextmanager
-def reported_once() -> Iterator[None]:
-    """Report a usage error once per host, where every process of a launcher has the same error.
-
-    Raises:
-        ToldElsewhereError: another process on this host reports it.
-    """
-    try:
-        yield
-    except UsageError as error:
-        if not first_on_host():
-            raise ToldElsewhereError from error
-        raise
-
-
-@contextmanager
-def together(choices: Choices, restarts: int) -> Iterator[tuple[ProcessGroup | None, Choices]]:
-    """:func:`joined` as a context; errors before all processes have met are reported once.
-
-    Raises:
-        UsageError: a choice is not possible under a launcher.
-        ToldElsewhereError: another process on this host, or its launcher, reports the error.
-    """
-    with reported_once():
-        party, choices = joined(choices, restarts)
-    with nullcontext() if party is None else party.told_once():
-        yield party, choices
-
-
 def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choices]:
     """The process group of this process, if a launcher has started it, and the choices that follow from it.
 
@@ -302,7 +272,7 @@ def _between(choices: Choices, processes: int) -> str:
     """The transport between a launcher's processes: nccl if chosen, or if this host has a device per process."""
     if choices.transport is not None:
         return choices.transport if choices.transport == "nccl" else "gloo"
-    wanted = present() >= processes if choices.devices is None else "cuda" in choices.devices
+    wanted = num_cuda_devices() >= processes if choices.devices is None else "cuda" in choices.devices
     return "nccl" if wanted else "gloo"
 
 
@@ -321,13 +291,11 @@ def refuse_launcher(command: str) -> None:
 
     Raises:
         UsageError: a launcher has started this process.
-        ToldElsewhereError: so it has, and another process on this host reports it.
     """
-    with reported_once():
-        if launched() is not None:
-            raise UsageError(
-                f"`roundelay {command}` under a launcher",
-                got="one of several processes that would all do the same",
-                expected="the command by itself",
-                remedy=f"Run `roundelay {command}` without the launcher; only `train` runs under one.",
-            )
+    if launched() is not None:
+        raise UsageError(
+            f"`roundelay {command}` under a launcher",
+            got="one of several processes that would all do the same",
+            expected="the command by itself",
+            remedy=f"Run `roundelay {command}` without the launcher; only `train` runs under one.",
+        )

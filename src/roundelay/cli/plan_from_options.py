@@ -10,9 +10,8 @@ from typing import Any
 from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import Planned, fitted, plan_with_reasons
-from roundelay.api.recompute_choice import names_in
+from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
+from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
@@ -21,11 +20,11 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.runtime.device import named
+from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import schedule_named
 
 _ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
@@ -70,7 +69,7 @@ def plan_job(
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
     if party is not None and not party.leads:
-        return PlannedJob(job, captured, Plan.parse(party.take("plan")))
+        return PlannedJob(job, captured, Plan.parse(party.fetch("plan")))
     model = captured.graph.fingerprint
     resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
     existing = _existing_plan(model, choices, source, resumed)
@@ -82,7 +81,7 @@ def plan_job(
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
     if party is not None:
-        party.give("plan", planned.plan.text())
+        party.publish("plan", planned.plan.text())
     return PlannedJob(job, captured, planned.plan, planned.reasons)
 
 
@@ -94,7 +93,7 @@ def _make_plan(
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    for line in planned.told:
+    for line in planned.notices:
         announce(f"{line}.", quiet)
     return planned
 
@@ -173,7 +172,7 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
     """
-    size = num_workers(plan)
+    size = plan.num_workers
     kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in _ALWAYS}
     rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
     if rule == plan.rule:
@@ -183,7 +182,7 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("precision", plan.precision) == plan.precision:
         kept["loss_scale"] = plan.loss_scale
     if same_size and given.get("transport", plan.transport) == plan.transport:
-        kept["devices"] = ",".join(plan.devices[:size])
+        kept["devices"] = ",".join(worker.device for worker in plan.workers)
     if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
         kept["cuts"] = [list(stage.segments) for stage in plan.stages]
     return kept
@@ -214,7 +213,7 @@ def _checked(plan: Plan, choices: Choices) -> Plan:
 
 def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
     """(name, value of the option, value in the plan) where these differ, except for cuts."""
-    size = num_workers(plan)
+    size = plan.num_workers
     for name, value in choices.given().items():
         if name == "cuts":
             continue
@@ -226,11 +225,11 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
 def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
     """A choice in the form in which a plan has it."""
     if name == "devices":
-        return named(value, size, plan.transport)
-    return names_in(value) if name == "recompute" else value
+        return resolve_devices(value, size, plan.transport)
+    return parse_names(value) if name == "recompute" else value
 
 
 def _planned_value(plan: Plan, name: str, size: int) -> Any:
     """The plan's value of a choice."""
-    of_workers = {"workers": size, "devices": plan.devices[:size]}  # a worker's first stage is of its own number
+    of_workers = {"workers": size, "devices": tuple(worker.device for worker in plan.workers)}
     return of_workers[name] if name in of_workers else getattr(plan, name)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -18,7 +18,9 @@ from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.runtime.prefetch import Tell, silent
+
+if TYPE_CHECKING:  # torch would be imported with it, and `roundelay doctor` must work without
+    from roundelay.runtime.prefetch import OnWait
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
@@ -87,13 +89,13 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def doing(what: str, quiet: bool) -> Iterator[Tell]:
+def doing(what: str, quiet: bool) -> Iterator[OnWait]:
     """Show a spinner within the context; yields a function to be called with what is waited for and for how long.
 
     Where stderr is no terminal, each thing that is waited for is printed once.
     """
     if quiet:
-        yield silent
+        yield lambda waited_for, seconds: None
         return
     printed: set[str] = set()
     with stderr.status(what) as status:

@@ -9,7 +9,6 @@ from roundelay.api.verifying import Verification
 from roundelay.cli.screen import amount, stdout, table
 from roundelay.errors import counted
 from roundelay.ir.plan import Plan
-from roundelay.schedules import num_workers, stages_of
 from roundelay.simulator import Simulation
 
 _COLUMNS = """
@@ -23,7 +22,7 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
     weights = _weight_bytes(plan)
     return {
         "rule": plan.rule,
-        "workers": num_workers(plan),
+        "workers": plan.num_workers,
         "makespan_s": simulation.makespan_s,
         "bubble": simulation.bubble,
         "per_worker": [
@@ -45,7 +44,7 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
 
 def _weight_bytes(plan: Plan) -> list[int]:
     """Bytes of parameters by worker."""
-    return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in stages_of(plan)]
+    return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in plan.worker_stages]
 
 
 def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
@@ -65,7 +64,7 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
         for k, report in enumerate(simulation.workers)
     ]
     title = (
-        f"{plan.rule}, {counted(num_workers(plan), 'worker')}, {batches} batches of {plan.micro_batches}: "
+        f"{plan.rule}, {counted(plan.num_workers, 'worker')}, {batches} batches of {plan.micro_batches}: "
         f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
     )
     columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
@@ -111,7 +110,7 @@ def show_verification(plan: Plan, result: Verification) -> None:
         for w in verification_json(plan, result)["workers"]
     ]
     sides.append(["reference", str(result.reference_pid), "-", "0"])
-    workers = counted(num_workers(plan), "worker")
+    workers = counted(plan.num_workers, "worker")
     title = f"{plan.rule} on {workers} over {plan.transport}, compared with the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
     stdout.print()

@@ -12,10 +12,10 @@ import torch
 
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
-from roundelay.api.fidelity_precheck import check_known
+from roundelay.api.explain_plan import explain
+from roundelay.api.fidelity_precheck import validate_check
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
-from roundelay.api.planning import explain
 from roundelay.api.restarts import rest_of, run_restarting
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
@@ -29,7 +29,7 @@ from roundelay.cli.screen import amount, announce, show_json, stderr, stdout, ta
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
 from roundelay.cli.utilization import show_debug, show_utilization
-from roundelay.errors import UsageError, UserCodeError, WorkerLostError, counted
+from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -38,7 +38,6 @@ from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import num_workers
 
 RUNS = Path("runs")
 """Parent of the run folders without a name of their own."""
@@ -57,7 +56,7 @@ def train_command(
         as_json: print the summary as JSON, and nothing else on stdout.
     """
     exclusive(run.steps, run.epochs)
-    check_known(run.check)
+    validate_check(run.check)
     if run.tensorboard and (party is None or party.leads):
         curve_writer()  # an error here, before anything that takes time
     paths = PathResolver()
@@ -147,15 +146,9 @@ def follow_job(planned: PlannedJob, run: RunOptions, party: ProcessGroup) -> int
     """Run one worker under a launcher, while another process leads, prints and writes; returns the exit code.
 
     Raises:
-        WorkerLostError: the leader is lost, and this is the process that reports it.
+        WorkerLostError: the leader is lost.
     """
-    session = _session(planned, run)
-    try:
-        return 0 if _rest(session, run.out, party).run_follower(party) else 1
-    except WorkerLostError:
-        if party.deputy:
-            raise
-        return 1
+    return 0 if _rest(_session(planned, run), run.out, party).run_follower(party) else 1
 
 
 def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int, float]:
@@ -212,7 +205,7 @@ def _show(plan: Plan, summary: dict[str, Any]) -> None:
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, num_bytes in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", amount(num_bytes)])
-    workers, updates = counted(num_workers(plan), "worker"), counted(summary["steps"], "update")
+    workers, updates = counted(plan.num_workers, "worker"), counted(summary["steps"], "update")
     title = f"{plan.rule} on {workers} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
 

@@ -8,7 +8,6 @@ from typing import Any
 from roundelay import env
 from roundelay.api.run_record import Trained
 from roundelay.cli.screen import amount, stderr, stdout, table
-from roundelay.schedules import stages_of
 
 
 def show_utilization(summary: dict[str, Any]) -> None:
@@ -41,7 +40,7 @@ def _memory(row: dict[str, Any]) -> list[str]:
 def show_debug(trained: Trained) -> None:
     """What ROUNDELAY_DEBUG shows of a run: times from level 2 on, every instruction from level 4 on."""
     if env.level() >= 2:
-        for worker, stages in enumerate(stages_of(trained.plan)):
+        for worker, stages in enumerate(trained.plan.worker_stages):
             for k in stages:
                 _show_times(trained, worker, k)
         for worker, loads in sorted(trained.loads.items()):

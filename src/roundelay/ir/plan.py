@@ -6,45 +6,44 @@ simulator reckons with it, or it is refused. Comments explain and are not read.
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
+
+import msgspec
+import tomli_w
 
 from roundelay.errors import PlanError, listed
 
-FORMAT = 3
+FORMAT = 4
 
-SINCE_1: dict[str, dict[str, Any]] = {
-    "Plan": {
-        "compile": False,
-        "precision": "fp32",
-        "loss_scale": "none",
-        "clip": "none",
-        "read_s": 0.0,
-        "recompute": (),
-    },
-    "StagePlan": {"device": "cpu", "weights_s": 0.0, "owed_bytes": 0},
-}
-"""Fields that came in while plans had format 1, and what runs did before: plans of that format may lack them."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
-SINCE_2: dict[str, dict[str, Any]] = {"Plan": {"ema": 0.0}}
-"""Likewise of format 2."""
 
-_ADDED = {1: {kind: SINCE_1[kind] | SINCE_2.get(kind, {}) for kind in SINCE_1}, 2: SINCE_2, FORMAT: {}}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker: a process, or a loop that the threads of a process carry on.
 
-_Part = TypeVar("_Part")
+    Args:
+        name: by which stages say that they run on it.
+        device: where it computes: ``cpu``, or ``cuda:0`` and so on, as its process numbers them.
+    """
+
+    name: str
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage; which worker runs it follows from the rule, :func:`roundelay.schedules.workers_of`.
+    """One stage.
 
     Args:
+        workers: names of the workers that hold it; one.
         segments: operations that end its segments, in order.
-        device: where it runs: ``cpu``, or ``cuda:0`` and so on, as its worker's process numbers them; one and the same
-            for all stages of a worker.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, with modules that it runs again, without a forward that the mode
             ``recompute`` repeats; of its first half where it has two.
@@ -55,15 +54,15 @@ class StagePlan:
         owed_bytes: bytes that the first half of a backward leaves for the second; 0 where it is whole.
     """
 
+    workers: tuple[str, ...]
     segments: tuple[str, ...]
-    device: str
-    forward_s: float
-    backward_s: float
-    weights_s: float
-    update_s: float
-    parameter_bytes: int
-    tape_bytes: int
-    owed_bytes: int
+    forward_s: _Number
+    backward_s: _Number
+    weights_s: _Number
+    update_s: _Number
+    parameter_bytes: _Count
+    tape_bytes: _Count
+    owed_bytes: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +78,11 @@ class EdgePlan:
         gradient: whether anything travels back.
     """
 
-    source: int
-    target: int
-    slots: int
-    forward_bytes: int
-    backward_bytes: int
+    source: _Count
+    target: _Count
+    slots: _Count
+    forward_bytes: _Count
+    backward_bytes: _Count
     gradient: bool
 
 
@@ -114,11 +113,12 @@ class Plan:
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
         read_s: predicted seconds in which the loader gives a micro-batch, beside what is computed; 0 where not known.
+        workers: in the order of their numbers.
         stages: in order.
         edges: ordered by source, then target.
     """
 
-    format: int
+    format: _Count
     model: str
     rule: str
     predictor: str
@@ -128,13 +128,14 @@ class Plan:
     precision: str
     loss_scale: str
     clip: str
-    ema: float
-    micro_batches: int
+    ema: _Number
+    micro_batches: _Count
     transport: str
-    deadline_s: float
-    latency_s: float
-    bytes_per_s: float
-    read_s: float
+    deadline_s: _Number
+    latency_s: _Number
+    bytes_per_s: _Number
+    read_s: _Number
+    workers: tuple[WorkerPlan, ...]
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
 
@@ -147,21 +148,57 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Stages: D, or 2 D where a worker has two."""
+        """How many stages the model is cut into."""
         return len(self.stages)
 
     @property
+    def num_workers(self) -> int:
+        """How many workers run them."""
+        return len(self.workers)
+
+    def worker_of(self, stage: int) -> int:
+        """The number of the worker that runs a stage.
+
+        Raises:
+            PlanError: the stage names no single worker of the plan.
+        """
+        names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
+        if len(names) != 1 or names[0] not in known:
+            raise PlanError(
+                f"stages[{stage}].workers of the plan",
+                got=", ".join(names) or "no name",
+                expected="the name of one of its [[workers]]: " + ", ".join(known),
+                remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
+        return known.index(names[0])
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The numbers of the stages that a worker runs."""
+        return tuple(stage for stage in range(self.num_stages) if self.worker_of(stage) == worker)
+
+    @property
+    def stage_workers(self) -> tuple[int, ...]:
+        """For each stage the number of the worker that runs it."""
+        return tuple(self.worker_of(stage) for stage in range(self.num_stages))
+
+    @property
+    def worker_stages(self) -> tuple[tuple[int, ...], ...]:
+        """For each worker the numbers of the stages that it runs."""
+        return tuple(self.stages_of(worker) for worker in range(self.num_workers))
+
+    @property
     def devices(self) -> tuple[str, ...]:
-        """Where each stage runs."""
-        return tuple(stage.device for stage in self.stages)
+        """Where each stage computes."""
+        return tuple(self.workers[self.worker_of(stage)].device for stage in range(self.num_stages))
 
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
-        lines += _fields(self, skip=("stages", "edges"))
-        for title, parts in (("stages", self.stages), ("edges", self.edges)):
-            for part in parts:
-                lines += ["", f"[[{title}]]", *_fields(part)]
+        parts: dict[str, tuple[Any, ...]] = {"workers": self.workers, "stages": self.stages, "edges": self.edges}
+        lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in parts]
+        for title, rows in parts.items():
+            for row in rows:
+                lines += ["", f"[[{title}]]", *(_line(name, value) for name, value in asdict(row).items())]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -169,87 +206,70 @@ class Plan:
         """The plan that prints as ``text``.
 
         Raises:
-            PlanError: the text is no TOML, of another version, or a field is missing, unknown or of a wrong kind.
-
-        A plan of an earlier format may lack what :data:`SINCE_1` or :data:`SINCE_2` names, and becomes one of this.
+            PlanError: the text is no TOML or of another format, or a field is missing, unknown or of a wrong type.
         """
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise _unreadable(str(error)) from error
-        if type(table.get("format")) is not int or table["format"] not in _ADDED:
+        if type(table.get("format")) is not int or table["format"] != FORMAT:
             raise PlanError(
                 "format of the plan",
                 got=repr(table.get("format")),
-                expected=f"{FORMAT}, or a number below, which plans had before",
+                expected=f"{FORMAT}; plans of earlier formats do not say which worker runs a stage",
                 remedy="Write a new plan with `roundelay plan JOB.py`; a later Roundelay may have written this one.",
             )
-        added = _ADDED[table["format"]]
-        table["format"] = FORMAT
-        stages = table.pop("stages", None)
-        edges = table.pop("edges", [])
-        if not isinstance(stages, list) or not stages or not isinstance(edges, list):
-            raise _unreadable("no [[stages]]")
-        made_stages = tuple(_read(StagePlan, part, f"stages[{i}]", added) for i, part in enumerate(stages))
-        made_edges = tuple(_read(EdgePlan, part, f"edges[{i}]", added) for i, part in enumerate(edges))
-        return _read(Plan, {**table, "stages": made_stages, "edges": made_edges}, "the plan", added)
+        for kind, where, part in _parts(table):
+            known = [field.name for field in fields(kind)]
+            for name in [*part, *known]:
+                if name not in known or name not in part:
+                    raise PlanError(
+                        f"{where}: field {name!r}",
+                        got="an unknown field" if name not in known else "a plan without it",
+                        expected="each of " + ", ".join(known),
+                        remedy="Write a new plan with `roundelay plan JOB.py`, or correct this line.",
+                    )
+        try:
+            return msgspec.convert(table, Plan)
+        except msgspec.ValidationError as error:
+            raise _wrong_value(table, str(error)) from error
 
 
-def _fields(part: Any, skip: tuple[str, ...] = ()) -> list[str]:
-    return [f"{f.name} = {_literal(getattr(part, f.name))}" for f in fields(part) if f.name not in skip]
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + "".join(_escaped(char) for char in value) + '"'
+def _line(name: str, value: Any) -> str:
+    """A field as a line of TOML; lists stay on one line."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
-    return repr(value)
+        return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
+    return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)
 
 
-def _escaped(char: str) -> str:
-    """As TOML writes it in a basic string: control characters by their number."""
-    if char in '"\\':
-        return "\\" + char
-    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
+def _parts(table: dict[str, Any]) -> list[tuple[type, str, dict[str, Any]]]:
+    """The tables that make up a plan, each with its type and what people call it."""
+    parts: list[tuple[type, str, Any]] = [(Plan, "the plan", table)]
+    for kind, name in ((WorkerPlan, "workers"), (StagePlan, "stages"), (EdgePlan, "edges")):
+        rows = table.setdefault(name, [])
+        if not isinstance(rows, list) or not (rows or kind is EdgePlan):
+            raise _unreadable(f"no [[{name}]]")
+        parts += [(kind, f"{name}[{i}]", row) for i, row in enumerate(rows)]
+    for _, where, part in parts:
+        if not isinstance(part, dict):
+            raise _unreadable(f"{where} is no table")
+    return parts
 
 
-def _read(kind: type[_Part], table: Any, where: str, added: Mapping[str, dict[str, Any]]) -> _Part:
-    """A frozen value from a table, every field present and of its kind; those in ``added`` may be missing."""
-    if not isinstance(table, dict):
-        raise _unreadable(f"{where} is no table")
-    table = added.get(kind.__name__, {}) | table
-    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
-    for name in [*table, *known]:
-        if name not in known or name not in table:
-            raise PlanError(
-                f"{where}: field {name!r}",
-                got="an unknown field" if name not in known else "a plan without it",
-                expected="each of " + ", ".join(known),
-                remedy="Write the plan anew with `roundelay plan JOB.py`, or correct this line.",
-            )
-    return kind(**{name: _value(known[name], table[name], f"{where}: field {name!r}") for name in known})
+_WRONG = re.compile(r"(.*?)(?: - at `\$\.?(.*)`)?")
 
 
-def _value(kind: str, value: Any, where: str) -> Any:
-    if kind == "float" and type(value) in (int, float) and 0 <= value <= sys.float_info.max:
-        return float(value)
-    if kind == "int" and type(value) is int and value >= 0:
-        return value
-    if kind == "str" and isinstance(value, str):
-        return value
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind == "tuple[str, ...]" and isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if kind.startswith("tuple[") and isinstance(value, tuple):
-        return value
-    raise PlanError(
-        where,
+def _wrong_value(table: dict[str, Any], message: str) -> PlanError:
+    """The error for what msgspec has found: ``Expected `int`, got `str` - at `$.stages[0].tape_bytes```."""
+    expected, path = _WRONG.fullmatch(message).groups()  # type: ignore[union-attr]
+    value: Any = table
+    for step in re.findall(r"\w+", path or ""):
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    place, field = re.fullmatch(r"(?:(\w+\[\d+\])\.)?(\w+).*", path or "").groups()  # type: ignore[union-attr]
+    return PlanError(
+        f"{place or 'the plan'}: field {field!r}",
         got=repr(value),
-        expected={"float": "a number, not negative", "int": "a whole number, not negative"}.get(kind, kind),
+        expected=expected.removeprefix("Expected ").partition(", got")[0].replace("`", ""),
         remedy="Correct the plan, or write a new one with `roundelay plan`.",
     )
 

@@ -1,23 +1,30 @@
-"""From a plan to one program per worker. Here, and in the worker, numbers of workers may be told apart."""
+"""From a plan to one program per worker. Only here, and in the worker, may code depend on the number of a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping
 
-from roundelay.ir.action import Action
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, Instruction, Program
+from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, ChannelKind, Instruction, Port, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.schedules import num_workers, schedule_named
+from roundelay.schedules import Body, Schedule, schedule_named
 
-Lines = Callable[[str, int], tuple[Instruction, ...]]
+Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule that a plan's rule runs on.
+
+    Raises:
+        PlanError: there is no such rule, or no such schedule.
+    """
+    return schedule_named(rule_named(plan.rule).schedule)
 
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
@@ -28,16 +35,20 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     for the norm, stage 0 sends it to every other stage, one batch's at a time.
     """
     channels: list[Channel] = []
-    flushes = schedule_named(rule_named(plan.rule).schedule).window == "batch"
+    ports = [Port(plan.worker_of(stage), stage) for stage in range(plan.num_stages)]
+    flushes = schedule_of(plan).window == "batch"
+
+    def add(kind: ChannelKind, source: int, target: int, slots: int) -> None:
+        channels.append(Channel(len(channels), kind, ports[source], ports[target], slots))
+
     for edge in plan.edges:
-        channels.append(Channel(len(channels), "forward", edge.source, edge.target, edge.slots))
+        add("forward", edge.source, edge.target, edge.slots)
         if edge.gradient:
-            channels.append(Channel(len(channels), "gradient", edge.target, edge.source, edge.slots))
+            add("gradient", edge.target, edge.source, edge.slots)
     for k in range(1, plan.num_stages if uses_grad_norm(plan) else 1):
-        slots = 1 if flushes else 1 + -(-k // plan.micro_batches)
-        channels.append(Channel(len(channels), "grad-norm-sq", k, 0, slots))
+        add("grad-norm-sq", k, 0, 1 if flushes else 1 + -(-k // plan.micro_batches))
     for k in range(1, plan.num_stages if awaits_grad_norm(plan) else 1):
-        channels.append(Channel(len(channels), "grad-norm", 0, k, 1))
+        add("grad-norm", 0, k, 1)
     return tuple(channels)
 
 
@@ -48,7 +59,7 @@ def uses_grad_norm(plan: Plan) -> bool:
 
 def awaits_grad_norm(plan: Plan) -> bool:
     """Whether an update waits for the norm of its own batch: it clips by it, or is skipped if it is not finite."""
-    flushes = schedule_named(rule_named(plan.rule).schedule).window == "batch"
+    flushes = schedule_of(plan).window == "batch"
     return Clip.parse(plan.clip).by == "global" or (LossScale.parse(plan.loss_scale).on and flushes)
 
 
@@ -58,14 +69,42 @@ def emit(plan: Plan) -> tuple[Program, ...]:
     Raises:
         PlanError: the rule or its schedule is unknown.
     """
-    rule = rule_named(plan.rule)
-    schedule = schedule_named(rule.schedule)
-    channels = channels_of(plan)
-    if schedule.order is None:
-        return tuple(_program(plan, rule, k, channels) for k in range(plan.num_stages))
-    size = num_workers(plan)
-    orders = [schedule.order(k, size, plan.micro_batches) for k in range(size)]
-    return tuple(_ordered(plan, rule, k, order, channels) for k, order in enumerate(orders))
+    schedule, channels = schedule_of(plan), channels_of(plan)
+    return tuple(_program(plan, schedule, worker, channels) for worker in range(plan.num_workers))
+
+
+def _program(plan: Plan, schedule: Schedule, worker: int, channels: tuple[Channel, ...]) -> Program:
+    stages = plan.stages_of(worker)
+    body = schedule.body(stages, plan.num_stages, plan.micro_batches)
+    return Program(
+        worker=worker,
+        num_workers=plan.num_workers,
+        every=body.every,
+        over=schedule.window,
+        tapes=body.peak(schedule.window, plan.micro_batches, "F", "B"),
+        owed=body.peak(schedule.window, plan.micro_batches, "B", "W") if schedule.halved else 0,
+        registers=REGISTERS if 0 in stages else 0,
+        channels=tuple(c for c in channels if worker in (c.source.worker, c.target.worker)),
+        body=tuple(_with_updates(plan, schedule, body, {stage: _lines(plan, stage, channels) for stage in stages})),
+    )
+
+
+def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int, Lines]) -> Iterator[Instruction]:
+    """The body as instructions: updates follow the last backwards of their batch.
+
+    Updates that wait for the norm of the whole model's gradient wait for the backwards of all stages of the worker.
+    They come after the last of these, that of the lower stage first, as stage 0 sends the norm.
+    """
+    together = awaits_grad_norm(plan)
+    last = body.last_of_all(schedule.last_kind)
+    for place, action in enumerate(body.actions):
+        line = lines[action.stage]
+        yield from line(action.kind, action.number)
+        if action.kind == schedule.last_kind:
+            yield from line("S", action.number)
+            updated = (action.stage,) if not together else sorted(lines) if place in last else ()
+            for stage in updated:
+                yield from lines[stage]("U", action.number)
 
 
 def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
@@ -95,8 +134,9 @@ def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
     return letters if PREVIOUS in letters else ""
 
 
-def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...], told: int | None = None) -> Lines:
-    """What a stage's actions are as instructions; ``told`` is the stage's number where they must say it."""
+def _lines(plan: Plan, stage: int, channels: tuple[Channel, ...]) -> Lines:
+    """What a stage's actions are as instructions."""
+    rule = rule_named(plan.rule)
     takes = _ids(channels, "forward", target=stage)
     gives = _ids(channels, "forward", source=stage)
     grads_in = _ids(channels, "gradient", target=stage)
@@ -107,85 +147,21 @@ def _lines(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ..
     summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
 
-    def lines(kind: str, offset: int) -> tuple[Instruction, ...]:
+    def lines(kind: str, offset: int) -> list[Instruction]:
+        if kind == "F":
+            forward = Instruction("forward", stage, offset, takes, gives, version, "", ahead_by, mode)
+            return [Instruction("read", stage, offset), forward] if stage == 0 else [forward]
         if kind == "B":
-            return (Instruction("backward", offset, grads_in, grads_out, "", weights, back_by, mode, told),)
+            return [Instruction("backward", stage, offset, grads_in, grads_out, "", weights, back_by, mode)]
         if kind == "W":
-            return (Instruction("backward-weight", offset, stage=told),)
+            return [Instruction("backward-weight", stage, offset)]
         if kind == "S":
-            return (Instruction("grad-norm-sq", offset, *squares, stage=told),) if summed else ()
-        if kind == "U":
-            return (Instruction("update", offset, *norms, stage=told),)
-        forward = Instruction("forward", offset, takes, gives, version, "", ahead_by, mode, told)
-        return (Instruction("read", offset, stage=told), forward) if stage == 0 else (forward,)
+            return [Instruction("grad-norm-sq", stage, offset, *squares)] if summed else []
+        return [Instruction("update", stage, offset, *norms)]
 
     return lines
 
 
-def _program(plan: Plan, rule: UpdateRule, stage: int, channels: tuple[Channel, ...]) -> Program:
-    """Of a worker with one stage: blocks over one g."""
-    schedule = schedule_named(rule.schedule)
-    lag = schedule.lag(stage, plan.num_stages, plan.micro_batches)
-    lines = _lines(plan, rule, stage, channels)
-    delay = schedule.delay(stage) if schedule.delay is not None else 0
-    late = lines("W", -delay) if schedule.halved else ()
-    back = (*lines("B", 0), *late, *lines("S", -delay), *lines("U", -delay))
-    return Program(
-        worker=stage,
-        num_workers=plan.num_stages,
-        window=schedule.window,
-        lag=lag,
-        tapes=plan.micro_batches if schedule.window == "batch" and lag >= plan.micro_batches else lag + 1,
-        channels=tuple(c for c in channels if stage in (c.source, c.target)),
-        warm_up=lines("F", 0),
-        steady=(*lines("F", lag), *back),
-        drain=back,
-        owed=min(delay + 1, plan.micro_batches) if schedule.halved else 0,
-        tail=(*lines("W", 0), *lines("S", 0), *lines("U", 0)) if delay else (),
-        registers=REGISTERS if stage == 0 else 0,
-    )
-
-
-def _ordered(
-    plan: Plan, rule: UpdateRule, worker: int, order: Sequence[Action], channels: tuple[Channel, ...]
-) -> Program:
-    """Of a worker with several stages: the order written out; the batch may end with any of its second halves.
-
-    An update that waits for the norm of all gradients waits for those of the worker's other stage too: then both come
-    behind the whole batch, that of the lower stage first, as stage 0 tells the norm.
-    """
-    together = awaits_grad_norm(plan)
-    stages = sorted({action.stage for action in order})
-    lines = {stage: _lines(plan, rule, stage, channels, stage) for stage in stages}
-    made: list[Instruction] = []
-    for action in order:
-        made += lines[action.stage](action.kind, action.number)
-        if action.kind == "W":
-            made += lines[action.stage]("S", action.number)
-            made += () if together else lines[action.stage]("U", action.number)
-    for stage in stages if together else ():
-        made += [line for number in range(plan.micro_batches) for line in lines[stage]("U", number)]
-    return Program(
-        worker=worker,
-        num_workers=num_workers(plan),
-        window=schedule_named(rule.schedule).window,
-        lag=0,
-        tapes=_most(order, {"F": 1, "B": -1}),
-        channels=tuple(c for c in channels if c.source in stages or c.target in stages),
-        warm_up=(),
-        steady=(),
-        drain=(),
-        owed=_most(order, {"B": 1, "W": -1}),
-        registers=REGISTERS if 0 in stages else 0,
-        order=tuple(made),
-    )
-
-
-def _most(order: Sequence[Action], change: dict[str, int]) -> int:
-    """The largest sum of changes at any place of an order."""
-    return max(accumulate(change.get(action.kind, 0) for action in order))
-
-
 def _ids(channels: tuple[Channel, ...], kind: str, *, source: int = -1, target: int = -1) -> tuple[int, ...]:
-    """Channels of a kind into ``target`` or out of ``source``, by number of the other end."""
-    return tuple(c.id for c in channels if c.kind == kind and (c.source == source or c.target == target))
+    """Channels of a kind into stage ``target`` or out of stage ``source``, by number of the other end."""
+    return tuple(c.id for c in channels if c.kind == kind and (c.source.stage == source or c.target.stage == target))

@@ -11,15 +11,12 @@ from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
-from roundelay.schedules import schedule_named, stages_of
+from roundelay.ir.transports import TRANSPORTS, transport_named
+from roundelay.lower.emit import schedule_of
 
-TRANSPORTS = ("memory", "shm", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = "fp16"
 """The precision whose gradients need a loss scale: its smallest numbers are large."""
-
-FORKING = ("shm", "gloo")
-"""Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -36,7 +33,7 @@ def check_plan(plan: Plan) -> None:
         PlanError: naming the field.
     """
     rule = rule_named(plan.rule)
-    schedule_named(rule.schedule)
+    schedule_of(plan)
     predictors = rule.predictors if rule.predicts else (NO_PREDICTOR,)
     _one_of(
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
@@ -47,15 +44,14 @@ def check_plan(plan: Plan) -> None:
     check_precision(plan)
     _check_loss_scale(plan)
     check_ema(plan.ema)
-    _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
+    transport_named(plan.transport)
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
     check_deadline(plan.deadline_s)
     _above_zero("bytes_per_s", plan.bytes_per_s)
-    if schedule_named(rule.schedule).halved:
+    if schedule_of(plan).halved:
         _check_halves(plan)
-    if schedule_named(rule.schedule).stages_per_worker > 1:
-        _check_pairs(plan)
+    _check_workers(plan)
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
@@ -77,7 +73,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_clip(plan: Plan, rule: UpdateRule) -> None:
-    if Clip.parse(plan.clip).by == "global" and schedule_named(rule.schedule).window != "batch":
+    if Clip.parse(plan.clip).by == "global" and schedule_of(plan).window != "batch":
         raise PlanError(
             "clip of the plan",
             got=f"{plan.clip} beside rule {plan.rule!r}, which never flushes",
@@ -108,24 +104,31 @@ def _check_halves(plan: Plan) -> None:
         )
 
 
-def _check_pairs(plan: Plan) -> None:
-    """Two stages for every worker, which computes on one device."""
-    if plan.num_stages % 2:
+def _check_workers(plan: Plan) -> None:
+    """Every stage on a worker of the plan, and together on one exactly those that the schedule makes take turns."""
+    names = [worker.name for worker in plan.workers]
+    if len(set(names)) != len(names):
         raise PlanError(
-            "stages of the plan",
-            got=f"{plan.num_stages} beside rule {plan.rule!r}, which gives each worker two",
-            expected="an even number",
-            remedy="Cut the model into twice as many stages as there are workers, or choose zb-h1.",
+            "workers of the plan",
+            got="the name " + next(name for name in names if names.count(name) > 1) + " twice",
+            expected="a name of its own for each",
+            remedy="Correct the plan.",
         )
-    for worker, stages in enumerate(stages_of(plan)):
-        on = {plan.stages[k].device for k in stages}
-        if len(on) > 1:
-            raise PlanError(
-                f"devices of worker {worker}'s stages, {' and '.join(map(str, stages))}",
-                got=" and ".join(plan.stages[k].device for k in stages),
-                expected="one device for both",
-                remedy="Correct the plan: a worker computes on one device.",
-            )
+    schedule = schedule_of(plan)
+    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
+    if plan.num_stages % schedule.stages_per_worker or set(placed) != schedule.groups(plan.num_stages):
+        groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % schedule.stages_per_worker))
+        raise PlanError(
+            "workers of the plan's stages",
+            got="; ".join(f"{name}: {_numbers(stages)}" for name, stages in zip(names, placed, strict=True)),
+            expected=f"{schedule.stages_per_worker} for each worker, as {schedule.name} makes them take turns: "
+            + "; ".join(_numbers(group) for group in groups),
+            remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
+        )
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + (" and ".join(map(str, stages)) or "none")
 
 
 def check_precision(plan: Plan) -> None:
@@ -159,34 +162,31 @@ def _check_loss_scale(plan: Plan) -> None:
 
 
 def _check_devices(plan: Plan) -> None:
-    for k, name in enumerate(plan.devices):
+    for k, worker in enumerate(plan.workers):
+        name = worker.device
         if not DEVICE.fullmatch(name):
             raise PlanError(
-                f"stages[{k}].device of the plan",
+                f"workers[{k}].device of the plan",
                 got=repr(name),
                 expected="cpu, or cuda:0, cuda:1 and so on",
                 remedy="Correct the plan or --devices.",
             )
         if name != CPU and plan.compile:
             raise PlanError(
-                f"stages[{k}].device of the plan",
+                f"workers[{k}].device of the plan",
                 got=f"{name} beside compile = true",
                 expected="cpu: compiled stages have been tried on the CPU only",
                 remedy="Choose --devices cpu, or leave --compile out.",
             )
-        if name != CPU and plan.transport in FORKING:
+        device_type = name.split(":")[0]
+        if device_type not in transport_named(plan.transport).devices:
+            others = [transport.name for transport in TRANSPORTS.values() if device_type in transport.devices]
+            carried = " or ".join(transport_named(plan.transport).devices)
             raise PlanError(
-                f"stages[{k}].device of the plan",
-                got=f"{name} beside transport {plan.transport}",
-                expected=f"cpu: {plan.transport} carries tensors of the CPU, and its processes are forked",
-                remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
-            )
-        if plan.transport == "nccl" and name == CPU:
-            raise PlanError(
-                f"stages[{k}].device of the plan",
-                got="cpu beside transport nccl",
-                expected="a CUDA device for every process",
-                remedy="Choose --devices cuda, or transport gloo.",
+                f"workers[{k}].device of the plan",
+                got=f"{name} with transport {plan.transport}",
+                expected=f"{carried}: {plan.transport} carries no other tensors",
+                remedy=f"Choose --devices {carried}, or a transport for {device_type}: {', '.join(others)}.",
             )
 
 

@@ -26,16 +26,16 @@ from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import Program
+from roundelay.ir.program import OPCODES, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.emit import awaits_grad_norm, emit, uses_grad_norm
 from roundelay.lower.validate_plan import check_plan
-from roundelay.schedules import Schedule, actions, num_workers, schedule_named
+from roundelay.schedules import Schedule, actions, schedule_named
 
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
 
-_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "update": "U"}
+_LETTERS = {opcode: info.letter for opcode, info in OPCODES.items() if info.scheduled}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Fired:
 
 def lengths(plan: Plan) -> list[list[int]]:
     """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
-    m, d = plan.micro_batches, num_workers(plan)
+    m, d = plan.micro_batches, plan.num_workers
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
@@ -77,16 +77,16 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     schedule = schedule_named(rule.schedule)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
-    whose = "stage" if schedule.stages_per_worker == 1 else "worker"
     for k, mine in enumerate(fired):
-        wanted = actions(schedule, k, plan.num_stages, counts, plan.micro_batches, together=awaits_grad_norm(plan))
+        stages, together = plan.stages_of(k), awaits_grad_norm(plan)
+        wanted = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
         done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
         if done != wanted:
             at = next(
                 (i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted))
             )
             got = str(done[at]) if at < len(done) else "the end"
-            raise _violation(plan, f"{whose} {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+            raise _violation(plan, f"worker {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
         if uses_grad_norm(plan):
             _check_squares(plan, mine, "backward-weight" if schedule.halved else "backward")
         for f in mine:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundelay.ir.plan import EdgePlan
+from roundelay.ir.program import OPCODES
 from roundelay.observe.trace import Gap, Span
 
 SLACK_S = 1e-6
@@ -107,7 +108,7 @@ def shares_of(spans: Sequence[Span], gaps: Sequence[Gap], num_workers: int) -> l
     total = max((s.end_s for s in spans), default=0.0) - begin
     seconds: dict[tuple[int, str], float] = {}
     for span in spans:
-        key = span.worker, span.opcode
+        key = span.worker, OPCODES[span.opcode].share
         seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
     for gap in gaps:
         seconds[gap.worker, gap.kind] = seconds.get((gap.worker, gap.kind), 0.0) + gap.end_s - gap.start_s
@@ -118,11 +119,10 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     def share(kind: str) -> float:
         return seconds.get((worker, kind), 0.0) / total if total > 0 else 0.0
 
-    backward = share("backward") + share("backward-weight") + share("grad-norm-sq")
-    inside = {"forward": share("forward"), "backward": backward, "update": share("update")}
     unknown, wait = share("idle"), share("wait")
     idle = wait + share("bubble") + unknown
-    return Shares(**inside, data=share("read"), idle=idle, wait=None if unknown else wait)
+    inside = {kind: share(kind) for kind in ("forward", "backward", "update", "data")}
+    return Shares(**inside, idle=idle, wait=None if unknown else wait)
 
 
 def _needs(edges: Sequence[EdgePlan]) -> _Needs:

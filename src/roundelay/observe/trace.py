@@ -17,12 +17,8 @@ from typing import Literal
 
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.ir.micro_batch import Load
-from roundelay.ir.program import ONCE_A_BATCH
+from roundelay.ir.program import OPCODES
 
-COMPUTE = frozenset({"forward", "backward", "backward-weight", "grad-norm-sq", "update"})
-"""Opcodes that compute; a ``read`` waits for data."""
-
-_LETTERS = {"forward": "F", "backward": "B", "backward-weight": "W", "grad-norm-sq": "S", "update": "U", "read": "R"}
 _NEXT = {"forward": 1, "backward": -1}
 """Where an opcode's result goes: activations one stage on, gradients one stage back."""
 
@@ -134,10 +130,10 @@ def write_trace(
 
 def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Iterator[str]:
     """Each event as JSON. Written by hand: ``json.dumps`` takes several times as long, and only names need escapes."""
-    titles = {opcode: json.dumps(_LETTERS.get(opcode, opcode))[1:-1] for opcode in {span.opcode for span in spans}}
+    titles = {opcode: OPCODES[opcode].letter for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
     for s in spans:
-        number = s.batch if s.opcode in ONCE_A_BATCH else s.g
+        number = s.batch if OPCODES[s.opcode].once_a_batch else s.g
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'
@@ -224,7 +220,8 @@ def overlap_seconds(spans: Sequence[Span], a: int, b: int) -> float:
 def _busy(spans: Sequence[Span], worker: int) -> list[tuple[float, float]]:
     """The intervals in which a worker computes, in order and without overlap."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((s.start_s, s.end_s) for s in spans if s.worker == worker and s.opcode in COMPUTE):
+    computing = [s for s in spans if s.worker == worker and OPCODES[s.opcode].share != "data"]
+    for start, end in sorted((s.start_s, s.end_s) for s in computing):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

@@ -16,7 +16,6 @@ from roundelay.observe.metrics_file import read_records
 from roundelay.observe.run_folder import RunFolder
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import read_window
-from roundelay.schedules import num_workers
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +107,7 @@ def read_run(path: Path) -> Run:
         updates=updates,
         evaluations=read_records(folder.evaluations, Evaluation) if folder.evaluations.exists() else [],
         summary=read_summary(folder.summary) if folder.summary.exists() else {},
-        window=read_window(folder.trace, num_workers(plan), plan.micro_batches) if folder.trace.exists() else None,
+        window=read_window(folder.trace, plan.num_workers, plan.micro_batches) if folder.trace.exists() else None,
     )
 
 

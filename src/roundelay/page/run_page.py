@@ -17,7 +17,6 @@ from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import window_length
-from roundelay.schedules import num_workers
 from roundelay.simulator import simulate
 
 
@@ -29,7 +28,7 @@ def run_page(path: Path) -> str:
         PlanError: its plan cannot be read or is invalid.
     """
     run = read_run(path)
-    title = f"{run.name}: {run.plan.rule} on {counted(num_workers(run.plan), 'worker')}"
+    title = f"{run.name}: {run.plan.rule} on {counted(run.plan.num_workers, 'worker')}"
     body = [
         _heading(run),
         s.loss(run),
@@ -58,10 +57,10 @@ def predicted_window(plan: Plan) -> Window:
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
-    gaps = [g for g in gaps_of(spans, plan.edges, num_workers(plan)) if g.start_s < end and g.end_s > begin]
+    gaps = [g for g in gaps_of(spans, plan.edges, plan.num_workers) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     loads = [load for load in simulation.loads if load.start_s < end and load.end_s > begin]
-    return Window(begin, end, inside, gaps, num_workers(plan), loads)
+    return Window(begin, end, inside, gaps, plan.num_workers, loads)
 
 
 def _heading(run: Run) -> str:
@@ -86,7 +85,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("backward", plan.backward),
         *([("recompute", ", ".join(plan.recompute))] if plan.recompute else []),
         ("predictor", plan.predictor),
-        ("workers", str(num_workers(plan))),
+        ("workers", str(plan.num_workers)),
         ("micro-batches", str(plan.micro_batches)),
         ("transport", plan.transport),
         ("updates", f"{last.update + 1}"),

@@ -14,7 +14,6 @@ from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.schedules import stages_of
 from roundelay.simulator import simulate
 
 WARM = 4
@@ -72,7 +71,7 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
     batches = [plan.micro_batches] * (plan.num_stages + WARM)
     simulated = simulate(plan, programs_of(plan), stream(batches))
     ledgers = []
-    for stages, worker in zip(stages_of(plan), simulated.workers, strict=True):
+    for stages, worker in zip(plan.worker_stages, simulated.workers, strict=True):
         weights = sum(plan.stages[k].parameter_bytes for k in stages)
         ledgers.append(
             MemoryEstimate(

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.validate_plan import CPU, TRANSPORTS, check_plan
+from roundelay.ir.transports import TRANSPORTS
+from roundelay.lower.validate_plan import CPU, check_plan
 from roundelay.lower.verify_schedule import Fired, check_registers, check_run, lengths, programs_of
 from roundelay.simulator import Simulation, simulate
 
@@ -25,8 +26,8 @@ def prove(plan: Plan) -> None:
 def _without_times(plan: Plan) -> Plan:
     """The plan with even times: nothing that is proved depends on them, so plans that differ in times are one."""
     even = StagePlan(
+        workers=(),
         segments=(),
-        device=CPU,
         forward_s=1.0,
         backward_s=1.0,
         weights_s=1.0,
@@ -35,10 +36,18 @@ def _without_times(plan: Plan) -> Plan:
         tape_bytes=0,
         owed_bytes=0,
     )
-    edges = tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges)
-    same = {"model": "", "transport": TRANSPORTS[0], "deadline_s": 1.0}
-    rates = {"latency_s": 0.1, "bytes_per_s": 1.0, "read_s": 0.1}
-    return replace(plan, stages=(even,) * plan.num_stages, edges=edges, **same, **rates)  # type: ignore[arg-type]
+    return replace(
+        plan,
+        model="",
+        transport=next(iter(TRANSPORTS)),
+        deadline_s=1.0,
+        latency_s=0.1,
+        bytes_per_s=1.0,
+        read_s=0.1,
+        workers=tuple(replace(worker, device=CPU) for worker in plan.workers),
+        stages=tuple(replace(even, workers=stage.workers) for stage in plan.stages),
+        edges=tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,6 @@ from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import Extent, RunControl, read
 from roundelay.runtime.device import HOST, Device
-from roundelay.runtime.failure_tracker import failure
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.instruction_log import InstructionLog
@@ -33,8 +32,7 @@ from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.stage_state import Initial, Stage
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Report, Reporter
-from roundelay.schedules import workers_of
+from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
@@ -142,12 +140,9 @@ class _Worker:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, _in_flight(task.initial, program))
-        home = workers_of(task.plan)
-        self.targets = {c.id: home[c.target] for c in program.channels}
-        self.sources = {c.id: home[c.source] for c in program.channels}
-        self.readers = {c.id: c.target for c in program.channels}
+        self.channels = {c.id: c for c in program.channels}
         self.handlers = {
-            stage: device.watched({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
+            stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
         self.resident, self.thread = resident_bytes(), threading.get_native_id()
         self.registers = Registers(program.registers, task.plan.deadline_s)
@@ -235,7 +230,7 @@ class _Worker:
 
     def hand_on(self, message: Message) -> int:
         """Send a message to the worker that reads it, or lay it down for this one's own; the bytes sent."""
-        target = self.targets[message.channel]
+        target = self.channels[message.channel].target.worker
         if target != self.worker:
             return self.endpoint.send(target, message)
         self.lay_down(message)
@@ -245,12 +240,12 @@ class _Worker:
         """Keep a message for the stage that reads it, and tell the machine."""
         g = message.header[0]
         channel = message.channel
-        self.contexts[self.readers[channel]].inbox[channel, g] = message
+        self.contexts[self.channels[channel].target.stage].inbox[channel, g] = message
         self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
 
     def give_back(self, channel: int) -> None:
         """A slot to the worker that fills it."""
-        source = self.sources[channel]
+        source = self.channels[channel].source.worker
         if source != self.worker:
             self.endpoint.grant(source, channel)
         else:
@@ -359,8 +354,9 @@ _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
     """Channel to what travels on it; what travels once a batch is no edge's."""
     by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
-    return {
-        c.id: (c, by_ends[(c.source, c.target) if c.kind == "forward" else (c.target, c.source)])
-        for c in channels
-        if c.kind not in PER_BATCH
-    }
+    edges = {}
+    for channel in channels:
+        if channel.kind not in PER_BATCH:
+            ends = channel.source.stage, channel.target.stage
+            edges[channel.id] = (channel, by_ends[ends if channel.kind == "forward" else ends[::-1]])
+    return edges
