@@ -53,13 +53,14 @@ Out = Annotated[
 @o.expand_options
 def compare_command(
     job_file: o.JobFile,
-    choices: o.CommonChoices,
+    *,
     rules: Rules = "all",
     seeds: Annotated[int, typer.Option(help="Seeds 0, 1, ...: weights, data and random numbers.", min=1)] = 5,
     optimizers: Optimizers = None,
     rates: Rates = None,
     time_to: TimeTo = None,
     better: Better = None,
+    choices: o.CommonChoices,
     steps: Steps = None,
     epochs: Epochs = None,
     out: Out = None,
