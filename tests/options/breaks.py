@@ -59,10 +59,13 @@ _RATES_AHEAD = Edit(
     "return (self.at(update)[group],) * count",
 )
 
+_SQUARED = """        if action.kind == schedule.last_kind:
+            yield from line("S", action.number)
+"""
 _UNHEARD_BY_HALVES = Edit(
     "runtime/handlers.py",
-    "norm = _norm(context, run, header)\n",
-    "norm = _norm(context, run, header)\n    norm = None if context.stage.halved else norm\n",
+    "norm = _clipping_norm(context, run, header)\n",
+    "norm = _clipping_norm(context, run, header)\n    norm = None if context.stage.halved else norm\n",
 )
 _V1 = 'CDP-v1", versions="table", fresh='
 
@@ -125,8 +128,10 @@ OPTIONS = (
         (
             Edit(
                 "lower/emit.py",
-                '(*lines("W", -delay), *lines("S", -delay)) if schedule.halved',
-                '(*lines("S", -delay), *lines("W", -delay)) if schedule.halved',
+                "        yield from line(action.kind, action.number)\n" + _SQUARED,
+                _SQUARED
+                + "        yield from line(action.kind, action.number)\n"
+                + "        if action.kind == schedule.last_kind:\n",
             ),
         ),
         (CLIPPING + "test_clipping_is_torch_s_own[1-global:0.1-zb-h1]",),

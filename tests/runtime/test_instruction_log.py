@@ -10,7 +10,7 @@ from roundelay.runtime.instruction_log import InstructionLog
 def kept(order: list[int], number: int) -> InstructionLog:
     log = InstructionLog(number)
     for at, g in enumerate(order):
-        log.add((Run(Instruction("forward", 0), g, None, 0, 0, None, 0, (), (), 0), 0, float(at), float(at), 0))
+        log.add((Run(Instruction("forward", 0, 0), g, None, 0, 0, None, 0, (), (), 0), 0, float(at), float(at), 0))
     return log
 
 

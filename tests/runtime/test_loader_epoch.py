@@ -186,7 +186,7 @@ def test_data_that_are_others_at_the_second_time_cannot_be_verified(transport: s
     stream = iter(LISTED)
     made = job(lambda epoch: itertools.islice(stream, 12))
     plan = roundelay.plan(made, workers=2, rule="1f1b", transport=transport, cuts="equal")
-    with pytest.raises(JobError, match="another first batch than the run was given"):
+    with pytest.raises(JobError, match="another first batch than the run read"):
         roundelay.verify(made, plan=plan, steps=3)
 
 

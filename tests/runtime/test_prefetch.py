@@ -235,7 +235,7 @@ def test_the_program_says_how_many_registers_there_are(monkeypatch: pytest.Monke
     job = small(partial(epoch_of, 6))
     monkeypatch.setattr(emit, "REGISTERS", 1)
     plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
-    assert str(programs_of(plan)[0]).splitlines()[4] == "registers 1"
+    assert str(programs_of(plan)[0]).splitlines()[3] == "registers 1"
     done = roundelay.train(job, plan=plan, epochs=1)
     reads = [(event[5], event[6]) for event in done.events[0] if event[0] == "read"]
     assert all(a <= start < end <= b for (_, _, start, end), (a, b) in zip(done.loads[0], reads, strict=True))

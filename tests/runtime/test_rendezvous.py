@@ -55,7 +55,9 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
     return decode(header.numpy().data).data
 
 
-TASK = cast(Task, SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0)))
+ON_CPU = SimpleNamespace(device="cpu")
+PLAN = SimpleNamespace(workers=(ON_CPU, ON_CPU), num_workers=2, deadline_s=10.0)
+TASK = cast(Task, SimpleNamespace(plan=PLAN))
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])
@@ -125,7 +127,6 @@ def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
         raise error
 
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 0, {})))
-    monkeypatch.setattr(members, "num_workers", lambda plan: 2)
     leader = Leader()
     with pytest.raises(UserCodeError, match=told):
         run_leader(TASK, listen, unchanged, cast(ProcessGroup, leader))

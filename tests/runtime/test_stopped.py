@@ -26,14 +26,14 @@ def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypa
         report(Report("finished", worker, {}))
 
     monkeypatch.setattr(forked_workers, "work", finishes_or_stops)
-    monkeypatch.setattr(forked_workers, "num_workers", lambda plan: 2)
     monkeypatch.setattr(forked_workers, "STOPPED_S", 0.2)
     monkeypatch.setattr(forked_workers, "END_S", PATIENCE_S)
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 1"):
         forked_workers._run(
-            cast(Task, SimpleNamespace(plan=None, prepare=None)),
+            cast(Task, SimpleNamespace(plan=SimpleNamespace(num_workers=2), prepare=None)),
             lambda report: None,
             lambda worker: cast(Endpoint, None),
+            lambda: None,
         )
     assert time.monotonic() - began < PATIENCE_S

@@ -1,4 +1,4 @@
-"""Run folders: the files of one run, by default below ``runs/``, where ``runs/latest`` links to the newest."""
+"""Run folders: the files of one run, by default in ``runs``, with a link named latest to the newest."""
 
 from __future__ import annotations
 
