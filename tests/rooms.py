@@ -8,23 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PAGE = ROOT / "src" / "roundelay", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: python -m tests.rooms -->\n", "<!-- end of rooms -->\n"
-ROOMS = [
-    "ir",
-    "schedules",
-    "frontend",
-    "lower",
-    "planner",
-    "actor",
-    "runtime",
-    "reference",
-    "transport",
-    "checkpoint",
-    "observe",
-    "page",
-    "api",
-    "cli",
-    "doctor",
-]
+ROOMS = ("ir", "schedules", "frontend", "lower", "planner", "actor", "runtime", "reference")
+ROOMS += ("transport", "checkpoint", "observe", "page", "api", "cli", "doctor")
 
 
 def summary(path: Path) -> str:
