@@ -17,7 +17,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.op_profiler import measure_operations
 from roundelay.ir.graph import Graph, Profile
-from roundelay.lower.dataflow import share
+from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, roofline, stage_costs
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, names_of
@@ -103,7 +103,10 @@ def cut(captured: Captured, asked: str, num_stages: int, terms: CostParameters, 
     if asked == MEASURED:
         profile, how = profiled(captured, sample())
     else:
-        profile, how = roofline(graph, share(graph, terms.micro_batches)), "predicted with fixed constants (roofline)"
+        profile, how = (
+            roofline(graph, sample_micro_batches(graph, terms.micro_batches)),
+            "predicted with fixed constants (roofline)",
+        )
     prices = stage_costs(graph, profile, terms)
     chosen = choose_cuts(prices, num_stages)
     return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *_told(prices, chosen, equal)))
