@@ -31,7 +31,7 @@ COUNT = "loss.count"
 LABELS = "loss.labels"
 """The number of labels over which the loss is a mean; the last stage returns it with such a loss."""
 METRIC, TERMS = "metric.", "metric-count."
-"""Prefixes of the names of metrics that the loss function returns, and of their numbers of terms, where it gives any."""
+"""Prefixes of the names of metrics that the loss function returns, and of their numbers of terms, if it gives any."""
 
 
 @dataclass(frozen=True, slots=True)

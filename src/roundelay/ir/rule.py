@@ -85,7 +85,7 @@ class UpdateRule:
     predictors: tuple[str, ...] = FROM_STATE
 
     def backward_reads(self, mode: str) -> Literal["forward", "live", "ahead"]:
-        """Return which weights a backward reads: its forward's, the live ones, or those predicted from the live ones."""
+        """Return which weights a backward reads: its forward's, the live ones, or those predicted from these."""
         if self.stashes or mode == "stash":
             return "forward"
         return "ahead" if self.predicts and self.target != "backward" else "live"

@@ -19,7 +19,7 @@ HALF = "fp16"
 """The precision whose gradients need a loss scale, as they underflow easily."""
 
 FORKING = ("shm", "gloo")
-"""Transports between forked processes; a forked process cannot use CUDA once its parent has initialised it."""
+"""Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -145,7 +145,7 @@ def check_precision(plan: Plan) -> None:
         raise PlanError(
             "precision of the plan",
             got=f"{plan.precision} with compile = true and backward mode mixed",
-            expected="fp32: the tape of a compiled stage holds casts of the forward's weights that cannot be identified",
+            expected="fp32: the tape of a compiled stage holds casts of the forward's weights, not marked as such",
             remedy="Remove --precision or --compile, or choose another mode with --backward if the rule has one.",
         )
 
@@ -184,14 +184,14 @@ def _check_devices(plan: Plan) -> None:
         if name != CPU and plan.transport in FORKING:
             raise PlanError(
                 f"workers[{k}].device of the plan",
-                got=f"{name} with transport {plan.transport}",
-                expected=f"cpu: {plan.transport} sends CPU tensors only, and its processes are forked",
+                got=f"{name} beside transport {plan.transport}",
+                expected=f"cpu: {plan.transport} carries tensors of the CPU, and its processes are forked",
                 remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
             )
         if plan.transport == "nccl" and name == CPU:
             raise PlanError(
                 f"workers[{k}].device of the plan",
-                got="cpu with transport nccl",
+                got="cpu beside transport nccl",
                 expected="a CUDA device for every process",
                 remedy="Choose --devices cuda, or transport gloo.",
             )

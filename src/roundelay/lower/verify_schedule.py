@@ -95,7 +95,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
 
 
 def _check_squares(plan: Plan, executed: Sequence[Fired], last: str) -> None:
-    """Check that every squared norm is that of complete gradients: after the batch's last backward, before its update."""
+    """Check that squared norms are those of complete gradients: after the batch's last backward, before its update."""
     done: dict[tuple[int, str], int] = {}
     needs = {"grad-norm-sq": last, "update": "grad-norm-sq"}
     for f in executed:

@@ -84,7 +84,7 @@ class StageCosts:
     _across: dict[int, _Boundary]
 
     def compute_s(self, start: int, stop: int) -> float:
-        """Seconds of the operations per micro-batch; an update counts in equal parts for the micro-batches of a batch."""
+        """Seconds of the operations per micro-batch; an update's are divided by the micro-batches of a batch."""
         return self.work[stop] - self.work[start]
 
     def bytes_in(self, start: int, stop: int) -> int:

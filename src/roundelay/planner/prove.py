@@ -1,4 +1,4 @@
-"""Proves a plan by executing its programs on a virtual clock; :mod:`roundelay.lower.verify_schedule` checks the runs."""
+"""Proves a plan: executes its programs on a virtual clock and has :mod:`roundelay.lower.verify_schedule` check them."""
 
 from __future__ import annotations
 

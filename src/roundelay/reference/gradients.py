@@ -41,7 +41,7 @@ class ScaleTable:
         self._carried: list[float] = []  # scales of the batch's micro-batches so far
 
     def enter(self, newest: int) -> float:
-        """Return the scale of a micro-batch that enters after stage 0 has finished batch ``newest``; 1 for no scaling."""
+        """Return the scale of a micro-batch that enters when stage 0 has finished batch ``newest``; 1 if off."""
         scale = self._after[newest][0] if self._rule.on else 1.0
         self._carried.append(scale)
         return scale

@@ -229,7 +229,7 @@ def _pairs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple[float, float]:
-    """Return a and b: weights become a W - b m / (sqrt(v^) + eps); q_i = r_i beta1^i / (1 - beta1^(u+i)), decay first."""
+    """Return a and b: weights become a W - b m / (sqrt(v^) + eps), with q_i = r_i beta1^i / (1 - beta1^(u+i))."""
     a, b = 1.0, 0.0
     for i, rate in enumerate(rates, start=1):
         keep = 1.0 - rate * lam

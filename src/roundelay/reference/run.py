@@ -176,7 +176,7 @@ class _Run:
         return [(name, weight) for name, weight in self._trainer.trained() if name in owned]
 
     def _version(self, stage: int) -> int:
-        """Return U, the updates that the stage had done before this forward: forwards run ``lag`` micro-batches ahead."""
+        """Return U, the updates that the stage had done before this forward, which runs ``lag`` micro-batches ahead."""
         if self._flushes:
             return self._trainer.live
         lag = len(self._stages) - 1 - stage

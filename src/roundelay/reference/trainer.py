@@ -38,7 +38,7 @@ class Recipe:
     numbers: tuple[float, ...] = ()
 
     def build(self, named: Named) -> tuple[Optimizer, LRScheduler | None]:
-        """Create optimizer and scheduler in their state at ``version``; a loaded state overrides the scheduler's rates."""
+        """Create optimizer and scheduler as of ``version``; a loaded state overrides the scheduler's rates."""
         optimizer = self.optimizer(named)
         modes = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
         if all(map(callable, modes)):  # a schedule-free optimizer
