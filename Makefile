@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes clean
+.PHONY: help venv train test test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes same-bits clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -70,6 +70,9 @@ faults: $(DONE) ## Strike 160 runs, and 60 under torchrun, with signals and erro
 
 resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit
 	@$(BIN)/python -m tests.resume.table
+
+same-bits: $(DONE) ## Run 146 small jobs with the source of a commit and with this, compare every bit (6 minutes); AGAINST=COMMIT
+	@$(BIN)/python -m tests.same_bits $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only "$(ONLY)")
 
 clean: ## Delete caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

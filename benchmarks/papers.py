@@ -22,9 +22,9 @@ import torch
 
 import roundelay
 from benchmarks import common
-from roundelay.api.comparison import Begun, Compared
+from roundelay.api.comparison import Compared, RunStarted
 from roundelay.api.comparison_charts import write_comparison
-from roundelay.api.comparison_table import Aims, measure_of
+from roundelay.api.comparison_table import Aims, reported_curve
 from roundelay.api.run_results import RunResult
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.job import OptimizerFactory
@@ -117,22 +117,22 @@ class Found:
 
 def last(outcome: RunResult, name: str) -> float:
     """A metric at the end of a run."""
-    return measure_of(outcome, name)[-1].value
+    return reported_curve(outcome, name)[-1].value
 
 
 def best(outcome: RunResult, name: str) -> float:
     """The highest value of a metric in a run."""
-    return max(point.value for point in measure_of(outcome, name))
+    return max(point.value for point in reported_curve(outcome, name))
 
 
 def average(outcome: RunResult, name: str) -> float:
     """A metric's mean over the evaluations of a run, which tells how soon it learns beside how far."""
-    return statistics.fmean(point.value for point in measure_of(outcome, name))
+    return statistics.fmean(point.value for point in reported_curve(outcome, name))
 
 
 def updates_to(outcome: RunResult, name: str, target: float) -> float:
     """Updates until a metric is at least the target; infinite if it never is."""
-    return next((float(p.updates) for p in measure_of(outcome, name) if p.value >= target), math.inf)
+    return next((float(p.updates) for p in reported_curve(outcome, name) if p.value >= target), math.inf)
 
 
 def run(case: Case, seeds: int, folder: Path) -> Found:
@@ -152,8 +152,8 @@ def compare(case: Case, rules: Sequence[str], micro_batches: int, seeds: int, pl
     """The lines of a case that have one M."""
 
     def tell(event: object) -> None:
-        if isinstance(event, Begun):
-            run_of = f"run {event.number} of {event.total}, {event.found} found"
+        if isinstance(event, RunStarted):
+            run_of = f"run {event.number} of {event.total}, {event.finished_before} found"
             print(f"{case.title}: {event.variant.rule_text} M={micro_batches}, {run_of}", file=sys.stderr, flush=True)
 
     return roundelay.compare(

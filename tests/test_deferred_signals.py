@@ -1,4 +1,4 @@
-"""Interrupts come when they can be borne: not before a note or a clean-up is done, and not inside torch's export."""
+"""Signals are handled after critical sections: the recording of a pid, a clean-up, torch.export."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from roundelay.deferred_signals import Interrupts, inside_torch
+from roundelay.deferred_signals import DeferredSignals, inside_torch
 from roundelay.frontend import capture
 from tests.frontend.cutting import sample
 from tests.runtime.interrupts import bystander, give, handled
@@ -25,7 +25,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 def test_a_signal_waits_whichever_thread_takes_it(number: signal.Signals, own: bool) -> None:
     heard = list[str]()
     with bystander() as aside, handled(number, lambda number, frame: heard.append("handled")):
-        with Interrupts() as interrupts:
+        with DeferredSignals() as interrupts:
             give(threading.main_thread() if own else aside, number)
             heard.append("open")
             interrupts.open()
@@ -44,7 +44,7 @@ def test_each_that_waits_comes_once_and_one_that_raises_keeps_no_other_from_it()
         heard.append(number)
 
     def strike() -> None:
-        with Interrupts():
+        with DeferredSignals():
             for number in (*ENDING, *ENDING):
                 signal.raise_signal(number)
             heard.append(0)
@@ -66,7 +66,7 @@ def test_what_python_does_not_handle_is_left_alone(monkeypatch: pytest.MonkeyPat
 
     with handled(ENDING[0]), handled(ENDING[1], signal.SIG_IGN), handled(ENDING[2], signal.SIG_DFL):
         monkeypatch.setattr(signal, "signal", watched)
-        with Interrupts():
+        with DeferredSignals():
             pass
         assert exchanged == [ENDING[0]] * 2
 
@@ -87,27 +87,27 @@ def test_an_interrupt_while_handlers_are_exchanged_leaves_none_to_wait(
     with handled(ENDING[0]), handled(ENDING[1]), handled(ENDING[2]):
         with monkeypatch.context() as patch:
             patch.setattr(signal, "signal", interrupted)
-            with pytest.raises(KeyboardInterrupt), Interrupts():
+            with pytest.raises(KeyboardInterrupt), DeferredSignals():
                 pass
         assert [signal.getsignal(number) for number in ENDING] == [signal.default_int_handler] * 3
 
 
 def test_two_interrupts_while_handlers_are_exchanged_leave_none_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first comes when all have been exchanged, the second before any can be put back."""
-    put_in_place = Interrupts._put_in_place
+    put_in_place = DeferredSignals._put_in_place
 
-    def first(interrupts: Interrupts, before: Mapping[int, object]) -> None:
+    def first(interrupts: DeferredSignals, before: Mapping[int, object]) -> None:
         put_in_place(interrupts, before)
         raise KeyboardInterrupt
 
-    def second(interrupts: Interrupts, *raised: object) -> None:
+    def second(interrupts: DeferredSignals, *raised: object) -> None:
         raise KeyboardInterrupt
 
     with handled(ENDING[0]), handled(ENDING[1]), handled(ENDING[2]):
         with monkeypatch.context() as patch:
-            patch.setattr(Interrupts, "_put_in_place", first)
-            patch.setattr(Interrupts, "__exit__", second)
-            with pytest.raises(KeyboardInterrupt), Interrupts():
+            patch.setattr(DeferredSignals, "_put_in_place", first)
+            patch.setattr(DeferredSignals, "__exit__", second)
+            with pytest.raises(KeyboardInterrupt), DeferredSignals():
                 pass
         for number in ENDING:
             with pytest.raises(KeyboardInterrupt):
@@ -121,7 +121,7 @@ def test_a_handler_that_is_set_meanwhile_stays() -> None:
         """One that a time limit in the person's forward has set."""
 
     with handled(signal.SIGALRM):
-        with Interrupts():
+        with DeferredSignals():
             signal.signal(signal.SIGALRM, other)
         assert signal.getsignal(signal.SIGALRM) is other
 
@@ -137,7 +137,7 @@ def test_a_handler_that_another_sets_waits_too() -> None:
         heard.append("again")
 
     with handled(signal.SIGINT, sets_one), handled(signal.SIGALRM, signal.SIG_DFL):
-        with Interrupts() as interrupts:
+        with DeferredSignals() as interrupts:
             interrupts.open()
             signal.raise_signal(signal.SIGINT)
             interrupts.held = True
@@ -155,9 +155,9 @@ def test_one_inside_another_passes_on_what_comes() -> None:
         heard.append(number)
 
     with handled(signal.SIGINT, hear):
-        with Interrupts() as outer:
+        with DeferredSignals() as outer:
             outer.open()
-            with Interrupts() as inner:
+            with DeferredSignals() as inner:
                 inner.open()
                 signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
@@ -168,7 +168,7 @@ def test_one_inside_another_passes_on_what_comes() -> None:
 
 
 def test_in_a_forked_child_nothing_waits() -> None:
-    with handled(signal.SIGALRM, lambda number, frame: os._exit(7)), Interrupts():
+    with handled(signal.SIGALRM, lambda number, frame: os._exit(7)), DeferredSignals():
         child = os.fork()
         if child == 0:
             signal.raise_signal(signal.SIGALRM)
@@ -178,7 +178,7 @@ def test_in_a_forked_child_nothing_waits() -> None:
 
 def test_another_thread_leaves_handlers_as_they_are() -> None:
     def enter() -> None:
-        with Interrupts():
+        with DeferredSignals():
             entered.append(signal.getsignal(signal.SIGINT))
 
     entered = list[object]()
@@ -214,7 +214,7 @@ def called_in(modules: Sequence[str], inner: Callable[..., Any]) -> Callable[...
 def test_what_strikes_inside_torch_waits(modules: list[str], waits: bool) -> None:
     heard = list[str]()
     with handled(signal.SIGINT, lambda number, frame: heard.append("handled")):
-        with Interrupts(inside_torch) as interrupts:
+        with DeferredSignals(inside_torch) as interrupts:
             called_in(modules, signal.raise_signal)(signal.SIGINT)
             heard.append("next")
             interrupts.handle()
@@ -229,7 +229,7 @@ def test_inside_torch_a_second_one_comes_at_once() -> None:
     def hear(number: int, frame: object) -> None:
         heard.append(number)
 
-    with handled(signal.SIGINT, hear), handled(signal.SIGTERM, hear), Interrupts(inside_torch):
+    with handled(signal.SIGINT, hear), handled(signal.SIGTERM, hear), DeferredSignals(inside_torch):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             strike(number)
         heard.append("end")

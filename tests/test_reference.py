@@ -28,7 +28,7 @@ from roundelay.reference import Named, ReferenceResult, ReferenceStage, Setting,
 from roundelay.schedules import SCHEDULES, actions
 
 Stream = Iterable[tuple[MicroBatch, dict[str, Any]]]
-LINES = sorted(name for name, schedule in SCHEDULES.items() if schedule.order is None)
+LINES = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_worker == 1)
 """Schedules under which every worker has one stage."""
 
 
@@ -129,7 +129,7 @@ def test_a_flushing_rule_reads_the_batchs_own_version(rule: str, what: str) -> N
 def test_a_forward_reads_what_the_schedule_has_updated_before_it(counts: list[int], depth: int, schedule: str) -> None:
     rule = {"async-1f1b": "pipedream"}.get(schedule, schedule)
     for k, versions in enumerate(read(rule, counts, depth)):
-        order = actions(SCHEDULES[schedule], k, depth, counts)
+        order = actions(SCHEDULES[schedule], [k], depth, counts)
         updates = list(accumulate(action.kind == "U" for action in order))
         expected = {action.number: done for action, done in zip(order, updates, strict=True) if action.kind == "F"}
         assert versions == [expected[g] for g in range(sum(counts))]

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import roundelay
 from benchmarks.common import Asked, alternate, asked, report, spread, table
 from roundelay.api.cuts import WAYS, profiled
-from roundelay.api.planning import LINKS
 from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
+from roundelay.ir.transports import TRANSPORTS
 from roundelay.planner.cost_model import CostParameters, StageCosts, stage_costs
 
 WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"
@@ -112,8 +112,8 @@ def planned(kind: str, cuts: str) -> roundelay.Plan:
 @functools.cache
 def prices(kind: str) -> StageCosts:
     made, captured = captured_job(kind)
-    latency_s, bytes_per_s = LINKS[TRANSPORT]
-    terms = CostParameters(micro_batches=1, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    link = TRANSPORTS[TRANSPORT]
+    terms = CostParameters(micro_batches=1, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
     profile, _ = profiled(captured, next(iter(made.batches(0))))
     return stage_costs(captured.graph, profile, terms)
 

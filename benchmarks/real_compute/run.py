@@ -30,7 +30,7 @@ from roundelay.cli.job_file import load_job
 from pathlib import Path
 torch.set_num_threads(1)
 path, threads = Path(sys.argv[1]), int(sys.argv[2])
-print(measure(load_job(path, 0), 0, threads).samples_per_second)
+print(measure(load_job(path, 0), 0, threads))
 """
 
 

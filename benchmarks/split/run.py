@@ -87,7 +87,7 @@ class Halves:
         marks.append(time.thread_time())
         of_inputs, of_parameters = self.halved.backward(tape, self.grads, self.parameters)
         marks.append(time.thread_time())
-        late = settle(tape.owed, tape.parameters)
+        late = settle(tape.pending, tape.parameters)
         marks.append(time.thread_time())
         return of_inputs | of_parameters | late, marks
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.overhead.run import TRANSPORTS, session
 from roundelay import capture, plan
-from roundelay.api.state_gather import Event, Updated
+from roundelay.api.events import Event, Updated
 from roundelay.cli.job_file import load_job
 
 WORKERS = 4

@@ -31,8 +31,7 @@ from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import open_pairs
-from roundelay.transport.shm_ring import RING_BYTES
+from roundelay.transport.shm_resources import RING_BYTES, ShmResources
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
 COUNTS = {"4 KiB": 1000, "64 KiB": 1000, "1 MiB": 200, "8 MiB": 40}
@@ -148,7 +147,7 @@ def our_gloo(size: int, count: int, pace_s: float) -> dict[str, float]:
 
 def our_shm(size: int, count: int, pace_s: float) -> dict[str, float]:
     """Our endpoint over shared memory."""
-    wiring = open_pairs(2)
+    wiring = ShmResources(2)
     return in_processes(lambda k, n: side_of(ShmEndpoint(k, wiring, PATIENCE_S)), size, count, pace_s, wiring.close)
 
 

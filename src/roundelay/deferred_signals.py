@@ -1,7 +1,7 @@
-"""Interrupts at moments that can bear them: between a fork and the note of it there is none, nor in a clean-up.
+"""Defers Python signal handlers in critical sections: a fork and the recording of its pid, a clean-up, torch.export.
 
-Python handles a signal in the main thread, between any two of its steps, whichever thread the system gives it to: a
-mask, which is one thread's, would not do. So for a time the handlers are exchanged for one that lets signals wait.
+Python runs handlers in the main thread, between any two bytecodes, whichever thread the system delivers the signal to.
+A signal mask belongs to one thread and would not help, so the handlers are replaced for a time by one that queues.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ _TORCH = frozenset({"torch", "functorch", "torchgen", "sympy", "mpmath", "networ
 
 
 def always(frame: FrameType | None, again: bool) -> bool:
-    """Every signal waits."""
+    """Defer every signal."""
     return True
 
 
 def inside_torch(frame: FrameType | None, again: bool) -> bool:
-    """Signals wait that strike inside torch, or in what it calls of Python's library; a second of its kind does not.
+    """Defer signals that arrive inside torch, or in the standard library called by it, unless one is deferred already.
 
-    While it exports, torch calls Python from C++ that cannot pass an exception on: an interrupt there ended the process
-    (``terminate called after throwing``) once in some hundred times, became a TypeError's text, or was dropped.
+    While exporting, torch calls Python from C++ code that cannot propagate an exception: an interrupt there terminated
+    the process (``terminate called after throwing``) about once in a hundred times, became the text of a TypeError, or
+    was dropped.
     """
     while frame is not None and not again:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -40,16 +41,16 @@ def inside_torch(frame: FrameType | None, again: bool) -> bool:
 
 
 @final
-class Interrupts:
-    """While it lasts, signals that have a handler in Python wait for :meth:`handle`, :meth:`open`, or the end.
+class DeferredSignals:
+    """A context in which signals with a Python handler are deferred until :meth:`handle`, :meth:`open`, or its exit.
 
-    In a forked child none waits. Only the main thread handles signals: in another one this does nothing.
+    Nothing is deferred in a forked child. Only the main thread handles signals: in other threads this does nothing.
 
     Args:
-        waits: whether one waits, by the frame that it strikes in, and by whether one of its kind waits already.
+        waits: whether to defer a signal, given the interrupted frame and whether one of its kind is deferred already.
 
     Attributes:
-        held: whether they wait. Set it: an assignment cannot be interrupted, and a call can.
+        held: whether signals are deferred. It is assigned directly: an assignment cannot be interrupted, a call can.
     """
 
     def __init__(self, waits: Callable[[FrameType | None, bool], bool] = always) -> None:
@@ -65,8 +66,8 @@ class Interrupts:
         try:
             if threading.current_thread() is threading.main_thread():
                 self._put_in_place({})
-        except BaseException:  # a signal whose handler is not exchanged yet
-            self.held = self._lasts = False  # first: another may strike in the call
+        except BaseException:  # from a signal whose handler is not replaced yet
+            self.held = self._lasts = False  # first: another signal may arrive during the call
             self.__exit__()
             raise
         return self
@@ -83,24 +84,24 @@ class Interrupts:
                 self.handle()
 
     def _put_in_place(self, before: Mapping[int, object]) -> None:
-        """Exchange the handlers that are others than they were ``before``."""
+        """Replace the handlers that differ from those ``before``."""
         for number, handler in _handlers().items():
-            if callable(handler) and handler != before.get(number):  # else it is the system's, or not Python's
+            if callable(handler) and handler != before.get(number):  # otherwise it is not a Python handler
                 self._handlers[number] = handler
-                signal.signal(number, self._hear)
+                signal.signal(number, self._receive)
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._hear:  # else somebody has set another
+            if signal.getsignal(number) == self._receive:  # otherwise other code has set another one
                 signal.signal(number, handler)
 
     def open(self) -> None:
-        """Handle what waits, and from now on all that comes, until ``held`` is set."""
+        """Handle the deferred signals, and every new one at once until ``held`` is set."""
         self.held = False
         self.handle()
 
     def handle(self) -> None:
-        """Handle what waits."""
+        """Handle the deferred signals."""
         if self._waiting:
             number = self._waiting.pop(0)
             try:
@@ -108,7 +109,7 @@ class Interrupts:
             finally:
                 self.handle()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         again = number in self._waiting
         if self.held and os.getpid() == self._process and self._waits(frame, again):
             if not again:
@@ -122,7 +123,7 @@ class Interrupts:
             self._handlers[number](number, frame)
         finally:
             if self._lasts:
-                self._put_in_place(before)  # what it has set: the command's own sets an alarm
+                self._put_in_place(before)  # handlers that it has set: the command's own sets an alarm
 
 
 def _handlers() -> dict[int, Any]:
@@ -130,14 +131,14 @@ def _handlers() -> dict[int, Any]:
 
 
 def hides_interrupt(error: Exception, before: BaseException | None = None) -> bool:
-    """Whether an error hides an interrupt, but none of what was being handled ``before``.
+    """Whether a KeyboardInterrupt is among an error's causes, other than the exception being handled ``before``.
 
-    One that strikes while torch reads a symbolic size becomes the text of a TypeError.
+    An interrupt while torch reads a symbolic size becomes the text of a TypeError.
     """
     seen, left = {id(before)}, [error.__cause__, error.__context__]
     while left:
         reason = left.pop()
-        if reason is not None and id(reason) not in seen:  # an error may be among its own causes
+        if reason is not None and id(reason) not in seen:  # causes may be cyclic
             seen.add(id(reason))
             left += [reason.__cause__, reason.__context__]
             if isinstance(reason, KeyboardInterrupt):

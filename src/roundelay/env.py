@@ -1,4 +1,4 @@
-"""Every environment variable that Roundelay reads, parsed once.
+"""Parses the environment variables that Roundelay reads.
 
 ``ROUNDELAY_DEBUG``: 0 (default) nothing; 1 the plan and tracebacks; 2 also timings; 3 also programs; 4 also events.
 
@@ -39,7 +39,7 @@ def level() -> int:
     """The debug level, 0 to 4.
 
     Raises:
-        UsageError: ``ROUNDELAY_DEBUG`` holds something else.
+        UsageError: ``ROUNDELAY_DEBUG`` has another value.
     """
     text = os.environ.get("ROUNDELAY_DEBUG", "0")
     if text not in LEVELS:
@@ -49,10 +49,10 @@ def level() -> int:
 
 
 def check_malloc() -> None:
-    """Refuse what :func:`better_malloc` knows nothing of.
+    """Reject an unknown value of ``ROUNDELAY_MALLOC``.
 
     Raises:
-        UsageError: ``ROUNDELAY_MALLOC`` holds something else than :data:`KEEP`.
+        UsageError: it is set to something other than :data:`KEEP`.
     """
     text = os.environ.get("ROUNDELAY_MALLOC") or KEEP
     if text != KEEP:
@@ -66,24 +66,23 @@ def _unknown(name: str, text: str, expected: str) -> UsageError:
 
 
 KEEP = "keep"
-"""What ``ROUNDELAY_MALLOC`` may say."""
+"""The one value of ``ROUNDELAY_MALLOC``."""
 
 MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-"""What glibc is told: keep freed memory, as every micro-batch asks for the same again. It is read at a program's start.
+"""glibc settings that keep freed memory, as every micro-batch allocates the same again; read when a program starts.
 
-32 MiB is the largest threshold that glibc takes on 64 bits; a larger one is ignored.
+32 MiB is the largest threshold that glibc accepts on 64 bits; a larger one is ignored.
 """
 
 
 def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """The environment with which to start this program anew; None if it should go on as it is.
+    """The environment with which to restart this program; None if no restart is needed.
 
-    It goes on where the C library is not glibc, where the person has set any of :data:`MALLOC`, or has said
-    ``ROUNDELAY_MALLOC=keep``.
+    None where the C library is not glibc, or where the user has set any of :data:`MALLOC` or ``ROUNDELAY_MALLOC=keep``.
     """
     now = os.environ if environment is None else environment
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or now.get("ROUNDELAY_MALLOC") == KEEP:
@@ -92,35 +91,34 @@ def better_malloc(environment: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def malloc_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Those of :data:`MALLOC` that hold for this process: what computes, computes faster or slower with them."""
+    """Those of :data:`MALLOC` that are set in this process; they affect measured times."""
     now = os.environ if environment is None else environment
     return {name: now[name] for name in MALLOC if name in now}
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
-    """What is worth keeping between runs lies here; None if nothing may be kept, or there is no home to keep it in.
+    """The folder of what is kept between runs; None if nothing may be kept, or there is no home folder.
 
-    ``ROUNDELAY_CACHE`` names it, or says ``none``; by default it is ``roundelay`` in ``XDG_CACHE_HOME``, or in
-    ``.cache`` at home.
+    ``ROUNDELAY_CACHE`` names it, or is ``none``; by default it is ``roundelay`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     now = os.environ if environment is None else environment
-    said, shared, home = (now.get(name, "") for name in ("ROUNDELAY_CACHE", "XDG_CACHE_HOME", "HOME"))
-    if said:
-        return None if said == "none" else Path(said)
-    if os.path.isabs(shared):  # the standard has others ignored
+    named, shared, home = (now.get(name, "") for name in ("ROUNDELAY_CACHE", "XDG_CACHE_HOME", "HOME"))
+    if named:
+        return None if named == "none" else Path(named)
+    if os.path.isabs(shared):  # the XDG specification ignores relative paths
         return Path(shared) / "roundelay"
     return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
 
 
 def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that are set and matter to a run: Roundelay's own, known or not, and a few of what it calls."""
+    """Variables that are set and affect a run: all that begin with ``ROUNDELAY_``, and a few of libraries and tools."""
     now = os.environ if environment is None else environment
     others = {*MALLOC, "GLOO_SOCKET_IFNAME", "CXX"}
     return {name: now[name] for name in sorted(now) if name.startswith("ROUNDELAY_") or name in others}
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """How a launcher started this process; None if it was started by hand.
+    """Return how a launcher started this process; None if it was started by hand.
 
     Raises:
         UsageError: the launcher's variables are incomplete.
@@ -134,21 +132,16 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
-    """Which of a launcher's workers this process is, for people; None if it was started by hand."""
+    """The name of this process among a launcher's, such as "worker 1"; None if it was started by hand."""
     number = launchers.rank_of(os.environ if environment is None else environment)
     return None if number is None else f"worker {number}"
 
 
 def by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the launcher is torchrun, whose processes are its own children and its to end."""
+    """Whether the launcher is torchrun, which starts and ends its processes as its own children."""
     return launchers.is_torchrun(os.environ if environment is None else environment)
 
 
 def leads(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a person looks at this process: it was started by hand, or is the launcher's leader."""
+    """Whether this process prints results: it was started by hand, or is the launcher's leader (rank 0)."""
     return launchers.rank_of(os.environ if environment is None else environment) in (None, str(LEADER))
-
-
-def first_on_host(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process tells what all that a launcher started on this host would tell in the same words."""
-    return launchers.local_rank_of(os.environ if environment is None else environment) == "0"

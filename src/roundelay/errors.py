@@ -97,12 +97,6 @@ class InternalError(RoundelayError):
     """A law of the house was broken: a bug in Roundelay itself."""
 
 
-class ToldElsewhereError(Exception):
-    """What ends this process has been told by another on its host. It is no error to tell, so no `RoundelayError`."""
-
-    exit_code = 1
-
-
 _FEW = 4
 
 

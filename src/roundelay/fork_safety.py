@@ -1,12 +1,11 @@
-"""Autograd before any fork: torch allows no backward in a process forked from one in which autograd has device threads.
+"""Starts autograd at import, without device threads, so that forked processes can run a backward.
 
 The first backward of a process starts autograd's threads, one for each device of every accelerator that torch knows at
-that moment, once and for all. A process that is forked afterwards raises "Unable to handle autograd's threading in
-combination with fork-based multiprocessing" at its own first backward. torch's CUDA build, which PyPI serves for Linux,
-counts a stand-in device where there is no GPU, but only after the first ``torch.export``. So where there is no
-accelerator this module, when it is imported, runs one backward of one element: from then on there are no device
-threads, whatever is registered later, and this process can be forked at any time. See
-docs/design/0012-autograd-and-fork.md.
+that moment; later devices get none. If there are such threads, a process forked afterwards raises "Unable to handle
+autograd's threading in combination with fork-based multiprocessing" at its own first backward. torch's CUDA build, the
+one on PyPI for Linux, counts a placeholder device where there is no GPU, but only after the first ``torch.export``. So
+where there is no accelerator, importing this module runs a backward of one element: no device threads are started from
+then on, and the process can be forked at any time. See docs/design/0012-autograd-and-fork.md.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import torch
 
 
 def has_accelerator() -> bool:
-    """Whether torch could compute on something else than the CPU here. Asking does not start CUDA."""
+    """Whether torch can compute on a device other than the CPU; does not initialize CUDA."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a driver that does not fit; `roundelay doctor` reports it
+        warnings.simplefilter("ignore")  # about an unsuitable driver, which `roundelay doctor` reports
         if torch.cuda.device_count() > 0:
             return True
         kind = torch.accelerator.current_accelerator(check_available=False)
@@ -40,4 +39,4 @@ def _started_without_devices() -> bool:
 
 
 STARTED_WITHOUT_DEVICES = _started_without_devices()
-"""Whether a backward in this process starts no device threads: they were started, when there was no accelerator."""
+"""Whether autograd was started here while there was no accelerator, so that no backward starts device threads."""

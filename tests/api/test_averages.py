@@ -135,8 +135,9 @@ def test_a_run_that_goes_on_has_the_averages_of_one_that_was_never_interrupted(t
     whole = averages(roundelay.train(make(), plan=plan, steps=8, save_to=tmp_path / "whole"))
     job = make()
     from roundelay.api.checkpointing import Saving
+    from roundelay.api.resume import load_checkpoint
     from roundelay.api.stop_condition import Length
-    from roundelay.api.training import Session, load_checkpoint
+    from roundelay.api.training import Session
 
     captured = capture(job)
     session = Session(job, captured, plan, 0, Length(steps=8))

@@ -142,7 +142,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Batch], Any], str]] = {
     "how many texts": (lambda out, batch: loss(out, batch) / len(batch["texts"]), "batch field 'texts', a list"),
     "an array": (
         lambda out, batch: (out.sum(1) - torch.from_numpy(batch["array"]).sum(1)).mean(),
-        r"(?s)the loss on the first batch.*no tensor.*from_numpy",
+        r"(?s)the loss on the first batch.*not a tensor.*from_numpy",
     ),
     "a sum with an array": (
         lambda out, batch: (out.sum(1) - batch["array"].sum()).mean(),

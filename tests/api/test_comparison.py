@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,16 +19,16 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api import checkpointing
-from roundelay.api.comparison import Begun, Compared, Ended, Resumed
+from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted
 from roundelay.api.comparison_charts import charts_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
+from roundelay.api.events import Updated
 from roundelay.api.run_results import Point, RunResult
-from roundelay.api.state_gather import Saved, Updated
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
+from roundelay.page.run_page import run_page
 from tests.api import jobs
 
 RULES = ("1f1b", "pipeoptim:paper:mixed", "async")
@@ -58,12 +59,10 @@ def test_a_seed_starts_every_rule_with_the_same_weights_and_data(tmp_path: Path)
     """To the bit: the first loss is computed before any rule has acted."""
     asked = ("gpipe", "pipedream-2bw", "pipedream-vertical", "spectrain", "lookahead", "async")
     made = compared(tmp_path / "c", rules=asked)
-    first = {
-        seed: {losses(outcome)[0] for outcome in made.outcomes.values() if outcome.seed == seed} for seed in (0, 1)
-    }
+    first = {seed: {losses(outcome)[0] for outcome in made.results.values() if outcome.seed == seed} for seed in (0, 1)}
     assert [len(values) for values in first.values()] == [1, 1]
     assert first[0] != first[1]
-    assert len({tuple(losses(outcome)) for outcome in made.outcomes.values() if outcome.seed == 0}) > 4  # rules act
+    assert len({tuple(losses(outcome)) for outcome in made.results.values() if outcome.seed == 0}) > 4  # rules act
 
 
 def test_all_stands_for_every_rule_that_is_known() -> None:
@@ -93,12 +92,13 @@ def test_a_rule_with_two_stages_on_a_worker_has_cuts_of_its_own_and_the_same_sta
     made = compared(tmp_path / "c", rules=("1f1b", "zb-v", "zb-v:recompute"), seeds=1)
     assert (made.refused, [plan.num_stages for plan in made.plans.values()]) == ({}, [2, 4, 4])
     assert made.plans["zb-v"].stages[1].segments == made.plans["zb-v:recompute"].stages[1].segments
-    one, *pairs = (losses(made.outcomes[f"job/{rule}", 0]) for rule in ("1f1b", "zb-v", "zb-v:recompute"))
+    one, *pairs = (losses(made.results[f"job/{rule}", 0]) for rule in ("1f1b", "zb-v", "zb-v:recompute"))
     assert pairs == [one, one]
     lines = [{name: value for cell in row for name, value in cell.values} for row in table(made, Aims({}, {}))]
     whole = sum(stage.parameter_bytes for stage in made.plans["1f1b"].stages)
     assert [(line["M"], line["versions"], line["versions, bytes"]) for line in lines] == [(2, 1, whole)] * 3
     (tmp_path / "c" / "plans" / "zb-v.toml").unlink()
+    shutil.rmtree(tmp_path / "c" / "runs" / "job--zb-v.seed0")
     other = roundelay.plan(job(0), workers=2, rule="zb-v", cuts="linear,relu,linear_1")
     assert other.stages[1].segments != made.plans["zb-v"].stages[1].segments
     (tmp_path / "c" / "cuts-2.toml").write_text(other.text())
@@ -119,17 +119,21 @@ def test_where_so_many_stages_cannot_be_had_the_others_go_on(
 
 def test_a_finished_run_is_not_done_again_and_a_removed_one_comes_out_the_same(tmp_path: Path) -> None:
     before = compared(tmp_path / "c")
-    kept = {path: path.read_bytes() for path in (tmp_path / "c" / "runs").iterdir()}
-    assert len(kept) == 6
-    (gone,) = [path for path in kept if "async" in path.name and "seed1" in path.name]
-    gone.unlink()
-    begun: list[Begun] = []
-    after = compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, Begun) else None)
-    assert [(one.variant.rule, one.seed, one.number, one.total, one.found) for one in begun] == [("async", 1, 1, 1, 5)]
-    assert {path: path.read_bytes() for path in kept if path != gone} == {p: b for p, b in kept.items() if p != gone}
-    again = after.outcomes["job/async", 1]
-    assert losses(again) == losses(before.outcomes["job/async", 1])
-    assert after.outcomes["job/1f1b", 0] == before.outcomes["job/1f1b", 0]
+    kept = {path: path.read_bytes() for path in (tmp_path / "c" / "runs").glob("*/*") if path.is_file()}
+    gone = tmp_path / "c" / "runs" / "job--async.seed1"
+    assert len({path.parent for path in kept} - {gone}) == 5
+    shutil.rmtree(gone)
+    begun: list[RunStarted] = []
+    after = compared(
+        tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, RunStarted) else None
+    )
+    assert [(one.variant.rule, one.seed, one.number, one.total, one.finished_before) for one in begun] == [
+        ("async", 1, 1, 1, 5)
+    ]
+    assert all(path.read_bytes() == text for path, text in kept.items() if path.parent != gone)
+    again = after.results["job/async", 1]
+    assert losses(again) == losses(before.results["job/async", 1])
+    assert after.results["job/1f1b", 0] == before.results["job/1f1b", 0]
 
 
 def test_runs_that_are_left_wait_as_long_as_is_asked_for_now(tmp_path: Path) -> None:
@@ -141,14 +145,14 @@ def test_runs_that_are_left_wait_as_long_as_is_asked_for_now(tmp_path: Path) -> 
 
 def test_an_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
-        if isinstance(event, Begun) and event.number == 3:
+        if isinstance(event, RunStarted) and event.number == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         compared(tmp_path / "c", notify=stop)
-    assert len(list((tmp_path / "c" / "runs").glob("*.json"))) == 2
-    ended: list[Ended] = []
-    compared(tmp_path / "c", notify=lambda event: ended.append(event) if isinstance(event, Ended) else None)
+    assert len(list((tmp_path / "c" / "runs").glob("*/summary.json"))) == 2
+    ended: list[RunFinished] = []
+    compared(tmp_path / "c", notify=lambda event: ended.append(event) if isinstance(event, RunFinished) else None)
     assert len(ended) == 4
 
 
@@ -176,9 +180,8 @@ def values(outcome: RunResult) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture
-def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def interrupted(tmp_path: Path) -> Path:
     """A comparison of one run, which was ended within an epoch and had a checkpoint of an earlier one."""
-    monkeypatch.setattr(checkpointing, "INTERIM_S", 0.0)
     folder = tmp_path / "c"
 
     def stop(event: Any) -> None:
@@ -197,14 +200,12 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("evaluated", [True, False], ids=["", "before-the-evaluation"])
 def test_a_run_that_is_interrupted_goes_on_behind_its_last_checkpoint(interrupted: Path, evaluated: bool) -> None:
     """To the bit, with every evaluation, though other updates were in flight, and times without the interruption."""
-    (whole,) = compared(interrupted.parent / "whole", weighed, **ONE_RUN).outcomes.values()
-    log = interrupted / UNDER_WAY / "told.jsonl"
+    (whole,) = compared(interrupted.parent / "whole", weighed, **ONE_RUN).results.values()
     if not evaluated:
-        lines = log.read_text().splitlines(keepends=True)
-        log.write_text("".join(line for line in lines if '"evaluated"' not in line))
+        (interrupted / UNDER_WAY / "evaluations.jsonl").unlink(missing_ok=True)
     told: list[Any] = []
-    (gone_on,) = compared(interrupted, weighed, notify=told.append, **ONE_RUN).outcomes.values()
-    (resumed,) = (event for event in told if isinstance(event, Resumed))
+    (gone_on,) = compared(interrupted, weighed, notify=told.append, **ONE_RUN).results.values()
+    (resumed,) = (event for event in told if isinstance(event, RunResumed))
     assert resumed.updates in (5, 10, 15)
     assert [event.update for event in told if isinstance(event, Updated)] == list(range(resumed.updates, 20))
     made, expected = values(gone_on), values(whole)
@@ -213,27 +214,50 @@ def test_a_run_that_is_interrupted_goes_on_behind_its_last_checkpoint(interrupte
     seconds = [point.seconds for point in gone_on.curves["loss"]]
     assert seconds == sorted(seconds)
     assert 0.0 < gone_on.samples_per_second < 1.5 * 8 / 0.03  # thrice as much, were its seconds counted anew
-    assert not (interrupted / UNDER_WAY).exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]\n", '{"update": 0}\n', '{"kind": "updated", "update": 0, "metrics": {}}\n'])
-def test_an_unfinished_run_that_is_damaged_is_told_with_its_remedy(interrupted: Path, text: str) -> None:
-    (interrupted / UNDER_WAY / "told.jsonl").write_text(text)
-    with pytest.raises(UsageError, match=r"unfinished run.*Remove this folder"):
+@pytest.mark.parametrize("text", ["", "[]\n", '{"update": 0}\n', '{"update": 0, "loss": "low"}\n'])
+def test_an_interrupted_run_that_is_damaged_is_refused_with_a_remedy(interrupted: Path, text: str) -> None:
+    (interrupted / UNDER_WAY / "metrics.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=r"pipeoptim\.seed0.*metrics\.jsonl.*Remove this folder"):
         compared(interrupted, weighed, **ONE_RUN)
 
 
-def test_a_run_shorter_than_a_minute_writes_no_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_in_its_last_evaluation_is_evaluated_and_not_trained_again(tmp_path: Path) -> None:
+    """The last checkpoint is there; the evaluation of its weights and the summary are not."""
+    (whole,) = compared(tmp_path / "c", weighed, **ONE_RUN).results.values()
+    run = tmp_path / "c" / UNDER_WAY
+    (run / "summary.json").unlink()
+    lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    (run / "evaluations.jsonl").write_text("".join(lines[:-1]))
     told: list[Any] = []
-    compared(tmp_path / "c", weighed, notify=told.append, **ONE_RUN)
-    assert any(isinstance(event, Updated) for event in told)
-    assert not any(isinstance(event, Saved) for event in told)
+    (finished,) = compared(tmp_path / "c", weighed, notify=told.append, **ONE_RUN).results.values()
+    assert not any(isinstance(event, Updated) for event in told)
+    assert finished == whole
+    assert [json.loads(line)["epoch"] for line in (run / "evaluations.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_run_has_an_ordinary_folder(tmp_path: Path) -> None:
+    """A report can be written of it, its weights can be loaded, and another training can go on from it."""
+    made = compared(tmp_path / "c", rules=("1f1b",), seeds=1)
+    run = tmp_path / "c" / "runs" / "job--1f1b.seed0"
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoint", "evaluations.jsonl", "metrics.jsonl", "plan.toml", "summary.json", "trace.json",
+    }  # fmt: skip
+    page = run_page(run)
+    assert "finished</span>" in page
+    assert "As it ran, in the middle of the run" in page
+    usual = json.loads((run / "summary.json").read_text())
+    assert (usual["rule"], usual["steps"], usual["evaluation"]) == ("1f1b", 4, {"rows": 3.0})
+    rest = roundelay.train(job(0), plan=made.plans["1f1b"], steps=1, resume=run, check="off")
+    assert rest.updates[0].update == 4
+    assert roundelay.load(network(), run) is not None
 
 
 def test_more_rules_and_seeds_go_into_the_same_folder(tmp_path: Path) -> None:
     compared(tmp_path / "c", rules=("1f1b",), seeds=1)
-    begun: list[Begun] = []
-    compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, Begun) else None)
+    begun: list[RunStarted] = []
+    compared(tmp_path / "c", notify=lambda event: begun.append(event) if isinstance(event, RunStarted) else None)
     assert len(begun) == 5
 
 
@@ -266,12 +290,31 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', '{"format": 9, "variant": "job/1f1b", "seed": 0}'])
+def test_the_folder_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """It had no run folders; what to do is said."""
+    compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
+    note = tmp_path / "c" / "comparison.json"
+    note.write_text(
+        json.dumps({name: value for name, value in json.loads(note.read_text()).items() if name != "format"})
+    )
+    with pytest.raises(UsageError, match=r"another version of Roundelay.*another folder by --out"):
+        compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"steps": 2}', '{"diverged": 7}'])
 def test_a_damaged_result_is_told_with_its_remedy(tmp_path: Path, text: str) -> None:
     compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
-    (path,) = (tmp_path / "c" / "runs").iterdir()
+    (path,) = (tmp_path / "c" / "runs").glob("*/summary.json")
     path.write_text(text)
-    with pytest.raises(UsageError, match="Remove this file"):
+    with pytest.raises(UsageError, match="Remove this folder"):
+        compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
+
+
+def test_a_run_by_another_plan_is_refused(tmp_path: Path) -> None:
+    made = compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
+    (path,) = (tmp_path / "c" / "runs").glob("*/plan.toml")
+    path.write_text(dataclasses.replace(made.plans["1f1b"], clip="stage:1.0").text())
+    with pytest.raises(UsageError, match=r"another plan than .*1f1b\.toml.*Remove this folder"):
         compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
 
 
@@ -286,12 +329,13 @@ def test_a_diverging_run_is_a_line_and_not_the_end(tmp_path: Path) -> None:
         return jobs.make(network(), batches=batches, scheduler=None)
 
     made = compared(tmp_path / "c", poisoned, steps=6, optimizers=("adam", "sgd"), rates={"sgd": 1e30})
-    assert len(made.outcomes) == 12
+    assert len(made.results) == 12
     for rule in RULES:
-        clean, broken = made.outcomes[f"adam@0.001/{rule}", 0], made.outcomes[f"adam@0.001/{rule}", 1]
+        clean, broken = made.results[f"adam@0.001/{rule}", 0], made.results[f"adam@0.001/{rule}", 1]
         assert (clean.diverged, len(losses(clean))) == (None, 6)
         assert (broken.diverged, len(losses(broken))) == (3, 3)
-        assert made.outcomes[f"sgd@1e+30/{rule}", 0].diverged is not None
+        assert made.results[f"sgd@1e+30/{rule}", 0].diverged is not None
+    assert "diverged</span>" in run_page(tmp_path / "c" / "runs" / "adam=0.001--async.seed1")
     rows = table(made, Aims({}, {}))
     assert rows[0][-1].text == "diverged at update 3 (seed 1)"
     assert "diverged at update" in rows[-1][-1].text
@@ -357,7 +401,7 @@ def test_an_optimizer_is_the_one_of_its_name(name: str) -> None:
 def by_hand() -> Compared:
     """Three runs of known numbers: the loss of seed s falls from 3 by 0.1 (s + 1) an update, one second each."""
 
-    def outcome(seed: int, diverged: int | None = None) -> RunResult:
+    def result(seed: int, diverged: int | None = None) -> RunResult:
         loss = tuple(Point(u + 1, float(u), 3.0 - 0.1 * (seed + 1) * u) for u in range(20))
         score = (Point(10, 9.0, 0.5 + seed), Point(20, 19.0, 0.25 + seed))
         return RunResult(
@@ -368,8 +412,8 @@ def by_hand() -> Compared:
             diverged=diverged,
         )
 
-    outcomes = {("job/async", seed): outcome(seed, 20 if seed == 2 else None) for seed in range(3)}
-    return Compared(variants=variants(["async"]), seeds=(0, 1, 2), plans={}, refused={}, outcomes=outcomes)
+    results = {("job/async", seed): result(seed, 20 if seed == 2 else None) for seed in range(3)}
+    return Compared(variants=variants(["async"]), seeds=(0, 1, 2), plans={}, refused={}, results=results)
 
 
 def test_the_table_s_numbers_are_those_worked_out_by_hand() -> None:
@@ -441,7 +485,7 @@ def test_a_metric_beside_the_loss_has_a_column_and_a_chart(tmp_path: Path) -> No
     made = compared(tmp_path / "c", right, rules=("async",))
     (chart,) = (chart for chart in charts_of(made) if chart.name == "train.right")
     ((_, points),) = chart.over_updates
-    of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.outcomes.values()]
+    of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.results.values()]
     assert points == [(4.0, pytest.approx(statistics.fmean(map(statistics.fmean, of_seeds))))]
     assert not chart.dots
     written = write_comparison(made, tmp_path / "c", Aims({}, {}))
@@ -467,7 +511,7 @@ def test_the_texts_can_be_read_by_others(tmp_path: Path) -> None:
     points = list(csv.DictReader(io.StringIO(curves_csv(made))))
     assert len(points) == 6 * (4 + 1)
     first = [point for point in points if (point["rule"], point["seed"], point["quantity"]) == ("async", "1", "loss")]
-    assert [float(point["value"]) for point in first] == losses(made.outcomes["job/async", 1])
+    assert [float(point["value"]) for point in first] == losses(made.results["job/async", 1])
     assert [point["updates"] for point in first] == ["1", "2", "3", "4"]
 
 

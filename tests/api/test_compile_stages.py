@@ -53,7 +53,7 @@ def test_a_compiled_run_equals_the_reference_bit_for_bit_where_its_shapes_are_kn
     original = CompiledSegment.__call__
 
     def counted(self: CompiledSegment, *args: Any) -> Any:
-        (found if _key(args) in self.known else plain).append(args[-2].shape[0])
+        (found if _key(args) in self.compiled else plain).append(args[-2].shape[0])
         return original(self, *args)
 
     monkeypatch.setattr(CompiledSegment, "__call__", counted)
@@ -99,7 +99,7 @@ def _dtypes_made(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, torch.dtype
 
     def noted(self: CompiledSegment, *args: Any) -> Any:
         results = original(self, *args)
-        made.update((_key(args) in self.known, result.dtype) for result in results)
+        made.update((_key(args) in self.compiled, result.dtype) for result in results)
         return results
 
     monkeypatch.setattr(CompiledSegment, "__call__", noted)

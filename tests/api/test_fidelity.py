@@ -22,15 +22,15 @@ from torch.utils.data import DataLoader
 
 import roundelay
 from roundelay.api import fidelity, fidelity_children, fidelity_precheck
-from roundelay.api.fidelity import Fidelity, judge
-from roundelay.api.fidelity_differences import Difference, Judgement
+from roundelay.api.fidelity import Fidelity, compare_with_plain
+from roundelay.api.fidelity_differences import DifferenceChecker, FidelityDifference
 from roundelay.api.shared_tensors import SharedTensors
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
-from roundelay.frontend.capture import Captured
 from roundelay.frontend.loss import LossCall
 from roundelay.frontend.segment import Segment
+from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.job import Job, Named
 from roundelay.runtime import stage_state as stages
 from roundelay.runtime.loader_probe import first_batches
@@ -115,7 +115,7 @@ def found(one: Job, *, count: int = 3, evaluates: bool = False, limit_s: float =
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, **({"workers": 2, "rule": "1f1b", "micro_batches": 1} | choices))
     batches = [(batch, 0) for batch in first_batches(one.batches, 0, count)]
-    return judge(one, captured, plan, 0, batches, evaluates=evaluates, limit_s=limit_s)
+    return compare_with_plain(one, captured, plan, 0, batches, evaluates=evaluates, limit_s=limit_s)
 
 
 ORDINARY: dict[str, tuple[Callable[[], Job], dict[str, Any]]] = {
@@ -219,13 +219,13 @@ def buffer_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parameter_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained parameter is taken for one that is not."""
-    real = Captured._segment
+    real = StageBuilder._segment
 
-    def without(captured: Captured, *given: Any) -> Segment:
-        segment = real(captured, *given)
+    def without(builder: StageBuilder, *args: Any, **options: Any) -> Segment:
+        segment = real(builder, *args, **options)
         return replace(segment, trainable=segment.trainable - {"0.weight"})
 
-    monkeypatch.setattr(Captured, "_segment", without)
+    monkeypatch.setattr(StageBuilder, "_segment", without)
 
 
 def loss_term_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "a parameter frozen": (parameter_frozen, "backward", "parameter '0.weight' in update 0"),
     "a term of the loss lost": (loss_term_lost, "forward", "the loss in update 0"),
     "a learning rate wrong": (rate_wrong, "optimizer", "the learning rate of group 1 in update 0"),
-    "a group dropped": (group_dropped, "optimizer", "bias' behind update 0"),
+    "a group dropped": (group_dropped, "optimizer", "bias' after update 0"),
 }
 
 
@@ -298,7 +298,7 @@ def test_a_break_of_the_product_is_seen_and_named(monkeypatch: pytest.MonkeyPatc
     assert verified.fidelity.difference in repr(verified)
     if name not in ("a learning rate wrong", "a group dropped"):  # those alone the reference knows
         assert not verified.difference
-    with pytest.raises(FidelityError, match="beside plain PyTorch") as refused:
+    with pytest.raises(FidelityError, match="compared with plain PyTorch") as refused:
         roundelay.train(one, plan=plan, steps=3)
     assert subject in refused.value.got
     assert refused.value.exit_code == 2
@@ -320,39 +320,39 @@ def test_an_average_that_moves_apart_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------- what is compared
 
 
-def judgement() -> Judgement:
+def checker() -> DifferenceChecker:
     """One that has compared nothing."""
     one = job(layers())
     captured = roundelay.capture(one)
-    return Judgement(captured.graph, roundelay.plan(one, captured=captured, workers=1))
+    return DifferenceChecker(captured.graph, roundelay.plan(one, captured=captured, workers=1))
 
 
 def test_gradients_are_measured_by_their_layers_and_none_may_stand_for_zeros() -> None:
-    judge = judgement()
+    check = checker()
     weight, nothing = torch.full((4, 4), 2.0), torch.tensor([1e-9])
-    assert judge.gradients(0, {"0.weight": weight, "0.bias": nothing}, {"0.weight": weight, "0.bias": -nothing}) == [
+    assert check.gradients(0, {"0.weight": weight, "0.bias": nothing}, {"0.weight": weight, "0.bias": -nothing}) == [
         "0.bias"
     ]
-    assert not judge.exact
-    assert judge.operator == "aten.linear.default of 0"
-    assert judge.gradients(0, {}, {"0.weight": torch.zeros(4)}) == []
-    with pytest.raises(Difference, match=r"'0.bias'.*the captured job none") as told:
-        judge.gradients(0, {}, {"0.bias": torch.ones(4)})
+    assert not check.exact
+    assert check.operator == "aten.linear.default of 0"
+    assert check.gradients(0, {}, {"0.weight": torch.zeros(4)}) == []
+    with pytest.raises(FidelityDifference, match=r"'0.bias'.*the captured job none") as told:
+        check.gradients(0, {}, {"0.bias": torch.ones(4)})
     assert told.value.kind == "backward"
-    with pytest.raises(Difference, match="plain PyTorch none"):
-        judge.gradients(0, {"0.bias": torch.ones(4)}, {})
-    with pytest.raises(Difference, match="differs by"):
-        judge.gradients(0, {"0.weight": weight * 1.001}, {"0.weight": weight})
+    with pytest.raises(FidelityDifference, match="plain PyTorch none"):
+        check.gradients(0, {"0.bias": torch.ones(4)}, {})
+    with pytest.raises(FidelityDifference, match="differs by"):
+        check.gradients(0, {"0.weight": weight * 1.001}, {"0.weight": weight})
 
 
 def test_numbers_that_are_none_are_the_same() -> None:
     nan = float("nan")
-    judge = judgement()
-    judge.metrics(0, {"a": [nan]}, {"a": [nan]})
-    judge.gradients(0, {"0.bias": torch.tensor([nan, 1.0])}, {"0.bias": torch.tensor([nan, 1.0])})
-    assert judge.exact
-    with pytest.raises(Difference, match="the metric 'a'"):
-        judge.metrics(0, {"a": [1.0]}, {"a": [nan]})
+    check = checker()
+    check.metrics(0, {"a": [nan]}, {"a": [nan]})
+    check.gradients(0, {"0.bias": torch.tensor([nan, 1.0])}, {"0.bias": torch.tensor([nan, 1.0])})
+    assert check.exact
+    with pytest.raises(FidelityDifference, match="the metric 'a'"):
+        check.metrics(0, {"a": [1.0]}, {"a": [nan]})
 
 
 def test_tensors_of_every_kind_are_left_and_taken() -> None:
@@ -366,10 +366,10 @@ def test_tensors_of_every_kind_are_left_and_taken() -> None:
         "sparse": torch.eye(3).to_sparse(),
     }
     room = SharedTensors(1000, len(kinds))
-    taken = room.take(room.leave(kinds))
+    taken = room.get_all(room.put_all(kinds))
     assert all(torch.equal(taken[name], kind.to_dense() if name == "sparse" else kind) for name, kind in kinds.items())
     with pytest.raises(RunError, match="more than"):
-        room.leave({"large": torch.zeros(10_000)})
+        room.put_all({"large": torch.zeros(10_000)})
 
 
 class Merging(nn.Linear):
@@ -474,7 +474,7 @@ def test_a_checkpoints_run_is_held_to_the_models_own_start(tmp_path: Path) -> No
     assert verified.equal
     assert "from the model's own start" in str(verified.fidelity)
     resumed = roundelay.train(one(), plan=plan, steps=2, resume=tmp_path / "kept", check="full")
-    assert resumed.check == "check quick: what capture saw (the run goes on from a checkpoint)"
+    assert resumed.check == "check quick: what capture checks (the run resumes from a checkpoint)"
 
 
 # --------------------------------------------------------------------------------------- children and their ends
@@ -496,15 +496,15 @@ def test_a_side_that_hangs_or_is_killed_is_told_in_words() -> None:
         return replace(one, optimizer=optimizer)
 
     began = time.monotonic()
-    slow = judge(ending(lambda: time.sleep(60)), captured, plan, 0, batches, limit_s=0.5)
+    slow = compare_with_plain(ending(lambda: time.sleep(60)), captured, plan, 0, batches, limit_s=0.5)
     assert time.monotonic() - began < 20
-    assert str(slow) == (
-        "captured = plain PyTorch: not checked (plain PyTorch beside the captured job: no answer for 0.5 s)"
+    assert str(slow) == ("captured = plain PyTorch: not checked (the training in plain PyTorch: no answer for 0.5 s)")
+    killed = compare_with_plain(
+        ending(lambda: os.kill(os.getpid(), signal.SIGKILL)), captured, plan, 0, batches, limit_s=LIMIT_S
     )
-    killed = judge(ending(lambda: os.kill(os.getpid(), signal.SIGKILL)), captured, plan, 0, batches, limit_s=LIMIT_S)
     assert "was killed by SIGKILL" in killed.unchecked
     assert killed.equal
-    failing = judge(ending(lambda: 1 / 0), captured, plan, 0, batches, limit_s=LIMIT_S)
+    failing = compare_with_plain(ending(lambda: 1 / 0), captured, plan, 0, batches, limit_s=LIMIT_S)
     assert "ZeroDivisionError" in failing.unchecked
 
 
@@ -526,7 +526,7 @@ def test_a_loader_that_fails_at_once_leaves_nothing_to_compare() -> None:
     one = job(layers())
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=1)
-    assert "no batch" in judge(one, captured, plan, 0, [], limit_s=1.0).unchecked
+    assert "no batch" in compare_with_plain(one, captured, plan, 0, [], limit_s=1.0).unchecked
 
 
 @pytest.mark.parametrize("check", ["full", None])
@@ -563,7 +563,7 @@ def test_a_check_that_costs_much_is_left_to_who_asks_for_it(monkeypatch: pytest.
     one = job(layers())
     plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
     slow = replace(plan, stages=tuple(replace(stage, forward_s=2.0) for stage in plan.stages))
-    chosen = partial(fidelity_precheck.chosen, one, resumed=False)
+    chosen = partial(fidelity_precheck.choose_check, one, resumed=False)
     assert chosen(plan, None).which == "full"
     assert chosen(slow, None).which == "quick"
     assert "16 s" in chosen(slow, None).why
@@ -571,9 +571,11 @@ def test_a_check_that_costs_much_is_left_to_who_asks_for_it(monkeypatch: pytest.
     assert chosen(replace(plan, compile=True), None).which == "quick"
     assert (
         "other devices"
-        in chosen(replace(plan, stages=tuple(replace(stage, device="cuda:0") for stage in plan.stages)), "full").why
+        in chosen(replace(plan, workers=tuple(replace(worker, device="cuda:0") for worker in plan.workers)), "full").why
     )
-    assert "file" in fidelity_precheck.chosen(replace(one, weights="a.safetensors"), plan, "full", resumed=False).why
+    assert (
+        "file" in fidelity_precheck.choose_check(replace(one, weights="a.safetensors"), plan, "full", resumed=False).why
+    )
     assert "launcher" in chosen(plan, "full", launched=True).why
     assert chosen(plan, "off").which == "off"
     monkeypatch.setattr(fidelity_precheck, "COPIES", 10**12)
@@ -584,7 +586,7 @@ def test_quick_and_off_ask_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity, "isolated", lambda *_, **__: pytest.fail("a child"))
     one = job(layers())
     plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
-    assert roundelay.train(one, plan=plan, steps=1, check="quick").check == "check quick: what capture saw"
+    assert roundelay.train(one, plan=plan, steps=1, check="quick").check == "check quick: what capture checks"
     assert roundelay.train(one, plan=plan, steps=1, check="off").check == ""
 
 
@@ -604,7 +606,7 @@ def test_where_nothing_can_be_forked_it_is_said(monkeypatch: pytest.MonkeyPatch)
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=1)
     monkeypatch.delattr(os, "fork")
-    assert str(judge(one, captured, plan, 0, [], limit_s=1.0)) == (
+    assert str(compare_with_plain(one, captured, plan, 0, [], limit_s=1.0)) == (
         "captured = plain PyTorch: not checked (processes cannot be forked here)"
     )
 
@@ -612,9 +614,7 @@ def test_where_nothing_can_be_forked_it_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_a_buffer_that_differs_is_told_with_the_line_that_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer_dropped(monkeypatch)
     one = job(Counting())
-    with pytest.raises(
-        FidelityError, match=r"buffer 'seen'.*leaves it as it was.*test_fidelity.py:\d+ `self.seen.add_"
-    ):
+    with pytest.raises(FidelityError, match=r"buffer 'seen'.*does not change it.*test_fidelity.py:\d+ `self.seen.add_"):
         roundelay.train(one, workers=2, rule="1f1b", micro_batches=1, steps=2)
 
 

@@ -138,10 +138,10 @@ def test_the_loader_is_waited_for_as_long_as_the_choice_says(function: Callable[
 def test_a_plan_beside_a_choice_is_refused_in_words(function: Callable[..., object]) -> None:
     job = make(mlp())
     plan = roundelay.plan(job, workers=2)
-    with pytest.raises(UsageError, match=r"plan beside workers, clip in roundelay\.(train|verify)") as refused:
+    with pytest.raises(UsageError, match=r"plan together with workers, clip in roundelay\.(train|verify)") as refused:
         function(job, plan=plan, workers=2, clip="stage:1", cuts=None)
     assert "roundelay.plan(job, workers=2, clip='stage:1')" in refused.value.remedy
-    with pytest.raises(UsageError, match="plan beside rule"):
+    with pytest.raises(UsageError, match="plan together with rule"):
         function(job, plan=plan, rule="1f1b")
 
 
@@ -177,7 +177,7 @@ def test_what_the_functions_return_prints_on_a_few_lines(tmp_path: Path) -> None
         (trained, "'pipeoptim'", "workers=2", "updates=4", f"{first:.4f} -> {last:.4f}", f"second={rate:.1f}"),
         (verified, "equal=True", f"tensors={verified.tensors}", "steps=4"),
         (broken, "equal=False", broken.difference),
-        (compared, "gpipe", f"{len(compared.variants)} in all", "seeds=1", f"runs={len(compared.outcomes)}"),
+        (compared, "gpipe", f"{len(compared.variants)} in all", "seeds=1", f"runs={len(compared.results)}"),
     ):
         for text in (repr(result), str(result), f"{result}"):
             assert all(word in text for word in words), text

@@ -90,12 +90,12 @@ def assert_as_plain(loss: Loss, batches: Any, *, exact: bool = False, **choices:
 def test_several_parts_where_their_mean_is_the_whole() -> None:
     found = planned(job())
     assert found.plan.micro_batches == 4
-    assert found.told == ()
+    assert found.notices == ()
 
 
 def test_one_part_and_why_where_the_loss_is_another() -> None:
     found = planned(job(summed))
-    (told,) = found.told
+    (told,) = found.notices
     assert found.plan.micro_batches == 1
     assert told.startswith("1 micro-batch for each batch, not 4, as the loss of the first batch is ")
     assert "(sum, count); --micro-batches 4" in told
@@ -109,15 +109,15 @@ def test_a_sum_over_the_batch_trains_as_in_plain_pytorch() -> None:
 def test_what_is_asked_for_is_obeyed_and_warned_of() -> None:
     found = planned(job(summed), micro_batches=2)
     assert found.plan.micro_batches == 2
-    assert found.told[0].startswith("warning: the loss of the first batch is ")
-    assert planned(job(summed), micro_batches=1).told == ()
-    assert planned(job(), micro_batches=2).told == ()
+    assert found.notices[0].startswith("warning: the loss of the first batch is ")
+    assert planned(job(summed), micro_batches=1).notices == ()
+    assert planned(job(), micro_batches=2).notices == ()
 
 
 def test_batch_norm_keeps_the_parts_and_is_told() -> None:
     found = planned(job(model=net(nn.BatchNorm1d(16))))
     assert found.plan.micro_batches == 4
-    assert "BatchNorm takes its statistics over each of 4" in found.told[0]
+    assert "BatchNorm takes its statistics over each of 4" in found.notices[0]
 
 
 @pytest.mark.parametrize("rule", ["pipedream-2bw", "cdp-v2"])
@@ -261,7 +261,7 @@ def clipped(outputs: Tensor, batch: Any) -> Tensor:
 )
 def test_what_only_later_is_no_mean_of_its_parts_is_seen(loss: Loss, batches: Any, why: str) -> None:
     found = planned(job(loss, batches))
-    assert (found.plan.micro_batches, why in found.told[0]) == (1, True), found.told
+    assert (found.plan.micro_batches, why in found.notices[0]) == (1, True), found.notices
     assert_as_plain(loss, batches)
 
 
@@ -281,7 +281,7 @@ def test_a_model_s_own_loss_is_looked_at_by_its_parameters() -> None:
     made = job(lambda o, _: o, data(), Balanced(), inputs=lambda batch: (batch, {}))
     found = planned(made)
     assert found.plan.micro_batches == 1
-    assert "another gradient" in found.told[0]
+    assert "another gradient" in found.notices[0]
 
 
 def graphs() -> list[dict[str, Tensor]]:
@@ -319,8 +319,8 @@ def test_batches_without_common_rows_are_trained_whole() -> None:
     )
     found = planned(made)
     assert found.plan.micro_batches == 1
-    assert "different numbers of rows" in found.told[0]
-    assert "--micro-batches" not in found.told[0]
+    assert "different numbers of rows" in found.notices[0]
+    assert "--micro-batches" not in found.notices[0]
     assert roundelay.verify(made, steps=3, workers=2, rule="1f1b").equal
     with pytest.raises(JobError, match="to be cut into 2 parts") as caught:
         planned(made, micro_batches=2)

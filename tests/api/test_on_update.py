@@ -74,6 +74,35 @@ def test_an_optimizer_that_holds_state_from_its_making_has_learning_rates_too() 
     assert rates == [(0.5,), (0.45,)]
 
 
+def test_observers_are_called_with_every_event_before_on_update(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    observers = [lambda event, n=n: seen.append((f"observer {n}", type(event).__name__)) for n in range(2)]
+    job = make(evaluate=lambda model: {"one": 1.0})
+    train(
+        "memory",
+        job,
+        steps=1,
+        save_to=tmp_path / "c",
+        observers=observers,
+        on_update=lambda updated: seen.append(("on_update", "Updated")),
+    )
+    expected = [("observer 0", "Updated"), ("observer 1", "Updated"), ("on_update", "Updated")]
+    assert seen[:3] == expected
+    assert {kind for who, kind in seen if who == "observer 0"} == {"Updated", "Saved", "Evaluated"}
+
+
+def test_an_observer_that_raises_or_stops_ends_the_run(tmp_path: Path) -> None:
+    def stop(event: object) -> None:
+        raise roundelay.StopTraining("enough")
+
+    def fail(event: object) -> None:
+        raise ValueError("broken")
+
+    assert train("memory", steps=40, observers=[stop]).stopped == "enough"
+    with pytest.raises(UserCodeError, match=r"an observer of Updated.*ValueError: broken"):
+        train("memory", steps=3, observers=[fail])
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_that_raises_ends_the_run_by_name_and_leaves_the_checkpoint(tmp_path: Path, transport: str) -> None:
     job = make(mlp())

@@ -270,7 +270,7 @@ def test_an_optimizer_that_does_not_wrap_what_the_checkpoint_s_did_is_refused() 
         found = OptimizerState(again, named)
         found.changed |= kept.changed
         assert found.entries(dict(named)).keys() == told.keys()
-        with pytest.raises(CheckpointError, match="the optimizer that the run goes on with"):
+        with pytest.raises(CheckpointError, match="the optimizer of the resumed run"):
             OptimizerState(two, named).restore(dict(named), told)
         for _, parameter in named:
             parameter.grad = None

@@ -11,7 +11,7 @@ import torch
 import roundelay
 from roundelay.errors import CheckpointError, JobError
 from roundelay.runtime.batch_reader import Extent, read_batches
-from roundelay.runtime.nested_state import flattened, nested
+from roundelay.runtime.nested_state import flatten, same_value, unflatten
 from tests.api.jobs import make
 
 
@@ -94,7 +94,7 @@ def test_another_optimizer_than_the_checkpoint_s_is_refused_by_name_unless_its_s
     if works:
         assert len(roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run").updates) == 2
         return
-    with pytest.raises(CheckpointError, match="Adam, beside a checkpoint of SGD, with momentum_buffer") as told:
+    with pytest.raises(CheckpointError, match="Adam, but a checkpoint of SGD, with momentum_buffer") as told:
         roundelay.train(job(then), plan=plan, steps=2, resume=tmp_path / "run")
     assert "roundelay.load(model, RUN)" in told.value.remedy
 
@@ -142,9 +142,9 @@ def test_lists_and_dicts_in_a_state_are_proved_saved_and_resumed(transport: str,
 
 def test_a_nested_state_is_the_same_again() -> None:
     state = {"a": [torch.ones(2), (1, None, "x#1")], "b": {"c": torch.zeros(1), "d": []}, "a#7": 3, "t": torch.ones(1)}
-    flat = flattened(state)
+    flat = flatten(state)
     assert not any(isinstance(value, (list, tuple, dict)) for value in flat.values())
-    again = nested(flat)
+    again = unflatten(flat)
     assert again["a"][1] == (1, None, "x#1")
     assert torch.equal(again["a"][0], torch.ones(2))
     assert again["b"]["d"] == []
@@ -155,4 +155,21 @@ def test_a_nested_state_is_the_same_again() -> None:
 @pytest.mark.parametrize("value", [{1: 2}, object(), [object()]])
 def test_what_cannot_be_kept_is_told_by_its_name(value: Any) -> None:
     with pytest.raises(JobError, match=r"its state 'odd'"):
-        flattened({"odd": value})
+        flatten({"odd": value})
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([0.0, float("nan")]), torch.tensor([float("nan"), 0.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.tensor([1.0]), torch.tensor(1.0), False),
+        (torch.tensor(1.0), 1.0, False),
+        (1, 1.0, False),
+        (float("nan"), float("nan"), True),
+        (None, None, True),
+    ],
+)
+def test_values_are_the_same_by_type_shape_and_content(one: object, two: object, same: bool) -> None:
+    assert same_value(one, two) is same

@@ -39,9 +39,9 @@ def job() -> Job:
 
 
 def test_what_the_loader_takes_counts() -> None:
-    found = measure(job(), 0, 1)
-    assert found is not None
-    assert 0.0 < found.samples_per_second <= ROWS / LOAD_S
+    rate = measure(job(), 0, 1)
+    assert rate is not None
+    assert 0.0 < rate <= ROWS / LOAD_S
 
 
 def test_an_interrupt_at_its_start_and_one_at_its_end_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

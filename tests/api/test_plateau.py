@@ -151,7 +151,7 @@ def test_the_number_is_the_one_named_the_only_one_or_the_loss(
 
 @pytest.mark.parametrize(("said", "monitor"), [({"a": 1.0, "b": 2.0}, None), ({"a": 1.0}, "b"), ({}, None)])
 def test_a_number_that_is_not_said_is_told(said: dict[str, float], monitor: str | None) -> None:
-    with pytest.raises(UserCodeError, match="beside a ReduceLROnPlateau"):
+    with pytest.raises(UserCodeError, match="with a ReduceLROnPlateau"):
         roundelay.train(job(evaluate=lambda model: said, monitor=monitor), plan=planned("1f1b"), epochs=2)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.training import Length, Session, Trained, load_checkpoint
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError, JobError, UsageError
@@ -90,7 +91,7 @@ def test_a_finished_epoch_is_followed_by_the_next_one(tmp_path: Path) -> None:
 
 def test_a_length_that_lies_behind_or_data_that_are_gone_are_refused(tmp_path: Path) -> None:
     train(make(), 2, steps=3, save_to=tmp_path / "c")
-    with pytest.raises(JobError, match="behind the 3 that were used"):
+    with pytest.raises(JobError, match="after the 3 that were used"):
         train(make(batches=lambda epoch: list(loader(epoch))[:2]), 2, epochs=1, resume=tmp_path / "c")
     train(make(), 2, epochs=1, save_to=tmp_path / "c")
     with pytest.raises(UsageError, match="--epochs 2 or more"):

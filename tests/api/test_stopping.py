@@ -11,8 +11,8 @@ import torch
 
 import roundelay
 from roundelay.api.checkpointing import Saving
+from roundelay.api.events import Event, Saved
 from roundelay.api.planning import capture
-from roundelay.api.state_gather import Event, Saved
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session, Trained
 from roundelay.checkpoint.checkpoint import Until, load

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.state_gather import Drained
-from roundelay.api.training import Length, Session, load_checkpoint
+from roundelay.api.events import Drained
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.runtime.batch_reader import Extent, read_batches

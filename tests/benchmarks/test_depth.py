@@ -16,7 +16,7 @@ import roundelay
 from benchmarks.depth.run import LINES, Line, cost
 from benchmarks.depth.trial import DECAY, MOMENTUM, Net, Trial
 from benchmarks.depth.trial import Optimizer as Formulas
-from roundelay.api.planning import explain
+from roundelay.api.explain_plan import explain
 from roundelay.ir.rule import NO_PREDICTOR
 
 SHAPES = ((5, 8), (8, 8), (8, 8), (8, 3))

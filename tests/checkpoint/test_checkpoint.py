@@ -143,7 +143,7 @@ def test_the_files_can_be_read_without_us(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == sorted(FILES)
     assert stored_files.tensors_of((tmp_path / "c" / "optimizer.safetensors").read_bytes()).keys() == {"w/exp_avg"}
     document = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == stored_files.FORMAT
     assert document["sha256"].keys() == set(FILES)
     modes = {path.stat().st_mode for path in (tmp_path / "c").iterdir()}
     assert len(modes) == 1  # whoever may read one of them may read all
@@ -372,35 +372,47 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) 
 
 def test_a_hand_edited_position_is_noticed(tmp_path: Path) -> None:
     save(tmp_path / "c", checkpoint(), {})
-    edited(tmp_path / "c", lambda document: document.update(updates=5), seal=False)
+    edited(tmp_path / "c", lambda document: document["content"]["facts"]["position"].update(updates=5), seal=False)
     with pytest.raises(CheckpointError, match=r"checkpoint\.json whose content"):
         load(tmp_path / "c")
 
 
-def test_a_newer_format_is_told_as_such_whatever_else_it_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(stored_files.FORMAT + 1, "a newer Roundelay"), (2, "the Roundelay that wrote it")]
+)
+def test_another_format_is_named_whatever_else_it_holds(tmp_path: Path, number: int, remedy: str) -> None:
     save(tmp_path / "c", checkpoint(), {})
-    edited(
-        tmp_path / "c", lambda document: document.update(format=stored_files.FORMAT + 1, sha256="elsewhere"), seal=False
-    )
-    with pytest.raises(CheckpointError, match="newer Roundelay"):
+    edited(tmp_path / "c", lambda document: document.update(format=number, sha256="elsewhere"), seal=False)
+    with pytest.raises(CheckpointError, match=rf"got format {number}.*{remedy}"):
         load(tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda document: document.pop("seed"),
-        lambda document: document.update(parameters=["absent"]),
-        lambda document: document.update(aliases={"v": "absent"}),
-        lambda document: document.update(optimizer=3),
-        lambda document: document["optimizer"]["w"].update(exp_avg={"tensor": "absent"}),
-        lambda document: document["optimizer"]["w"].update(exp_avg={"float": "many"}),
+        lambda content: content["facts"].pop("seed"),
+        lambda content: content["facts"].update(seed="7"),
+        lambda content: content["facts"].update(rest=1),
+        lambda content: content["facts"]["position"].update(updates=1.5),
+        lambda content: content.update(parameters=["absent"]),
+        lambda content: content.update(aliases={"v": "absent"}),
+        lambda content: content.update(optimizer=3),
+        lambda content: content["optimizer"]["w"].update(exp_avg={"tensor": "absent"}),
+        lambda content: content["optimizer"]["w"].update(exp_avg={"float": "many"}),
+        lambda content: content["optimizer"]["w"].update(exp_avg=[1]),
     ],
 )
 def test_a_sealed_manifest_that_does_not_fit_is_damaged(tmp_path: Path, change: Callable[..., None]) -> None:
     save(tmp_path / "c", checkpoint(), {})
-    edited(tmp_path / "c", change, seal=True)
+    edited(tmp_path / "c", lambda document: change(document["content"]), seal=True)
     with pytest.raises(CheckpointError, match="does not fit"):
+        load(tmp_path / "c")
+
+
+def test_the_field_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "c", checkpoint(), {})
+    edited(tmp_path / "c", lambda document: document["content"]["facts"].update(seed="7"), seal=True)
+    with pytest.raises(CheckpointError, match=r"Expected `int`, got `str` - at `\$\.facts\.seed`"):
         load(tmp_path / "c")
 
 
@@ -510,8 +522,7 @@ def test_a_model_without_memory_cannot_be_loaded_into(tmp_path: Path) -> None:
         load_into(model, tmp_path / "c")
 
 
-def test_the_position_lists_what_the_manifest_holds() -> None:
+def test_every_field_of_a_checkpoint_is_in_the_manifest() -> None:
     """A field added to one must be added to the other."""
-    facts = {"parameters", "buffers", "optimizer", "position", "flight", "until", "loss_scale", "numbers"}
-    facts |= {"optimizer_kind", "began"}
-    assert set(Checkpoint.__slots__) == facts | set(module._FACTS)
+    stored = {*module._Facts.__struct_fields__, "parameters", "buffers", "optimizer", "flight"}
+    assert set(Checkpoint.__slots__) == stored

@@ -55,7 +55,7 @@ JOBS = {
     "an optimizer without a learning rate": ("optimizer=WithoutRate", "WithoutRate", "lr = 'nothing'", "lr=3e-4"),
     "an optimizer whose schedule cannot be run ahead": (
         "optimizer=lambda n: Demanding(n, lr=0.1), scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)",
-        "Demanding, beside a scheduler",
+        "Demanding, with a scheduler",
         "AttributeError in a step without gradients",
     ),
     "a batch of a kind that cannot be made again": (
@@ -168,7 +168,7 @@ OPTIONS = {
     "a predictor that nobody asks": (("--rule", "gpipe", "--predictor", "paper"), "predictor", "'gpipe'"),
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),
     "a module that is not there": (("--recompute", "7,layers.*"), "recompute", "'layers.*'", "such as"),
-    "what is kept in any case": (("--recompute", "0"), "recompute", "'0'", "beside its inputs and outputs"),
+    "what is kept in any case": (("--recompute", "0"), "recompute", "'0'", "but its inputs and outputs"),
     "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
@@ -193,7 +193,7 @@ def test_nccl_asks_for_a_launcher_before_anything_is_planned(capsys: Capture) ->
     one_screen(
         told(capsys, "train", MLP, "--transport", "nccl"), "without a launcher", "torchrun", "--transport memory"
     )
-    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu beside transport nccl", "--devices cuda")
+    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu with transport nccl", "--devices cuda")
 
 
 def test_an_option_that_does_not_exist_or_has_a_wrong_kind_is_told(capsys: Capture) -> None:
@@ -225,8 +225,8 @@ def test_a_plan_that_does_not_fit_is_refused(capsys: Capture, workplace: Path) -
     here(capsys, "plan", MLP, "-o", "p.toml")
     other = job_file(workplace, "model=nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))")
     one_screen(told(capsys, "train", other, "--plan", "p.toml"), "the plan's model", "fingerprint", "the model of this")
-    one_screen(told(capsys, "train", MLP, "--plan", "p.toml", "--workers", 3), "--workers beside --plan", "3", "2")
-    one_screen(told(capsys, "verify", MLP, "--plan", "p.toml", "--rule", "1f1b"), "--rule beside --plan", "pipeoptim")
+    one_screen(told(capsys, "train", MLP, "--plan", "p.toml", "--workers", 3), "--workers with --plan", "3", "2")
+    one_screen(told(capsys, "verify", MLP, "--plan", "p.toml", "--rule", "1f1b"), "--rule with --plan", "pipeoptim")
     for path in ("nix.toml", workplace):
         one_screen(told(capsys, "train", MLP, "--plan", path), "plan file", "roundelay plan")
 
@@ -236,9 +236,9 @@ def test_what_cannot_be_written_is_told_before_training(capsys: Capture, workpla
     (workplace / "full").mkdir()
     (workplace / "full" / "mine").write_text("mine")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "file/run"), "run folder file/run", "Not a directory")
-    one_screen(told(capsys, "train", MLP, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    one_screen(told(capsys, "train", MLP, *SMALL, "--out", "full"), "run folder full", "not empty")
     never = job_file(workplace, "batches=lambda e: 1 / 0")  # it is not asked for data before that is known
-    one_screen(told(capsys, "train", never, *SMALL, "--out", "full"), "run folder full", "with something in it")
+    one_screen(told(capsys, "train", never, *SMALL, "--out", "full"), "run folder full", "not empty")
     one_screen(told(capsys, "report", "full"), "run folder full", "no plan.toml", "curves.html")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "latest"), "latest")
     one_screen(told(capsys, "plan", MLP, "-o", "file/plan"), "file/plan", "Not a directory")
@@ -263,7 +263,8 @@ def test_a_checkpoint_that_is_none_or_of_another_model_is_refused(capsys: Captur
     )
     assert here(capsys, "train", job_file(workplace, short, table), *SMALL, "--out", "short").code == 0
     job = job_file(workplace, long, table)
-    one_screen(told(capsys, "train", job, *SMALL, "--from", "short"), "checkpoint short", "1.cos", "made by")
+    refused = told(capsys, "train", job, *SMALL, "--from", "short")
+    one_screen(refused, "checkpoint short", "1.cos", "wrote the checkpoint")
 
 
 def test_debug_shows_the_traceback_and_its_levels_are_checked(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from roundelay.cli.job_file import job_maker
 from roundelay.frontend.loss import LossCall
-from roundelay.ir.plan import FORMAT, SINCE_1, Plan
+from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import rules
 from roundelay.observe.metrics_file import read_metrics
 from roundelay.runtime.tamper import WAYS
@@ -110,9 +110,11 @@ def test_a_worker_of_a_model_in_a_file_holds_its_own_stage_and_no_more(workplace
         "--steps",
         6,
     )
-    said = finish(start(workplace, "train", "job.py", *asked, "--out", "run", MALLOC_MMAP_THRESHOLD_=str(mib)))
+    said = finish(
+        start(workplace, "train", "job.py", *asked, "--baseline", "--out", "run", MALLOC_MMAP_THRESHOLD_=str(mib))
+    )
     assert said.code == 0, said.err
-    assert "plain PyTorch" not in said.told, "it would hold the whole model"
+    assert "Plain PyTorch is not measured" in said.told, "it would hold the whole model"
     for row in json.loads(Path("run/summary.json").read_text())["memory"]:
         assert row["predicted"]["weights"] == layers * width * width
         assert 0 < row["private_bytes"] - row["predicted"]["total"] < 3 * layers * width * width
@@ -136,7 +138,7 @@ def test_modules_to_be_run_again_are_told_and_a_plan_keeps_them(capsys: Capture,
     assert "# recompute: 2, [345]; the backward runs these modules forward again, with its forward's weights" in text
     assert "# recompute: stage 1 runs " in text
     run = ("train", MLP, "--plan", "plan.toml", "--no-baseline", "--steps", 2)
-    one_screen(here(capsys, *run, "--recompute", "2"), "--recompute beside --plan", "got 2", "2,[345], which the plan")
+    one_screen(here(capsys, *run, "--recompute", "2"), "--recompute with --plan", "got 2", "2,[345], as in the plan")
     assert here(capsys, *run, "--recompute", "2,[345]", "--out", "run").code == 0
     assert here(capsys, "report", "run").code == 0
     assert "<dt>recompute</dt><dd>2, [345]</dd>" in Path("run/report.html").read_text()
@@ -174,7 +176,7 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
         said = here(capsys, "train", job, *FAST, *asked, "--restarts", restarts, "--out", out)
         assert said.code == number, said.err
         assert "the disk was away" in said.told
-        assert ("Restart 1: going on after update" in said.told) == (restarts > 0)
+        assert ("Restart 1: continuing after update" in said.told) == (restarts > 0)
     assert here(capsys, "train", MLP, *FAST, *asked, "--out", "whole").code == 0
     ends = [load_file(Path(out) / "checkpoint" / "model.safetensors") for out in ("restarted", "whole")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
@@ -193,9 +195,9 @@ def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypat
         "batches=lambda e: STORED, inputs=put, loss=lambda o, b: nn.functional.cross_entropy(o, b['z'])",
     ):
         job, out = job_file(workplace, changes, stored), f"run{len(ends)}"
-        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out)
+        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out, "--baseline")
         assert said.code == 0, said.err
-        assert "told no figure" not in said.told
+        assert "could not be measured" not in said.told
         ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))
     for other in ends[1:]:
         assert all(torch.equal(value, other[name]) for name, value in ends[0].items())
@@ -247,7 +249,7 @@ def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Cap
     assert "dropped" not in said.err
     assert Plan.parse(Path("two/plan.toml").read_text()) == replace(before, deadline_s=80.0)
     said = here(capsys, "train", MLP, "--plan", "one/plan.toml", "--deadline-s", 80)
-    one_screen(said, "--deadline-s beside --plan", "70.0, which the plan says")
+    one_screen(said, "--deadline-s with --plan", "70.0, as in the plan")
 
 
 def test_an_option_when_a_run_goes_on_changes_what_it_says_and_nothing_else(capsys: Capture, workplace: Path) -> None:
@@ -276,18 +278,13 @@ def test_an_option_when_a_run_goes_on_changes_what_it_says_and_nothing_else(caps
     assert (plan.rule, plan.num_stages, plan.micro_batches, plan.clip) == ("pipedream", 3, 2, "stage:2")
 
 
-def test_a_run_whose_plan_was_written_before_there_were_such_fields_goes_on(capsys: Capture, workplace: Path) -> None:
+def test_a_run_whose_plan_has_an_earlier_format_is_refused_with_the_remedy(capsys: Capture, workplace: Path) -> None:
     options = ("--rule", "pipedream", "--steps", 4, "--checkpoint-every", 3, "--out", "one")
     assert here(capsys, "train", MLP, *FAST, *options).code == 0
     plan = Path("one/plan.toml")
-    new = Plan.parse(plan.read_text())
-    later = {name for fields in SINCE_1.values() for name in fields}
-    lines = plan.read_text().replace(f"format = {FORMAT}", "format = 1").splitlines()
-    plan.write_text("\n".join(line for line in lines if line.split(" = ")[0] not in later))
+    plan.write_text(plan.read_text().replace(f"format = {FORMAT}", "format = 3"))
     said = here(capsys, "train", MLP, *FAST, "--from", "one", "--steps", 2, "--out", "two")
-    assert said.code == 0, said.err
-    assert "dropped" not in said.err
-    assert Plan.parse(Path("two/plan.toml").read_text()) == replace(new, read_s=0.0)
+    one_screen(said, "format of the plan: got 3", "roundelay plan JOB.py")
 
 
 def test_a_run_that_goes_on_waits_as_long_as_its_plan_says(
@@ -295,7 +292,7 @@ def test_a_run_that_goes_on_waits_as_long_as_its_plan_says(
 ) -> None:
     options = ("--rule", "pipedream", "--steps", 2, "--cuts", "equal", "--deadline-s", 70)
     assert here(capsys, "train", MLP, *FAST, *options, "--out", "one").code == 0
-    monkeypatch.setattr("roundelay.cli.options.DEADLINE_S", 0.2)
+    monkeypatch.setattr("roundelay.cli.plan_from_options.DEADLINE_S", 0.2)
     late = job_file(workplace, "batches=lambda e: time.sleep(0.5) or mlp.batches(e)", "import time")
     assert here(capsys, "train", late, *FAST, "--from", "one", "--steps", 1).code == 0
 
@@ -327,7 +324,7 @@ def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: C
 
 WRONG_CUTS = {
     "unknown": (("plan", MLP, "--cuts", "linaer_1"), ("'linaer_1'", "linear_1")),
-    "beside a plan": (("train", MLP, "--plan", "plan.toml", "--cuts", "equal"), ("--cuts beside --plan", "segments")),
+    "beside a plan": (("train", MLP, "--plan", "plan.toml", "--cuts", "equal"), ("--cuts with --plan", "segments")),
     "another number": (("plan", MLP, "--cuts", "linear", "--workers", 3), ("2 stages", "3, one for each worker")),
 }
 
@@ -476,9 +473,10 @@ def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Pa
 
 def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
-    told = here(capsys, "train", MLP, "--workers", 2, "--steps", 3, "--json").json
-    assert told["plain_samples_per_second"]["1"] > 0
-    shown = here(capsys, "train", MLP, "--workers", 2, "--steps", 3)
+    run = ("train", MLP, "--workers", 2, "--steps", 3)
+    assert here(capsys, *run, "--json").json["plain_samples_per_second"] == {}
+    assert here(capsys, *run, "--json", "--baseline").json["plain_samples_per_second"]["1"] > 0
+    shown = here(capsys, *run, "--baseline")
     assert "plain PyTorch, 1 thread" in shown.out
     assert "this run:" in shown.out
 

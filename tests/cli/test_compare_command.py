@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.page.png import DRAWER
+from roundelay.page.png import MATPLOTLIB
 from tests.cli.harness import MLP, ROOT, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def test_over_processes_too(workplace: Path) -> None:
 def test_without_matplotlib_only_the_picture_is_missing(
     capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, DRAWER, None)
+    monkeypatch.setitem(sys.modules, MATPLOTLIB, None)
     said = here(capsys, "compare", MLP, *ASKED, "--out", "cmp")
     assert said.code == 0, said.err
     assert "pip install matplotlib" in said.told

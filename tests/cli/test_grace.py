@@ -91,7 +91,7 @@ def test_a_signal_to_the_whole_group_leaves_a_checkpoint_that_the_run_goes_on_fr
     left = checkpoint.load(workplace / "run" / "checkpoint")
     done = left.position.updates
     assert done >= before
-    assert f"the checkpoint after update {done - 1} is written. Go on with --from run" in said.told
+    assert f"the checkpoint after update {done - 1} is written. Continue with --from run" in said.told
     assert left.flight is not None
     again = finish(start(workplace, "train", "job.py", "--from", "run", "--steps", 5, "--out", "on", "--no-baseline"))
     assert again.code == 0, again.err
@@ -193,7 +193,7 @@ def test_under_torchrun_the_leader_saves_and_all_end(workplace: Path) -> None:
         under_way(process, workplace / "run")
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=40)
-    assert "is written. Go on with --from run" in " ".join(out.split()), out
+    assert "is written. Continue with --from run" in " ".join(out.split()), out
     assert checkpoint.load(workplace / "run" / "checkpoint").flight is not None
     told = read_metrics(workplace / "run" / "metrics.jsonl")
     assert len(told) >= 12

@@ -92,7 +92,7 @@ def test_after_a_restart_every_update_is_on_a_curve_once(capsys: Capture, workpl
         "--rule", "pipeoptim", "--micro-batches", 1, "--restarts", 1, "--tensorboard",
     )  # fmt: skip
     assert said.code == 0, said.err
-    assert "Restart 1: going on after update 6." in said.err
+    assert "Restart 1: continuing after update 6." in said.err
     metrics = read_metrics(Path("run/metrics.jsonl"))
     assert [line["update"] for line in metrics] == list(range(18))
     assert points(Path("run/tensorboard")) == curves_of(metrics)

@@ -1,4 +1,4 @@
-"""A machine on which all is well, to be spoiled by one thing at a time."""
+"""A machine on which every check passes, and copies of it with one thing wrong."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from roundelay.doctor import Finding, Machine, examine
-from roundelay.doctor.machine import Cores, Memory, Space, Torch
-from roundelay.env import MALLOC
+from roundelay.doctor.machine import Space, Torch
 
 GIB = 1 << 30
 
 WELL = Machine(
-    python=(3, 11, 7),
     commands_error="",
     torch=Torch(version="2.13.0+cpu", distributed=True, gloo=True),
-    packages={"tensorboard": "2.21.0", "transformers": "5.23.0"},
     compiler="/usr/bin/g++",
-    glibc="glibc 2.36",
-    settings=dict(MALLOC),
+    settings={},
     launched=None,
-    launch_error=None,
+    refused={},
     interfaces=("lo", "eth0"),
-    cpu="A processor",
-    cores=Cores(total=8, allowed=8, quota=None),
-    memory=Memory(total=32 * GIB, available=20 * GIB, limit=None),
+    cores=8,
+    allowed_cores=8,
+    core_quota=None,
+    memory=32 * GIB,
+    free_memory=20 * GIB,
+    memory_limit=None,
     driver=False,
-    fork=True,
     fork_error="",
     loopback_error="",
     shm=Space(path="/dev/shm", total=16 * GIB, free=16 * GIB, writable=True),
@@ -37,7 +35,7 @@ WELL = Machine(
 
 
 def spoiled(**changes: Any) -> Machine:
-    """The machine with fields replaced; `torch` may be given as the fields of it that change."""
+    """The machine with fields replaced; `torch` may be a dict of the fields of it to replace."""
     if isinstance(changes.get("torch"), dict):
         changes["torch"] = replace(WELL.torch, **changes["torch"])
     return replace(WELL, **changes)

@@ -1,4 +1,4 @@
-"""Every warning and every problem of the doctor, each on a machine with one thing wrong; none where all is well."""
+"""Every warning and problem of the doctor, each on a machine with one thing wrong."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from packaging.version import Version
 
 from roundelay import env
 from roundelay.doctor import Machine, examine
-from roundelay.doctor.finding import size
-from roundelay.doctor.machine import Cores, Memory, Space, Torch
-from roundelay.doctor.software import PYTHON, TORCH
-from roundelay.env import MALLOC
+from roundelay.doctor.checks import TORCH, size
+from roundelay.doctor.machine import Space, Torch
 from roundelay.launchers import Launched
 from tests.doctor.machines import GIB, WELL, findings, spoiled
 from tests.test_house import PACKAGE, ROOT
 
 SHM = Space(path="/dev/shm", total=64 << 20, free=64 << 20, writable=True)
 HOME = WELL.folder
+assert HOME is not None
 H100 = ("NVIDIA H100", 80 * GIB)
 ABSENT = Torch(error="ImportError: libtorch.so: cannot open shared object file")
 
-#: what is wrong -> the machine, the check that must see it, its state, and words that it must say
+#: what is wrong -> the machine, the check that must report it, its state, and parts of its text
 WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
-    "an old Python": (spoiled(python=(3, 10, 2)), "Python", "problem", ("3.10.2", "3.11 or newer")),
     "torch is too old": (spoiled(torch={"version": "2.10.1"}), "torch", "problem", ("2.10.1", "torch>=2.11,<2.14")),
     "torch is too new": (spoiled(torch={"version": "2.14.0"}), "torch", "problem", ("2.14.0", "torch>=2.11,<2.14")),
     "a version that is none": (spoiled(torch={"version": "git-1234"}), "torch", "problem", ("git-1234",)),
@@ -55,7 +53,7 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
     ),
     "bf16 without torch": (spoiled(torch=ABSENT), "bf16", "warning", ("not known without torch",)),
     "no LSTM in bf16": (
-        spoiled(torch={"lowered_error": "RuntimeError: could not create a primitive"}),
+        spoiled(torch={"bf16_lstm_error": "RuntimeError: could not create a primitive"}),
         "bf16",
         "warning",
         ("could not create a primitive", "leave `--precision` out"),
@@ -69,65 +67,57 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
     ),
     "no gloo": (spoiled(torch={"gloo": False}), "backends", "problem", ("without gloo",)),
     "no NCCL beside devices": (spoiled(torch={"devices": (H100,)}), "backends", "warning", ("no NCCL",)),
-    "malloc as it is": (spoiled(settings={}), "malloc", "warning", ("glibc 2.36", "command `roundelay`")),
     "no compiler": (spoiled(compiler=None), "C++ compiler", "warning", ("none", "g++")),
     "an unusable launcher": (
-        spoiled(launch_error=("a launcher without a store of its own", "Use torchrun")),
+        spoiled(refused={"launcher": ("a launcher without a store of its own", "Use torchrun")}),
         "launcher",
         "problem",
         ("without a store", "Use torchrun"),
     ),
     "an interface that is not there": (
-        spoiled(settings={**MALLOC, "GLOO_SOCKET_IFNAME": "ib0"}),
+        spoiled(settings={"GLOO_SOCKET_IFNAME": "ib0"}),
         "network",
         "problem",
         ("ib0", "lo, eth0", "unset it"),
     ),
     "an unknown variable": (
-        spoiled(settings={**MALLOC, "ROUNDELAY_DEBUGG": "1"}),
+        spoiled(settings={"ROUNDELAY_DEBUGG": "1"}),
         "variables",
         "warning",
         ("ROUNDELAY_DEBUGG=1", "without effect", "ROUNDELAY_DEBUG, "),
     ),
-    "a level that is none": (
-        spoiled(settings={**MALLOC, "ROUNDELAY_DEBUG": "9"}),
+    "a variable that is refused": (
+        spoiled(refused={"variables": ("ROUNDELAY_DEBUG: '9'", "Set it to one of 0, 1.")}),
         "variables",
         "problem",
-        ("ROUNDELAY_DEBUG=9", "0, 1, 2, 3, 4"),
+        ("ROUNDELAY_DEBUG: '9'", "one of 0, 1"),
     ),
-    "a word that malloc does not know": (
-        spoiled(settings={**MALLOC, "ROUNDELAY_MALLOC": "no"}),
-        "variables",
-        "problem",
-        ("ROUNDELAY_MALLOC=no", "to keep, or unset it"),
-    ),
-    "one core": (spoiled(cores=Cores(total=1, allowed=1, quota=None)), "cores", "warning", ("1", "share a core")),
+    "one core": (spoiled(cores=1, allowed_cores=1), "cores", "warning", ("1", "share a core")),
     "one core of many": (
-        spoiled(cores=Cores(total=8, allowed=1, quota=None)),
+        spoiled(allowed_cores=1),
         "cores",
         "warning",
         ("8, but", "may run on 1", "taskset"),
     ),
     "a container's share of cores": (
-        spoiled(cores=Cores(total=8, allowed=8, quota=1.5)),
+        spoiled(core_quota=1.5),
         "cores",
         "warning",
         ("1.5 cores' time", "--cpus"),
     ),
     "little memory": (
-        spoiled(memory=Memory(total=4 * GIB, available=512 << 20, limit=None)),
+        spoiled(free_memory=512 << 20),
         "memory",
         "warning",
-        ("512 MiB to be had", "End other programs"),
+        ("512 MiB available", "End other programs"),
     ),
     "a container's memory": (
-        spoiled(memory=Memory(total=32 * GIB, available=20 * GIB, limit=512 << 20)),
+        spoiled(memory_limit=512 << 20),
         "memory",
         "warning",
         ("limit of the container 512 MiB", "docker run --memory"),
     ),
-    "no fork": (spoiled(fork=False), "processes", "problem", ("cannot fork", "--transport memory")),
-    "no gradients behind a fork": (
+    "no gradients after a fork": (
         spoiled(fork_error="RuntimeError: Unable to handle autograd's threading"),
         "processes",
         "problem",
@@ -153,7 +143,8 @@ WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
         "warning",
         ("16.0 GiB, 64 MiB free", "Remove"),
     ),
-    "a folder of somebody else": (
+    "a folder that was removed": (spoiled(folder=None), "disk", "problem", ("the current folder cannot be written",)),
+    "a folder of another user": (
         spoiled(folder=replace(HOME, writable=False)),
         "disk",
         "problem",
@@ -183,7 +174,7 @@ def test_nothing_else_is_blamed_for_it(case: str) -> None:
     assert {finding.name for finding in examine(machine) if finding.state != "ok"} == expected
 
 
-#: machines on which something is unusual and nothing wrong -> the check, and what it must say
+#: what is unusual but not wrong -> the machine, the check, and a part of its text
 RIGHT: dict[str, tuple[Machine, str, str]] = {
     "devices": (
         spoiled(driver=True, torch={"devices": (H100,), "nccl": True}),
@@ -192,34 +183,24 @@ RIGHT: dict[str, tuple[Machine, str, str]] = {
     ),
     "NCCL": (spoiled(torch={"nccl": True}), "backends", "gloo, NCCL"),
     "the newest torch": (spoiled(torch={"version": "2.13.1a0+git1234"}), "torch", "2.13.1a0"),
-    "another C library": (spoiled(glibc=None, settings={}), "malloc", "not glibc"),
-    "a person's own malloc": (spoiled(settings={"MALLOC_TOP_PAD_": "1"}), "malloc", "MALLOC_TOP_PAD_=1"),
-    "malloc left alone": (spoiled(settings={"ROUNDELAY_MALLOC": "keep"}), "malloc", "ROUNDELAY_MALLOC=keep"),
-    "no TensorBoard": (spoiled(packages={"transformers": "5"}), "tensorboard", "not installed"),
-    "no transformers": (spoiled(packages={"tensorboard": "2"}), "transformers", "not installed"),
     "torchrun": (
         spoiled(
             launched=Launched(
-                rank=1, local_rank=1, host_rank=0, size=4, nodes=2, host="h", port=1, run="r/0", restart=0,
+                rank=1, size=4, nodes=2, host="h", port=1, run="r/0", restart=0,
                 interface="eth0",
             )
         ),
         "launcher",
         "worker 1 of 4, hosts: 2",
     ),
-    "an interface": (spoiled(settings={**MALLOC, "GLOO_SOCKET_IFNAME": "eth0"}), "network", "workers listen there"),
-    "a debug level": (spoiled(settings={**MALLOC, "ROUNDELAY_DEBUG": "2"}), "variables", "ROUNDELAY_DEBUG=2: shows"),
-    "two cores of many": (spoiled(cores=Cores(total=8, allowed=4, quota=2.5)), "cores", "2.5 cores' time"),
-    "a system that tells nothing": (
-        spoiled(memory=Memory(total=None, available=None, limit=None)),
-        "memory",
-        "does not tell",
-    ),
+    "an interface": (spoiled(settings={"GLOO_SOCKET_IFNAME": "eth0"}), "network", "workers listen there"),
+    "a debug level": (spoiled(settings={"ROUNDELAY_DEBUG": "2"}), "variables", "ROUNDELAY_DEBUG=2: shows"),
+    "two cores of many": (spoiled(allowed_cores=4, core_quota=2.5), "cores", "2.5 cores' time"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_merely_unusual_is_told_and_no_more(case: str) -> None:
+def test_what_is_merely_unusual_is_reported_as_ok(case: str) -> None:
     machine, name, words = RIGHT[case]
     assert {finding.name for finding in examine(machine) if finding.state != "ok"} == set()
     assert words in findings(machine)[name].found
@@ -228,19 +209,16 @@ def test_what_is_merely_unusual_is_told_and_no_more(case: str) -> None:
 def test_on_a_machine_where_all_is_well_every_check_says_so() -> None:
     assert [finding for finding in examine(WELL) if finding.state != "ok" or finding.remedy] == []
     names = [finding.name for finding in examine(WELL)]
-    assert len(names) == len(set(names)) == 21
+    assert len(names) == len(set(names)) == 16
 
 
-def test_every_check_that_can_complain_is_made_to() -> None:
-    """`CPU`, `tensorboard` and `transformers` have nothing to complain of."""
-    seen = {name for _, name, _, _ in WRONG.values()}
-    assert set(findings(WELL)) - seen == {"CPU", "tensorboard", "transformers"}
+def test_every_check_can_fail() -> None:
+    assert {name for _, name, _, _ in WRONG.values()} == set(findings(WELL))
 
 
 def test_the_versions_are_those_of_the_project() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (torch,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "torch")
-    assert SpecifierSet(project["requires-python"]) == SpecifierSet(">={}.{}".format(*PYTHON))
     assert torch.specifier == SpecifierSet(">={}.{},<{}.{}".format(*TORCH[0], *TORCH[1]))
     assert Version("2.13.0") in torch.specifier
 
@@ -256,5 +234,5 @@ def test_settings_are_the_variables_that_matter() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 MiB"), (64 << 20, "64 MiB"), (GIB, "1.0 GiB")])
-def test_bytes_are_told_in_a_person_s_units(num_bytes: int, text: str) -> None:
+def test_bytes_are_printed_in_mib_or_gib(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text

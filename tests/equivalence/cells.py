@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from roundelay.api.planning import LINKS, capture, plan
+from roundelay.api.planning import capture, plan
 from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Named
 from roundelay.schedules import schedule_named
 from roundelay.transport.delayed import DelayedEndpoint
@@ -202,14 +203,14 @@ class Bench:
                 deadline_s=DEADLINE_S,
                 cuts="roofline",
             )
-        latency_s, bytes_per_s = LINKS[transport]
+        link = transport_named(transport)
         return dataclasses.replace(
             by_rule(self._templates[num_stages], variant.rule),
             **dataclasses.asdict(variant),
             micro_batches=micro_batches,
             transport=transport,
-            latency_s=latency_s,
-            bytes_per_s=bytes_per_s,
+            latency_s=link.latency_s,
+            bytes_per_s=link.bytes_per_s,
         )
 
     def restore(self) -> None:

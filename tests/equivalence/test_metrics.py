@@ -91,7 +91,7 @@ def test_verify_compares_them(transport: str, precision: str, monkeypatch: pytes
         right(context, header, outputs | {"metric.accuracy": outputs["metric.accuracy"] + 1e-9})
 
     monkeypatch.setattr(handlers, "_report_loss", wrong)
-    assert "metrics beside the losses" in roundelay.verify(made, plan=plan, steps=3).difference
+    assert "metrics of the loss" in roundelay.verify(made, plan=plan, steps=3).difference
     assert Session(made, captured, plan, 0, Length(steps=1)).captured.graph.metrics == (
         "metric.accuracy",
         "metric.recall",
@@ -103,11 +103,14 @@ def test_verify_compares_them(transport: str, precision: str, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (lambda o, b: {"accuracy": o.mean()}, r"got a mapping with 'accuracy'; expected 'loss'"),
+        (lambda o, b: {"accuracy": o.mean()}, r"got a mapping with 'accuracy'; expected an entry 'loss'"),
         (lambda o, b: {"loss": o.mean(), 3: o.mean()}, r"got a mapping with 'loss', 3"),
-        (lambda o, b: {"loss": o.mean(), "each": o}, r"the metric 'each' beside the loss: got tensor of shape"),
-        (lambda o, b: {"loss": o.mean(), "word": "good"}, r"the metric 'word' beside the loss: got 'good'"),
-        (lambda o, b: {"loss": o.mean(), "three": (1, 2, 3)}, r"the metric 'three' beside the loss: got \(1, 2, 3\)"),
+        (lambda o, b: {"loss": o.mean(), "each": o}, r"the metric 'each' returned with the loss: got tensor of shape"),
+        (lambda o, b: {"loss": o.mean(), "word": "good"}, r"the metric 'word' returned with the loss: got 'good'"),
+        (
+            lambda o, b: {"loss": o.mean(), "three": (1, 2, 3)},
+            r"the metric 'three' returned with the loss: got \(1, 2, 3\)",
+        ),
     ],
 )
 def test_what_is_no_metric_is_refused(loss: Callable[[Any, Any], Any], why: str) -> None:
@@ -132,7 +135,7 @@ def test_a_comparison_has_a_column_for_each(tmp_path: Path) -> None:
         return job(evaluate=lambda model: {"accuracy": 0.5, "train.accuracy": 0.25})
 
     compared = roundelay.compare(make, out=tmp_path, rules=["1f1b", "async"], seeds=1, steps=3, workers=2)
-    curves = next(iter(compared.outcomes.values())).curves
+    curves = next(iter(compared.results.values())).curves
     assert [len(curves[name]) for name in ("loss", "train.accuracy", "train.recall", "train.never")] == [3] * 4
     assert curves["accuracy"][-1].value == 0.5
     assert curves["evaluate.train.accuracy"][-1].value == 0.25

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import roundelay
-from roundelay.api.planning import explain
+from roundelay.api.explain_plan import explain
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
@@ -214,7 +214,7 @@ def test_by_mixed_a_segment_is_differentiated_at_the_backward_s_weights_and_the_
         ({"recompute": "all,blocks.0"}, "all, blocks.0; expected all, or names"),
         ({"recompute": "blocks.*,blocks.0"}, r"'blocks.0' \(by 'blocks.0'\) and 'blocks.0' \(by 'blocks.\*'\)"),
         ({"recompute": "blocks.0.wide,blocks.0"}, r"'blocks.0' \(by 'blocks.0'\) and 'blocks.0.wide'"),
-        ({"recompute": "blocks.1,head"}, "'head', which keeps nothing beside its inputs and outputs"),
+        ({"recompute": "blocks.1,head"}, "'head', which keeps nothing but its inputs and outputs"),
         ({"recompute": "blocks.0", "backward": "recompute"}, "blocks.0 with backward = recompute"),
     ],
 )

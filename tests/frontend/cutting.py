@@ -163,7 +163,7 @@ def backwards(
         leaving.insert(0, of_inputs)
         of_params |= own
     for one in made:
-        of_params |= one.function.weights(one.tape.debt)
+        of_params |= one.function.backward_weights(one.tape.debt)
     return of_params, entering, leaving
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import leaves, num_rows, replace, split, twice
+from roundelay.frontend.batch import copy_batch, leaves, num_rows, replace, split, twice
 
 
 class Pair(NamedTuple):
@@ -153,3 +153,12 @@ def test_replace_keeps_the_layout_and_tells_the_path_of_every_leaf() -> None:
 def test_batches_without_a_number_of_rows_are_refused(batch: Any, got: str) -> None:
     with pytest.raises(JobError, match=got):
         num_rows(batch)
+
+
+def test_a_copy_shares_nothing_with_the_batch_and_keeps_what_occurs_twice() -> None:
+    x, array = torch.zeros(3), np.zeros(3)
+    copy = copy_batch({"x": x, "again": [x], "array": array, "text": "text"})
+    assert copy["x"] is copy["again"][0]
+    copy["x"] += 1
+    copy["array"] += 1
+    assert x.sum() == array.sum() == 0

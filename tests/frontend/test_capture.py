@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_what_fails_in_the_graph_alone_is_not_said_to_be_the_models_fault(monkey
     def fails(*args: Any) -> None:
         raise ValueError("only here")
 
-    monkeypatch.setattr("roundelay.frontend.capture.clean", fails)
+    monkeypatch.setattr(sys.modules["roundelay.frontend.capture"], "clean", fails)
     with pytest.raises(ValueError, match="only here"):
         capture(Net(), squares, pairs(), only_x)
 

@@ -94,8 +94,8 @@ def test_the_compiled_code_is_what_is_called(monkeypatch: pytest.MonkeyPatch) ->
     captured, stages = compiled("stash")
     calls = []
     for code in captured._compiled.values():
-        for key, function in list(code.known.items()):
-            monkeypatch.setitem(code.known, key, _counting(function, calls))
+        for key, function in list(code.compiled.items()):
+            monkeypatch.setitem(code.compiled, key, _counting(function, calls))
     run(captured, stages, BATCH, weights_of(captured), mode="stash")
     assert len(calls) == 1
 
@@ -110,13 +110,40 @@ def _counting(function: Any, calls: list[int]) -> Any:
 
 def test_other_shapes_are_computed_by_the_uncompiled_piece_and_never_compiled_in_passing() -> None:
     captured, stages = compiled("stash")
-    known = {key: len(code.known) for key, code in captured._compiled.items()}
+    known = {key: len(code.compiled) for key, code in captured._compiled.items()}
     short = {"x": BATCH["x"][:3].clone()}
     params = weights_of(captured, FAR)
     ours, theirs = (run(c, stages, short, params, mode="stash") for c in (captured, plain()[0]))
     assert torch.equal(ours.loss, theirs.loss)
     assert differing(ours.grads, theirs.grads) == []
-    assert {key: len(code.known) for key, code in captured._compiled.items()} == known
+    assert {key: len(code.compiled) for key, code in captured._compiled.items()} == known
+
+
+class Sized(nn.Module):
+    """Reads in its second layer a number of rows that its first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(12, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.size(0)
+        made: Tensor = self.two(self.one(x).relu()) / rows
+        return made
+
+
+def test_a_number_that_enters_a_compiled_segment_is_a_constant_of_its_code() -> None:
+    captured = captured_of(Sized())
+    stages = cut_after(
+        captured, [next(i for i, op in enumerate(captured.graph.ops) if op.target == "aten.relu.default")]
+    )
+    params = weights_of(captured)
+    theirs = run(captured, stages, BATCH, params, mode="stash")
+    captured = captured.compiling("stash")
+    compile_for(captured, stages, BATCH, range(len(stages.stages)))
+    numbers = [value for value in stages.stages[1].inputs if captured.graph.values[value].kind == "number"]
+    assert numbers
+    assert near(run(captured, stages, BATCH, params, mode="stash"), theirs)
 
 
 def test_the_tape_of_a_compiled_stage_is_counted_without_its_weights() -> None:
@@ -153,14 +180,14 @@ def test_a_random_operation_that_cannot_be_compiled_is_refused_by_its_name() -> 
 
 def test_an_error_inside_the_compiler_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _fails)
+    monkeypatch.setattr(CompiledSegment, "_compile", lambda self, args: _fails)
     with pytest.raises(CaptureError, match=r"TypeError: no such kernel.*Leave --compile out"):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 
 
 def test_an_interrupt_inside_the_compiler_is_none_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(Noisy()).compiling("stash")
-    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: _is_interrupted)
+    monkeypatch.setattr(CompiledSegment, "_compile", lambda self, args: _is_interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_for(captured, cut_after(captured, []), BATCH, [0])
 

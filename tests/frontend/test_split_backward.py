@@ -236,7 +236,7 @@ def test_the_first_half_makes_no_late_gradient_and_the_second_makes_nothing_else
     inputs = dict(captured.values(batch))
     made, tape = halved.forward(params, buffers_of(captured), {n: inputs[n] for n in halved.inputs}, DRAW, mode="stash")
     _, first = halved.backward(tape, {LOSS: torch.ones_like(made[LOSS])}, params)
-    second = halved.weights(tape.debt)
+    second = halved.backward_weights(tape.debt)
     late = late_of(halved)
     assert late
     assert second.keys() == late

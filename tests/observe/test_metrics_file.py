@@ -8,12 +8,13 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import RunError, UsageError
-from roundelay.observe.metrics_file import MetricsWriter, read_metrics
+from roundelay.observe.metrics_file import MetricsWriter, read_metrics, read_records
 from tests.observe.harness import forked, status
 
 
@@ -72,6 +73,31 @@ def test_a_whole_line_that_is_no_object_is_told(tmp_path: Path, text: str) -> No
     (tmp_path / "m").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match="in line"):
         read_metrics(tmp_path / "m")
+
+
+class Scored(msgspec.Struct):
+    """A line with a score, and more."""
+
+    update: int
+    score: float = 1.0
+    metrics: dict[str, float] = {}
+
+
+def test_lines_are_read_as_records_and_null_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"update": 3, "score": null, "metrics": {"a": null, "b": 2}, "other": []}\n')
+    (found,) = read_records(tmp_path / "m", Scored)
+    assert (found.update, found.score, found.metrics["b"]) == (3, 1.0, 2.0)
+    assert math.isnan(found.metrics["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [('{"score": 1.0}', "`update`"), ('{"update": 1, "score": "high"}', "score"), ('{"update": true}', "update")],
+)
+def test_a_field_that_cannot_be_read_is_named(tmp_path: Path, text: str, field: str) -> None:
+    (tmp_path / "m").write_text('{"update": 0}\n' + text + "\n")
+    with pytest.raises(UsageError, match=f"in line 2: .*{field}"):
+        read_records(tmp_path / "m", Scored)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_latest_moves_with_its_folder(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "first").write_plan("precious")
     RunFolder.create(tmp_path, "second")
-    with pytest.raises(UsageError, match="something in it"):
+    with pytest.raises(UsageError, match="not empty"):
         RunFolder.create(tmp_path, "first")
     assert (tmp_path / "first" / "plan.toml").read_text() == "precious"
     assert (tmp_path / "latest").readlink() == Path("second")
@@ -71,7 +71,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_left(
 
 def test_a_real_folder_called_latest_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
-    with pytest.raises(UsageError, match="is no link"):
+    with pytest.raises(UsageError, match="is not a link"):
         RunFolder.create(tmp_path, "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 

@@ -38,7 +38,7 @@ def test_updates_that_are_made_again_replace_the_old_ones(tmp_path: Path, start:
     with Curves(tmp_path / "t", writer(), 0) as curves:
         for update in range(6):
             curves.write(update, {"loss": 1.0})
-        curves.go_on(start)
+        curves.restart(start)
         for update in range(start, 8):
             curves.write(update, {"loss": 2.0})
     assert points(tmp_path / "t")["loss"] == [(update, 1.0 if update < start else 2.0) for update in range(8)]
@@ -57,7 +57,7 @@ def test_no_thread_is_left_when_workers_are_forked_anew(tmp_path: Path) -> None:
     curves = Curves(tmp_path / "t", writer(), 0)
     curves.write(0, {"loss": 1.0})
     assert threading.enumerate() != before
-    curves.go_on(0)
+    curves.restart(0)
     assert threading.enumerate() == before
     curves.close()
 

@@ -13,8 +13,8 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, flows_of, write_trace
-from roundelay.page.run_page import predicted
-from roundelay.page.timeline import described
+from roundelay.page.run_page import predicted_window
+from roundelay.page.timeline import describe
 from roundelay.page.trace_window import read_window
 from roundelay.simulator import simulate
 from tests.lower.plans import plan_of
@@ -68,9 +68,9 @@ def test_a_trace_names_both_stages_of_a_worker_and_is_read_again(tmp_path: Path)
 
 
 def test_a_page_draws_a_row_for_each_worker_and_says_which_stage() -> None:
-    window = predicted(plan())
+    window = predicted_window(plan())
     assert window.num_workers == WORKERS
-    words = {described(span).splitlines()[0].split(":")[0] for span in window.spans}
+    words = {describe(span).splitlines()[0].split(":")[0] for span in window.spans}
     assert words == {"worker 0", "worker 0, stage 5", "worker 1", "worker 1, stage 4", "worker 2", "worker 2, stage 3"}
 
 

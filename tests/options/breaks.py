@@ -156,7 +156,7 @@ OPTIONS = (
     ),
     Break(
         "precision bf16, by halves",
-        (Edit("frontend/capture.py", "call=self._lowered(made.call, device)", "call=made.call"),),
+        (Edit("frontend/stage_builder.py", "call=self._lowered(halves.call, device)", "call=halves.call"),),
         (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[zb-h1]",),
     ),
     Break(
@@ -215,12 +215,12 @@ OPTIONS = (
     ),
     Break(
         "modules run again by the backward",
-        (Edit("frontend/capture.py", "if i in spec.recomputed else part", "if False else part"),),
+        (Edit("frontend/stage_builder.py", "if i in spec.recomputed else part", "if False else part"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "bytes_that_tapes_hold"),
     ),
     Break(
         "modules run again, with the weights of mixed",
-        (Edit("frontend/remat_segment.py", "None if mixed else kept", "None if False else kept"),),
+        (Edit("frontend/remat_segment.py", "None if mixed else cached_leaves", "None if False else cached_leaves"),),
         (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
     ),
     Break(
@@ -244,15 +244,15 @@ OPTIONS = (
         (
             Edit(
                 "frontend/compiled_segment.py",
-                "self.plain(*args) if made is None",
-                "self.piece.forward(*args) if made is None",
+                "self.plain(*args) if function is None",
+                "self.piece.forward(*args) if function is None",
             ),
         ),
         ("tests/api/test_compile_stages.py", "-k", "precision_of_its_plan"),
     ),
     Break(
         "--compile in two precisions",
-        (Edit("frontend/capture.py", "device, self.precision, saves_all :=", "device, FULL, saves_all :="),),
+        (Edit("frontend/stage_builder.py", "device, self.precision, saves_all :=", "device, FULL, saves_all :="),),
         ("tests/api/test_compile_stages.py", "-k", "two_precisions"),
     ),
     Break(

@@ -62,7 +62,7 @@ def test_a_page_renders_and_its_console_stays_silent(tmp_path: Path) -> None:
     dom, console = rendered(tmp_path, text)
     assert console == []
     assert dom.count("<svg") == text.count("<svg") > 20
-    said = ("Metrics", "Where the time went", "As it ran, in the middle of the run", "held privately", "finished")
+    said = ("Metrics", "Where the time went", "As it ran, in the middle of the run", "private", "finished")
     for words in (*said, ">reader</text>"):
         assert words in dom
 

@@ -6,7 +6,7 @@ import math
 import re
 
 from roundelay.page.comparison_page import COLOURS, DASHES, Chart, comparison_page, style_of
-from roundelay.page.png import drawer, picture
+from roundelay.page.png import draw_png, load_matplotlib
 from tests.page.runs import EVIL
 
 
@@ -42,6 +42,6 @@ def test_the_page_needs_nothing_but_itself() -> None:
 
 def test_a_picture_is_drawn_whatever_the_names_and_values() -> None:
     """A dollar would begin a formula, an underscore hide a line."""
-    made = picture(drawer(), "_$", [*charts(2, " $x_{$"), Chart("none", [], [])])
+    made = draw_png(load_matplotlib(), "_$", [*charts(2, " $x_{$"), Chart("none", [], [])])
     assert made.startswith(b"\x89PNG")
     assert len(made) > 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from roundelay.page.line_chart import MOST_POINTS, Curve, figure, smoothed, thinned
+from roundelay.page.line_chart import MOST_POINTS, Curve, line_chart, smoothed, thinned
 
 
 def test_thinning_keeps_the_peaks_and_the_order() -> None:
@@ -32,13 +32,13 @@ def test_a_moving_average_takes_as_many_from_both_sides_and_passes_over_gaps() -
 
 
 def test_a_gap_lifts_the_pen() -> None:
-    drawn = figure([Curve("loss", "a", [(0, 1.0), (1, 2.0), (2, math.nan), (3, 1.0)])], 400, 200, "update", "loss")
+    drawn = line_chart([Curve("loss", "a", [(0, 1.0), (1, 2.0), (2, math.nan), (3, 1.0)])], 400, 200, "update", "loss")
     (path,) = re.findall(r' d="([^"]*)"', drawn)
     assert re.sub(r"[\d. ]+", "", path) == "MLM"
 
 
 def test_names_are_escaped() -> None:
-    drawn = figure([Curve('<b>"', "a", [(0, 1.0)], dots=True)], 400, 200, "<x>", "<y>")
+    drawn = line_chart([Curve('<b>"', "a", [(0, 1.0)], dots=True)], 400, 200, "<x>", "<y>")
     assert "<b>" not in drawn
     assert "<x>" not in drawn
     assert "<y>" not in drawn

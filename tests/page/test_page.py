@@ -12,7 +12,7 @@ import pytest
 
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.page.run_page import run_page
-from roundelay.page.trace_window import read_window, shown
+from roundelay.page.trace_window import read_window, window_length
 from tests.page.runs import EVIL, append, begun, edit, finished, planned, simulated, spans_of
 
 VOID = {"meta", "link", "br", "img"}
@@ -63,7 +63,7 @@ def test_a_finished_run_has_every_section_and_figure(tmp_path: Path) -> None:
     figures = {"loss": 2, "metrics": 2, "evaluations": 2, "throughput": 1, "shares": 1, "schedule": 2, "memory": 1}
     assert read.tags.count("svg") == 3 * sum(figures.values())  # three widths of each
     words = " ".join(read.words)
-    for said in ("finished", "pipedream", "3 → 0.6122", "123", "1.50 ×", "10.5 s", "worker 2", "held privately"):
+    for said in ("finished", "pipedream", "3 → 0.6122", "123", "1.50 ×", "10.5 s", "worker 2", "private"):
         assert said in words
     assert "not finished" not in words
     assert "forward of micro-batch" in text
@@ -91,7 +91,7 @@ def test_a_run_that_has_not_ended_says_what_is_missing_and_how_to_get_it(tmp_pat
     assert read.heads == [head for head in HEADINGS if head != "Evaluations"]
     assert "not finished" in words
     assert "roundelay simulate plan.toml --trace" in words
-    assert words.count("a run that has failed, or is still going on, has none") == 2
+    assert words.count("a run that has failed, or is still running, has none") == 2
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_more_metrics_than_there_is_room_for_are_told(tmp_path: Path) -> None:
 
 def test_numbers_that_are_missing_or_null_are_gaps(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
-    append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "samples_per_second": "fast"}\n')
+    append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "metrics": {"right": null}}\n')
     Read(run_page(folder.path))
 
 
@@ -172,7 +172,7 @@ def test_the_window_lies_in_the_middle_and_holds_every_worker(tmp_path: Path) ->
     end = max(span.end_s for span in spans_of(plan, 40))
     assert 0.25 * end < window.start_s < window.end_s < 0.75 * end
     forwards = {s.g for s in window.spans if s.worker == 0 and s.opcode == "forward" and s.start_s >= window.start_s}
-    assert len(forwards) >= shown(2)
+    assert len(forwards) >= window_length(2)
     assert {span.worker for span in window.spans} == {gap.worker for gap in window.gaps} == {0, 1, 2}
     by_place = {(s.worker, s.opcode, s.g): s for s in spans_of(plan, 40)}
     for span in window.spans:
@@ -204,6 +204,8 @@ def broken(folder: Path, what: str) -> None:
         append(folder / "metrics.jsonl", "no json\n")
     elif what == "no update":
         append(folder / "metrics.jsonl", '{"loss": 1.0}\n')
+    elif what == "no number":
+        append(folder / "metrics.jsonl", '{"update": 40, "loss": 1.0, "samples_per_second": "fast"}\n')
     elif what == "empty":
         (folder / "metrics.jsonl").write_text("")
     elif what == "trace":
@@ -225,7 +227,19 @@ def broken(folder: Path, what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["metrics", "no update", "empty", "trace", "event", "summary", "plan", "no plan", "bytes", "evaluations"],
+    [
+        "metrics",
+        "no update",
+        "no number",
+        "empty",
+        "trace",
+        "event",
+        "summary",
+        "plan",
+        "no plan",
+        "bytes",
+        "evaluations",
+    ],
 )
 def test_a_damaged_folder_is_refused_with_a_remedy(tmp_path: Path, what: str) -> None:
     folder = finished(tmp_path)

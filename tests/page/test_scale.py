@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.page.scale import Axis, fitting, seconds, short, size, ticks
+from roundelay.page.scale import Axis, fit_axis, seconds, short, size, ticks
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 
@@ -21,7 +21,7 @@ def test_a_place_is_proportional_or_logarithmic() -> None:
 
 @given(st.lists(NUMBERS, max_size=8), st.booleans(), st.integers(2, 12))
 def test_whatever_is_to_be_shown_has_room_and_ticks(values: list[float], zero: bool, most: int) -> None:
-    axis = fitting([*values, math.nan, math.inf], 0.0, 300.0, may_log=not zero, zero=zero)
+    axis = fit_axis([*values, math.nan, math.inf], 0.0, 300.0, may_log=not zero, zero=zero)
     for value in values:
         assert -0.001 <= axis.place(value) <= 300.001
     found = ticks(axis, most)
@@ -44,10 +44,10 @@ def test_ticks_are_round(low: float, high: float, found: list[float]) -> None:
 
 
 def test_values_over_decades_get_a_logarithmic_axis_with_powers_of_ten() -> None:
-    axis = fitting([0.001, 1000.0], 0.0, 100.0, may_log=True)
+    axis = fit_axis([0.001, 1000.0], 0.0, 100.0, may_log=True)
     assert axis.log
     assert ticks(axis, 8) == pytest.approx([0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0])
-    assert not fitting([0.0, 1000.0], 0.0, 100.0, may_log=True).log
+    assert not fit_axis([0.0, 1000.0], 0.0, 100.0, may_log=True).log
 
 
 def test_numbers_are_told_briefly() -> None:

@@ -99,7 +99,7 @@ def a_buffer_that_the_first_forward_makes() -> Job:
     return job(Model())
 
 
-@refused("buffer 'mean', which the first forward makes.*register_buffer")
+@refused("buffer 'mean', which the first forward creates.*register_buffer")
 def a_buffer_made_by_the_first_forward_and_changed_by_later_ones() -> Job:
     class Model(Body):
         mean: Tensor | None
@@ -237,7 +237,7 @@ def a_buffer_that_the_loss_reads() -> Job:
     return job(model, lambda outputs, batch: entropy(outputs, batch) * (1 + model.calls))
 
 
-@refused("buffer 'calls' of the model.*Move what writes it into forward")
+@refused("buffer 'calls' of the model.*Move the write into forward")
 def a_buffer_that_the_loss_writes() -> Job:
     model = Body()
     model.register_buffer("calls", torch.zeros(()))

@@ -213,12 +213,12 @@ def inputs_that_mask_what_the_loss_reads() -> Job:
     return anew(job(Body(), lambda outputs, batch: entropy(outputs, batch) + batch[0].abs().mean(), inputs=masked))
 
 
-@refused(r"batch field '0', which Job\(inputs=...\) writes into: got a tensor of a list that is given again")
+@refused(r"batch field '0', which Job\(inputs=...\) writes into: got a tensor of a list that is reused")
 def inputs_that_write_into_a_list_of_batches() -> Job:
     return job(Body(), data=batches(count=2), inputs=lambda batch: ((batch[0].mul_(0.5),), {}))
 
 
-@refused("batch field '0', which the model's forward writes into: got a tensor of a list that is given again")
+@refused("batch field '0', which the model's forward writes into: got a tensor of a list that is reused")
 def a_forward_that_writes_into_a_list_of_batches() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Any:
@@ -379,7 +379,7 @@ def an_evaluation_that_changes_a_buffer() -> Job:
 
 
 @refused(
-    r"step pre hook `<lambda>` at .*calls.py:\d+: got a step that reads '.*', or its gradient, past the parameters"
+    r"step pre hook `<lambda>` at .*calls.py:\d+: got a step that reads '.*', or its gradient, which it was not given"
 )
 def a_hook_that_clips_the_model_s_gradients() -> Job:
     model = Body()

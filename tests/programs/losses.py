@@ -38,7 +38,7 @@ def a_penalty_over_a_list_of_weights() -> Job:
     return job(model, lambda o, b: entropy(o, b) + 0.01 * sum(p.norm() for p in weights))
 
 
-@refused("the loss, which reads parameter 'a.weight' of the model: got a weight that it holds where no other")
+@refused("the loss, which reads parameter 'a.weight' of the model: got a weight kept where it cannot be replaced")
 def a_penalty_over_a_tuple_of_weights() -> Job:
     model = Body()
     weights = tuple(model.parameters())
@@ -209,7 +209,7 @@ def a_number_of_python() -> Job:
     return job(Body(), lambda outputs, batch: entropy(outputs, batch) * random.random())
 
 
-@refused(r"the loss: got a gradient for a tensor of shape \(4, 16\) that is no part of the model")
+@refused(r"the loss: got a gradient for a tensor of shape \(4, 16\) that is not part of the model")
 def a_head_outside_of_the_model() -> Job:
     head = nn.Linear(16, 4)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))

@@ -148,7 +148,7 @@ def a_generator_of_torch() -> Job:
     return job(Model())
 
 
-@refused("model.draws, which the forward sets.*: got a generator of random numbers of its own")
+@refused("model.draws, which the forward sets.*: got a random number generator of its own")
 def a_generator_of_numpy() -> Job:
     class Model(Body):
         def __init__(self) -> None:

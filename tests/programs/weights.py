@@ -88,14 +88,16 @@ def two_weights_in_one_memory() -> Job:
     return job(model, data=batches(classes=8))
 
 
-@refused("parameters '0.weight' and '4.weight': got two parameters in one memory, which Adam steps.*model.4.weight = ")
+@refused(
+    "parameters '0.weight' and '4.weight': got two parameters that share memory, which Adam steps.*model.4.weight = "
+)
 def two_weights_in_one_memory_under_adam() -> Job:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     model[4].weight.data = model[0].weight.data
     return job(model, data=batches(classes=8), optimizer=lambda named: torch.optim.Adam(named, lr=0.01))
 
 
-@refused("parameters 'flat' and 'part': got two windows into the same memory")
+@refused("parameters 'flat' and 'part': got two different views of the same memory")
 def two_weights_that_overlap() -> Job:
     class Model(Body):
         def __init__(self) -> None:
@@ -198,7 +200,7 @@ def spectral_norm_by_hooks() -> Job:
     return job(model)
 
 
-@refused(r"parameter 'b.weight', which the model's forward writes into, .*weight_prediction.py:\d+ ")
+@refused(r"parameter 'b.weight', which the model's forward writes into, .*weights.py:\d+ ")
 def a_weight_clamped_in_forward() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ def a_weight_clamped_in_forward() -> Job:
     return job(Model())
 
 
-@refused(r"an assignment to .data in the model's forward, .*weight_prediction.py:\d+ `self.b.weight.data = ")
+@refused(r"an assignment to .data in the model's forward, .*weights.py:\d+ `self.b.weight.data = ")
 def a_weight_that_gets_other_data() -> Job:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from roundelay.api import checkpointing
-from roundelay.api.state_gather import Event
+from roundelay.api.events import Event
 from roundelay.api.training import Length, Saving, Session, Trained
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint

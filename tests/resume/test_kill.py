@@ -88,7 +88,7 @@ def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
     hold.unlink()
     assert server.wait(pid, END_S) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "err").read_text()
-    going_on = [int(number) for number in re.findall(r"Restart \d: going on after update (\d+)\.", said)]
+    going_on = [int(number) for number in re.findall(r"Restart \d: continuing after update (\d+)\.", said)]
     assert len(going_on) == 2
     assert all(number > 0 and number % BATCHES for number in going_on), "checkpoints within an epoch"
     assert "dropped" not in said

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from roundelay.api import checkpointing
+from roundelay.api.events import Drained, Updated
 from roundelay.api.planning import capture, plan
 from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.resume import changed
-from roundelay.api.state_gather import Drained, Updated
-from roundelay.api.training import Length, Saving, Session, load_checkpoint
+from roundelay.api.resume import changed, load_checkpoint
+from roundelay.api.training import Length, Saving, Session
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import Checkpoint, load
 from roundelay.errors import UsageError

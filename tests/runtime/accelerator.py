@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roundelay.transport.cuda import Driver
+from roundelay.transport.cuda import Cuda
 
 Clock = dict[int, int]
 """Stream to how much of its work is known to be done before."""
@@ -59,7 +59,7 @@ class FakeEvent:
         return float(torch.tensor(end.at_ms - self.at_ms, dtype=torch.float32))
 
 
-class Fake(Driver):
+class Fake(Cuda):
     """Notes everything; ``now_ms`` is its clock, and events up to ``done_ms`` have been passed."""
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ def test_a_continued_run_skips_what_was_used_in_its_first_epoch_only() -> None:
 def test_an_epoch_without_batches_and_one_that_is_used_up_are_told() -> None:
     with pytest.raises(JobError, match=r"batches\(0\).*no batch"):
         headers(Extent(epochs=1), batches=lambda epoch: [])
-    with pytest.raises(JobError, match="behind the 3 that were used"):
+    with pytest.raises(JobError, match="after the 3 that were used"):
         headers(Extent(start_epoch=1, skip=3, epochs=2))
     assert headers(Extent(start_epoch=1, skip=3, batches=1))[0][4] == [2, 0]
 

@@ -12,8 +12,8 @@ import torch
 
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError
 from roundelay.runtime import control_channel
-from roundelay.runtime.control_channel import ControlChannel, messages_of, report_of
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.control_channel import ControlChannel, messages_of
+from roundelay.runtime.worker_messages import Header, Report, Reporter, decode, encode
 from roundelay.transport.endpoint import Delivery, Endpoint, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
 
@@ -69,7 +69,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def message_of(report: Report) -> Message:
     """The only one."""
-    (message,) = messages_of(report)
+    (message,) = messages_of(encode(report))
     return message
 
 
@@ -79,13 +79,57 @@ def until(ready: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_report_arrives_as_it_was_sent() -> None:
+def test_a_report_arrives_as_it_was_sent(ends: Ends) -> None:
     tensors = {"w": torch.randn(3, 4).t(), "b": torch.tensor(7), "h": torch.randn(2).bfloat16(), "e": torch.zeros(0, 2)}
     sent = Report("state", 2, {"loss": 0.1 + 0.2, "numbers": [1, None, True]}, tensors)
-    got, more = report_of(message_of(sent))
-    assert not more
+    reports: list[Report] = []
+    ends.open(0, on_report=reports.append)
+    assert ends.open(2).send(sent) == "state"
+    until(lambda: reports)
+    (got,) = reports
     assert (got.kind, got.worker, got.data, list(got.tensors)) == ("state", 2, sent.data, list(tensors))
     assert all(torch.equal(got.tensors[n], t) and got.tensors[n].dtype == t.dtype for n, t in tensors.items())
+
+
+def test_a_large_tensor_is_not_copied_on_its_way(ends: Ends) -> None:
+    tensor, reports = torch.zeros(1000), list[Report]()
+    ends.open(0, on_report=reports.append)
+    ends.open(1).send(Report("state", 1, {}, {"x": tensor}))
+    until(lambda: reports)
+    assert reports[0].tensors["x"].data_ptr() == tensor.data_ptr(), "as the transport delivers it"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        Message(0, (), ()),
+        Message(0, (), (1,)),
+        Message(0, (), (torch.zeros(4),)),
+        Message(0, (), (torch.zeros(4, dtype=torch.uint8),)),
+        Message(0, (), (torch.frombuffer(bytearray(encode(Report("failed", 1, {})).header[:-1]), dtype=torch.uint8),)),
+        Message(0, (), (*next(messages_of(encode(Report("state", 1, {})))).values, torch.zeros(1, dtype=torch.uint8))),
+    ],
+    ids=["nothing", "a number", "floats", "no header", "half a header", "a tensor too many"],
+)
+@pytest.mark.parametrize("connection", ["reports", "news"])
+def test_a_damaged_message_is_refused(ends: Ends, damaged: Message, connection: str) -> None:
+    ends.open(0)
+    getattr(ends, connection)[1].send(0, damaged)
+    until(lambda: ends.lost)
+    assert ends.heard == []
+    assert ends.lost[0].startswith("0: the control channel of worker 0: "), ends.lost
+
+
+def test_a_report_that_is_cut_short_by_the_end_of_its_sender_is_dropped(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_channel, "NEWS_S", 0.5)
+    ends.open(0)
+    (message,) = messages_of(encode(Report("state", 1, {}, {"x": torch.zeros(3)})))
+    ends.reports[1].send(0, Message(0, (), message.values[:1]))
+    ends.reports[1].abort("its connection broke")
+    until(lambda: ends.lost)
+    assert (ends.heard, ends.lost) == ([], ["0: worker 1 of the launcher's: its connection broke"])
 
 
 def test_a_large_state_travels_in_parts_and_arrives_as_one(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +137,7 @@ def test_a_large_state_travels_in_parts_and_arrives_as_one(ends: Ends, monkeypat
     monkeypatch.setattr(control_channel, "PART_BYTES", 40)
     tensors = {name: torch.randn(n) for name, n in (("a", 4), ("b", 20), ("c", 6), ("d", 5), ("e", 5))}
     sent = Report("state", 1, {"update": 3}, tensors)
-    assert [len(message.values) - 1 for message in messages_of(sent)] == [1, 1, 1, 2]
+    assert [len(message.values) for message in messages_of(encode(sent))] == [2, 1, 1, 2]
     got: list[Report] = []
     ends.open(0, on_report=got.append)
     ends.open(1).send(sent)
@@ -117,11 +161,11 @@ def test_who_beats_is_not_lost_and_who_is_silent_is(ends: Ends) -> None:
 def test_a_report_that_takes_long_to_read_makes_nobody_silent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the others to the leader, nor the leader to the others: the state of a large stage takes seconds."""
 
-    def slowly(message: Message) -> tuple[Report, bool]:
+    def slowly(header: memoryview) -> Header:
         time.sleep(1.5)
-        return report_of(message)
+        return decode(header)
 
-    monkeypatch.setattr(control_channel, "report_of", slowly)
+    monkeypatch.setattr(control_channel, "decode", slowly)
     lines = [ends.open(rank) for rank in range(3)]
     lines[1].send(Report("progress", 1, {}))
     until(lambda: ends.heard)
@@ -206,14 +250,14 @@ def test_whoever_always_hears_something_beats_all_the_same(ends: Ends) -> None:
 def test_a_report_that_cannot_be_read_is_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nobody would hear the others any more."""
 
-    def fails(message: Message) -> tuple[Report, bool]:
+    def fails(header: memoryview) -> Header:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(control_channel, "report_of", fails)
+    monkeypatch.setattr(control_channel, "decode", fails)
     lines = [ends.open(rank) for rank in range(3)]
     lines[1].send(Report("progress", 1, {}))
     until(lambda: ends.lost)
-    assert ends.lost == ["0: the control line of worker 0: MemoryError: no room"]
+    assert ends.lost == ["0: the control channel of worker 0: MemoryError: no room"]
 
 
 @pytest.mark.usefixtures("impatient")

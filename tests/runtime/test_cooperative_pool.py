@@ -79,7 +79,7 @@ def test_what_is_sent_around_arrives(long_s: float, monkeypatch: pytest.MonkeyPa
 
 def test_short_instructions_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LONG_S", math.inf)
-    monkeypatch.setattr(pool_module, "LOOK_S", FAR_S / 10)  # longer than all of it takes
+    monkeypatch.setattr(pool_module, "WATCH_S", FAR_S / 10)  # longer than all of it takes
     threads: list[int] = []
 
     def act(*_: object) -> None:
@@ -94,7 +94,7 @@ def test_short_instructions_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -
 
 def test_long_instructions_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LONG_S", 0.0)
-    monkeypatch.setattr(pool_module, "LOOK_S", FAR_S / 10)
+    monkeypatch.setattr(pool_module, "WATCH_S", FAR_S / 10)
     together = threading.Barrier(3)
 
     def hub(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
@@ -145,7 +145,7 @@ def test_what_was_quick_once_is_soon_known_to_be_long(monkeypatch: pytest.Monkey
     """And what was slow once is not."""
     monkeypatch.setattr(pool_module, "RECENT", 3)
     pool = CooperativePool(1, FAR_S)
-    pool._by_identity[threading.get_ident()] = pool._seats[0]
+    pool._state_of_thread[threading.get_ident()] = pool._states[0]
     left: list[int] = []
     monkeypatch.setattr(CooperativePool, "_leave", lambda pool, seat: left.append(1))
 
@@ -191,7 +191,7 @@ def test_a_credit_resumes_only_who_wants_one() -> None:
     ends = memory_endpoints(2, pool.wake)
 
     def taker(wanted: bool) -> Loop:
-        while not ends[1].news(wanted):
+        while not ends[1].has_delivery(wanted):
             yield wanted
             resumed.append(wanted)
 
@@ -271,17 +271,17 @@ def test_a_worker_that_nobody_was_told_of_is_carried_on_at_the_next_look() -> No
 
 def test_what_comes_while_a_worker_becomes_idle_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[bool] = []
-    news = MemoryEndpoint.news
+    has_delivery = MemoryEndpoint.has_delivery
 
     def late(end: MemoryEndpoint, credits: bool) -> bool:
         """The pool looks, and finds nothing; a message comes before it has noted that the worker is idle."""
-        found = news(end, credits)
+        found = has_delivery(end, credits)
         if end.worker == 1 and not looked:
             looked.append(found)
             end._endpoints[0].send(1, Message(0, (), ()))
         return found
 
-    monkeypatch.setattr(MemoryEndpoint, "news", late)
+    monkeypatch.setattr(MemoryEndpoint, "has_delivery", late)
 
     def taker(end: MemoryEndpoint, act: Callable[[Any, Any], Any]) -> Loop:
         yield False

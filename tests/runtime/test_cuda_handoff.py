@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.runtime.cuda_handoff import streamed
+from roundelay.runtime.cuda_handoff import wrap_for_streams
 from roundelay.runtime.device import HOST, AcceleratorDevice, Device
 from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.memory import memory_endpoints
@@ -36,7 +36,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pair(*devices: Device, driver: Fake) -> list[Endpoint]:
-    return streamed(memory_endpoints(len(devices)), devices, driver)
+    return wrap_for_streams(memory_endpoints(len(devices)), devices, driver)
 
 
 def arrived(endpoint: Endpoint) -> Message:

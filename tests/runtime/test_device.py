@@ -14,7 +14,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.runtime import threaded_workers
-from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, named
+from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, resolve_devices
 from roundelay.runtime.handlers import HANDLERS
 from tests.api.jobs import make, mlp
 from tests.runtime.accelerator import Fake
@@ -41,7 +41,7 @@ def test_devices_are_one_per_stage(
     monkeypatch: pytest.MonkeyPatch, count: int, text: str | None, transport: str, names: tuple[str, ...]
 ) -> None:
     present(monkeypatch, count)
-    assert named(text, 3, transport) == names
+    assert resolve_devices(text, 3, transport) == names
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_devices_that_are_not_here_are_refused_with_a_remedy(
 ) -> None:
     present(monkeypatch, count)
     with pytest.raises(PlanError, match=words) as error:
-        named(text, 3, "memory")
+        resolve_devices(text, 3, "memory")
     assert error.value.remedy
 
 
@@ -65,10 +65,10 @@ def test_on_the_cpu_nothing_is_put_between() -> None:
     data: Any = iter(())
     told: list[Any] = []
     assert HOST.feed(data) is data
-    assert HOST.watched(HANDLERS) is HANDLERS
+    assert HOST.instrumented(HANDLERS) is HANDLERS
     assert HOST.spans(told, 0) is told
     ends = [object(), object()]
-    assert threaded_workers.streamed(ends, [HOST, HOST], Fake()) == ends  # type: ignore[arg-type]
+    assert threaded_workers.wrap_for_streams(ends, [HOST, HOST], Fake()) == ends  # type: ignore[arg-type]
 
 
 class Source:
@@ -138,7 +138,7 @@ def test_spans_are_those_of_the_device_and_reads_are_the_hosts() -> None:
         driver.now_ms += 0.005
         one(run, run)
     rows: Any = [(run, 0, 1.0, 2.0, 7)] * 5
-    told = spans.told(rows, 0)
+    told = spans.apply(rows, 0)
     assert [told[i] for i in (0, 2)] == [rows[0]] * 2
     starts = [told[i][2] for i in (1, 3, 4)]
     assert [end - start for start, end in ((told[i][2], told[i][3]) for i in (1, 3, 4))] == pytest.approx(
@@ -166,7 +166,7 @@ def test_work_that_the_device_has_not_done_yet_is_not_counted() -> None:
 def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
     plain = roundelay.verify(make(mlp()), steps=3)
-    monkeypatch.setattr(threaded_workers, "device_of", lambda name: AcceleratorDevice(PLACE, driver))
+    monkeypatch.setattr(threaded_workers, "make_device", lambda name: AcceleratorDevice(PLACE, driver))
     monkeypatch.setattr(threaded_workers, "Cuda", lambda: driver)
     streamed = roundelay.verify(make(mlp()), steps=3)
     assert plain.equal

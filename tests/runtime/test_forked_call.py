@@ -115,7 +115,7 @@ def test_a_child_that_is_killed_is_told_by_its_signal() -> None:
 
 
 def test_a_child_that_ends_without_a_word_is_told() -> None:
-    with pytest.raises(RunError, match="without a word"):
+    with pytest.raises(RunError, match="without an answer"):
         isolated(lambda: os._exit(0), "a test")
 
 

@@ -17,6 +17,7 @@ from roundelay.api import training
 from roundelay.errors import InternalError, RunError
 from roundelay.runtime import forked_workers
 from roundelay.runtime.worker_messages import Report, ReportAssembler
+from roundelay.transport import shm
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.shm_resources import ShmResources
 from tests.api.jobs import make
@@ -149,7 +150,7 @@ def test_a_system_without_room_for_a_worker_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_a_worker_that_cannot_connect_tells_what_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where a process may have so many threads and no more: what a library raises is no bug of ours."""
-    endpoint = forked_workers.ShmEndpoint
+    endpoint = shm.ShmEndpoint
 
     def full(worker: int, wiring: ShmResources, deadline_s: float) -> Endpoint:
         if worker == 1:
@@ -158,6 +159,6 @@ def test_a_worker_that_cannot_connect_tells_what_it_met(monkeypatch: pytest.Monk
 
     job = make()
     plan = roundelay.plan(job, workers=2, transport="shm")
-    monkeypatch.setattr(forked_workers, "ShmEndpoint", full)
-    with pytest.raises(RunError, match="worker 1, before it met the others: got RuntimeError: can't start new thread"):
+    monkeypatch.setattr(shm, "ShmEndpoint", full)
+    with pytest.raises(RunError, match="worker 1, connecting to the others: got RuntimeError: can't start new thread"):
         roundelay.train(job, plan=plan, steps=4)

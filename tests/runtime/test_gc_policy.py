@@ -10,9 +10,9 @@ import pytest
 
 import roundelay
 from roundelay.api import training
-from roundelay.api.state_gather import StateGatherer
+from roundelay.api.run_record import RunRecord
 from roundelay.runtime import gc_policy
-from roundelay.runtime.gc_policy import EVERY, settled
+from roundelay.runtime.gc_policy import EVERY, frozen_gc
 from tests.api.jobs import make
 
 
@@ -26,7 +26,7 @@ class Node:
 
 def test_a_run_leaves_out_what_is_there_and_puts_it_back() -> None:
     before = gc.get_freeze_count()
-    with settled():
+    with frozen_gc():
         assert gc.get_freeze_count() > before + 10_000
     assert gc.get_freeze_count() == 0
 
@@ -35,25 +35,25 @@ def test_the_garbage_of_many_runs_is_collected(monkeypatch: pytest.MonkeyPatch) 
     growth = 1.02  # with the real one, thousands of runs where other tests have left millions of objects
     monkeypatch.setattr(gc_policy, "GROWTH", growth)
     for _ in range(EVERY):
-        with settled():
+        with frozen_gc():
             objects = gc.get_freeze_count()
     runs = 2 * EVERY + int((growth**2 - 1) * objects / 1000)  # twice as many as are worth a whole collection
     left = []
     for _ in range(runs):
-        with settled():
+        with frozen_gc():
             left.append(weakref.ref(Node()))
     assert sum(one() is not None for one in left) < 0.7 * runs
 
 
 def test_what_a_run_has_told_goes_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[StateGatherer]] = []
+    made: list[weakref.ref[RunRecord]] = []
 
-    def gatherer(*given: Any) -> StateGatherer:
-        one = StateGatherer(*given)
+    def record(*given: Any) -> RunRecord:
+        one = RunRecord(*given)
         made.append(weakref.ref(one))
         return one
 
-    monkeypatch.setattr(training, "StateGatherer", gatherer)
+    monkeypatch.setattr(training, "RunRecord", record)
     gc.disable()
     try:
         job = make()

@@ -29,11 +29,11 @@ from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, Worke
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.runtime import prefetch
-from roundelay.runtime.child_process import keep_children
-from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker, failure
+from roundelay.runtime.child_process import end_children_with_thread
+from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.loader_probe import first_batch, reading_s
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.worker_messages import Report, failure
 from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0
@@ -122,7 +122,7 @@ def test_a_deadline_that_nobody_can_keep_is_refused_before_anything_is_asked(sec
 
 
 def test_a_long_wait_is_told_and_a_slow_loader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "TELL_S", 0.1)
+    monkeypatch.setattr(prefetch, "ON_WAIT_S", 0.1)
     told: list[tuple[str, float]] = []
     twice = threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_worker_that_is_ended_for_its_silence_is_not_told_of_as_killed(transpo
     session = Session(job, captured, replace(made, deadline_s=2.0), 0, Length(steps=6))
     with nothing_left_behind(), pytest.raises(DeadlineError, match="worker 0: got silence for 2 s") as told:
         session.run(notify=lambda event: None, handlers={1: {"forward": slow}})
-    assert "takes long in worker 1, which told of no wait" in told.value.remedy
+    assert "takes long in worker 1, which reported no timeout" in told.value.remedy
 
 
 def asleep(folder: Path) -> list[int]:
@@ -189,12 +189,12 @@ def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> N
 
     job = replace(small(partial(hanging, 99)), loss=slow, evaluate=lambda model: {"waited": let_go.wait(ENDLESS_S)})
     plan = replace(roundelay.plan(job, workers=2, transport="memory", cuts="equal"), deadline_s=2.0)
-    with pytest.raises(DeadlineError, match=r"the data: .*no batch for 2 s .* `evaluate` has them.*--deadline-s"):
+    with pytest.raises(DeadlineError, match=r"the data: .*no batch for 2 s .* `evaluate` holds them.*--deadline-s"):
         roundelay.train(job, plan=plan, epochs=100)
 
 
 def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, place = threading.Event(), verifying._judged
+    begun, place = threading.Event(), verifying._compare_with_reference
 
     def batches(epoch: int) -> Iterator[Batch]:
         return hanging(5 if begun.is_set() else 20, epoch)
@@ -206,7 +206,7 @@ def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPa
     job = small(batches)
     made = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     plan = replace(made, deadline_s=2.0)
-    monkeypatch.setattr(verifying, "_judged", judged)
+    monkeypatch.setattr(verifying, "_compare_with_reference", judged)
     with pytest.raises(DeadlineError, match=r"batch 5 of batches\(0\)"):
         roundelay.verify(job, plan=plan, steps=8)
 
@@ -241,7 +241,7 @@ def test_what_a_killed_process_has_forked_ends_with_it() -> None:
     child = os.fork()
     if not child:
         try:
-            keep_children(libc)
+            end_children_with_thread(libc)
             inner = os.fork()
             if not inner:
                 time.sleep(0.2)  # it has asked the system first of all
@@ -312,20 +312,20 @@ def aborted(worker: int) -> Report:
     ],
 )
 def test_a_wait_for_others_is_told_only_if_nothing_explains_it(failures: list[Report]) -> None:
-    tally = FailureTracker(5, lambda report: None)
+    tracker = FailureTracker(5, lambda report: None)
     for each in failures[:-1]:
-        tally.take(each)
-        assert not tally.over(10.0)
-    assert not tally.over(10.0 + 0.9 * GRACE_S)
-    assert tally.over(10.1 + GRACE_S)
-    tally.take(failures[-1])
+        tracker.add(each)
+        assert not tracker.is_over(10.0)
+    assert not tracker.is_over(10.0 + 0.9 * GRACE_S)
+    assert tracker.is_over(10.1 + GRACE_S)
+    tracker.add(failures[-1])
     with pytest.raises(RoundelayError) as told:
-        tally.raise_failure()
+        tracker.raise_failure()
     assert told.value.subject == failures[-1].data["subject"]
 
 
 @pytest.mark.parametrize("cause", [own(0), data(0)])
 def test_what_a_worker_met_itself_ends_the_run_at_once(cause: Report) -> None:
-    tally = FailureTracker(5, lambda report: None)
-    tally.take(cause)
-    assert tally.over(0.0)
+    tracker = FailureTracker(5, lambda report: None)
+    tracker.add(cause)
+    assert tracker.is_over(0.0)

@@ -31,7 +31,7 @@ from roundelay.errors import UserCodeError
 from roundelay.job import Job
 from roundelay.runtime.batch_reader import Extent, read_batches
 from roundelay.runtime.child_process import fork
-from roundelay.runtime.loader_processes import forget_loaders, loaders_unheard
+from roundelay.runtime.loader_processes import forget_loaders, without_sigchld_handler
 from roundelay.runtime.prefetch import Registers, prefetch
 from roundelay.runtime.user_errors import loading_failed
 from tests.conftest import alive, nothing_left_behind
@@ -198,10 +198,10 @@ def test_a_forked_child_does_not_hear_what_its_parent_hears(heard: object) -> No
 
 
 def test_unheard_for_a_time_and_heard_again_behind_it(heard: object) -> None:
-    with loaders_unheard():
+    with without_sigchld_handler():
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
         list(DataLoader(Rows(), batch_size=32, num_workers=1))
-        with loaders_unheard():
+        with without_sigchld_handler():
             pass
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGCHLD) is heard
@@ -213,7 +213,7 @@ def test_a_loader_of_the_main_thread_meanwhile_has_nobody_hear(monkeypatch: pyte
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        with loaders_unheard():
+        with without_sigchld_handler():
             list(DataLoader(Rows(), batch_size=32, num_workers=1))
             assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
         assert not signal_handling._SIGCHLD_handler_set
@@ -227,9 +227,9 @@ def test_a_handler_of_the_person_s_own_stays() -> None:
 
     before = signal.signal(signal.SIGCHLD, own)
     try:
-        with loaders_unheard():
+        with without_sigchld_handler():
             assert signal.getsignal(signal.SIGCHLD) is own
-        thread = threading.Thread(target=lambda: loaders_unheard().__enter__())  # it may set none, and does not try
+        thread = threading.Thread(target=lambda: without_sigchld_handler().__enter__())
         thread.start()
         thread.join()
         assert signal.getsignal(signal.SIGCHLD) is own
@@ -241,7 +241,7 @@ def test_a_child_forgets_though_torch_s_loaders_are_not_there(monkeypatch: pytes
     monkeypatch.setattr("sys.modules", {})
     before = signal.getsignal(signal.SIGCHLD)
     forget_loaders()
-    with loaders_unheard():
+    with without_sigchld_handler():
         pass
     signal.signal(signal.SIGCHLD, before)
 
@@ -268,7 +268,7 @@ def test_a_killed_process_is_told_with_the_batch_though_the_main_thread_could_he
 
 def test_so_it_is_before_a_run(heard: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (2.0,))
-    monkeypatch.setattr("roundelay.runtime.prefetch.TELL_S", 0.1)  # the main thread looks up, and would hear
+    monkeypatch.setattr("roundelay.runtime.prefetch.ON_WAIT_S", 0.1)  # the main thread looks up, and would hear
     assert "of the DataLoader was killed by SIGKILL" in failing(killed, 1).got
 
 
@@ -357,7 +357,7 @@ def test_a_message_of_many_lines_leaves_room_for_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGBUS, "docker run --shm-size=1g"), (signal.SIGUSR2, "See what it has printed")]
+    ("number", "words"), [(signal.SIGBUS, "docker run --shm-size=1g"), (signal.SIGUSR2, "Check its output")]
 )
 def test_a_process_that_is_killed_is_told_by_its_signal(number: signal.Signals, words: str) -> None:
     told = failing(lambda: os.kill(os.getpid(), number), 1)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import roundelay
 from roundelay.errors import JobError
-from roundelay.runtime.lr_schedule_check import check_made_alike
+from roundelay.runtime.lr_schedule_check import check_reproducible
 from tests.api.jobs import make
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -51,7 +51,7 @@ class Kept(schedulers.LRScheduler):
 @pytest.mark.parametrize(
     ("schedule", "told"),
     [
-        (counting(), rf"LambdaLR with `<lambda>` at {__file__}:\d+: got lr 0.05 at update 0, .* before said lr 0.1"),
+        (counting(), rf"LambdaLR with `<lambda>` at {__file__}:\d+: got lr 0.05 at update 0, .* before had lr 0.1"),
         (drawing(), r"LambdaLR with `<lambda>`"),
         (Kept, rf"Kept with `get_lr` at {__file__}:\d+"),
     ],
@@ -59,7 +59,7 @@ class Kept(schedulers.LRScheduler):
 def test_a_schedule_with_state_outside_is_refused_by_name(schedule: Make, told: str) -> None:
     with pytest.raises(JobError, match=told) as error:
         roundelay.capture(make(optimizer=sgd, scheduler=schedule))
-    assert "makes anew" in error.value.remedy
+    assert "creates at each call" in error.value.remedy
 
 
 @pytest.mark.parametrize("what", ["lr", "groups"])
@@ -72,7 +72,7 @@ def test_an_optimizer_that_is_another_at_its_second_call_is_refused(what: str) -
         return torch.optim.SGD(groups, lr=0.1 / (number if what == "lr" else 1))
 
     with pytest.raises(JobError, match=rf"Job\(optimizer=...\), `made` at {__file__}:\d+: got") as error:
-        check_made_alike(make(optimizer=made, scheduler=None))
+        check_reproducible(make(optimizer=made, scheduler=None))
     assert ("2 parameter groups, and 1" if what == "groups" else "lr = 0.05 in group 0, and 0.1") in error.value.got
 
 
@@ -106,7 +106,7 @@ def test_no_innocent_schedule_is_refused(name: str, tensor: bool) -> None:
     def optimizer(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=rate, momentum=0.9, foreach=True if tensor else None)
 
-    check_made_alike(make(nn.Linear(2, 2), optimizer=optimizer, scheduler=OURS[name]))
+    check_reproducible(make(nn.Linear(2, 2), optimizer=optimizer, scheduler=OURS[name]))
 
 
 HELD: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from torch import nn
 
 import roundelay
 from roundelay.errors import JobError
-from roundelay.runtime.optimizer_side_effects import place_of
+from roundelay.runtime.optimizer_side_effects import source_location
 from roundelay.runtime.stage_optimizer import build_optimizer
 from tests.api.jobs import make
 
@@ -52,7 +52,7 @@ def filled(named: Named) -> None:
 REFUSED: dict[str, tuple[Callable[[Named], None], str, str]] = {
     "hook": (hook, rf"'bias': got a gradient hook, `<lambda>` at {__file__}:\d+", "a subclass whose step"),
     "behind": (behind, rf"'weight': got a hook that .* accumulated, `stepped` at {__file__}:\d+", "one optimizer over"),
-    "gradient": (flat, "'bias': got a gradient that the function has laid there", "Leave p.grad alone"),
+    "gradient": (flat, "'bias': got a gradient that the function has set", "Do not set p.grad"),
     "frozen": (frozen, "'bias': got requires_grad = False", r"Freeze parameters in job()"),
     "memory": (moved, "'bias': got other values or another memory", "Change weights in job()"),
     "values": (filled, "'bias': got other values or another memory", "Change weights in job()"),
@@ -104,8 +104,8 @@ class Called:
 def test_functions_of_every_kind_have_a_place() -> None:
     for function, name in ((stepped, "stepped"), (functools.partial(stepped), "stepped"), (Called().method, "method"),
                            (functools.partial(Called()), "__call__"), (Called(), "__call__")):  # fmt: skip
-        assert place_of(function).startswith(f"`{name}` at {__file__}:")
-    assert place_of(torch.relu) == "`relu`"
+        assert source_location(function).startswith(f"`{name}` at {__file__}:")
+    assert source_location(torch.relu) == "`relu`"
 
 
 def test_learning_rates_are_tensors_of_their_own() -> None:

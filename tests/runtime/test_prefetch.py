@@ -220,12 +220,12 @@ def test_a_run_tells_what_was_loaded_and_keeps_to_its_registers(transport: str) 
     assert plan.read_s >= 0.001
     done = roundelay.train(job, plan=plan, epochs=2)
     assert list(done.loads) == [0]
-    assert [batch for batch, _, _ in done.loads[0]] == list(range(12))
+    assert [load.batch for load in done.loads[0]] == list(range(12))
     reads: dict[int, list[tuple[float, float]]] = {}
     for opcode, _, batch, _, _, start, end, *_ in done.events[0]:
         if opcode == "read":
             reads.setdefault(batch, []).append((start, end))
-    for batch, start, end in done.loads[0]:
+    for _, batch, start, end in done.loads[0]:
         assert start < end <= reads[batch][0][1]
         assert start >= reads[max(0, batch - 1)][0][0]
 
@@ -238,7 +238,7 @@ def test_the_program_says_how_many_registers_there_are(monkeypatch: pytest.Monke
     assert str(programs_of(plan)[0]).splitlines()[4] == "registers 1"
     done = roundelay.train(job, plan=plan, epochs=1)
     reads = [(event[5], event[6]) for event in done.events[0] if event[0] == "read"]
-    assert all(a <= start < end <= b for (_, start, end), (a, b) in zip(done.loads[0], reads, strict=True))
+    assert all(a <= start < end <= b for (_, _, start, end), (a, b) in zip(done.loads[0], reads, strict=True))
 
 
 def failing_at(number: int) -> Callable[[int], Iterator[Any]]:

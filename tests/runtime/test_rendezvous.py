@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
 from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
-from roundelay.launchers import Launched
 from roundelay.runtime import control_channel
 from roundelay.runtime import torchrun_worker as members
-from roundelay.runtime.control_channel import ControlChannel, OnDeaf, OnLost, messages_of
+from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
 from roundelay.runtime.device import Device
-from roundelay.runtime.failure_tracker import failure
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.torchrun_worker import run_follower, run_leader
 from roundelay.runtime.worker import Task, unchanged
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 
@@ -34,10 +32,12 @@ class _Member:
     def __init__(self) -> None:
         self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))
 
-    def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
-        return ControlChannel(self.reports[1], self.news[1], (0,), on_report, on_lost, on_deaf)
+    def control_channel(
+        self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
+    ) -> ControlChannel:
+        return ControlChannel(self.reports[1], self.news[1], (0,), on_report, on_lost, on_unreadable)
 
-    def data(self, plan: object, device: object) -> Endpoint:
+    def data_endpoint(self, plan: object, device: object) -> Endpoint:
         return self.frames[1]
 
     def told(self) -> Delivery:
@@ -45,6 +45,14 @@ class _Member:
         while isinstance(delivery := self.news[0].receive(20.0), Granted):
             pass
         return delivery
+
+
+def data_of(delivery: Delivery) -> dict[str, Any]:
+    """The data of the report that came in one message."""
+    assert isinstance(delivery, Arrived)
+    (header,) = delivery.message.values
+    assert isinstance(header, torch.Tensor)
+    return decode(header.numpy().data).data
 
 
 TASK = cast(Task, SimpleNamespace(plan=SimpleNamespace(devices=("cpu", "cpu"), deadline_s=10.0)))
@@ -68,35 +76,34 @@ def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch
 def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader tells it; what the others would see of it is no cause."""
 
-    def fails(message: Message) -> Report:
+    def fails(header: memoryview) -> Header:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(control_channel, "report_of", fails)
+    monkeypatch.setattr(control_channel, "decode", fails)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: time.sleep(0.1))
     member = _Member()
-    member.reports[0].send(1, Message(0, (), ()))
+    (message,) = messages_of(encode(Report("progress", 0, {})))
+    member.reports[0].send(1, message)
     assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     monkeypatch.undo()
     told = member.told()
-    assert isinstance(told, Arrived)
-    assert control_channel.report_of(told.message)[0].data["subject"] == "the control line of worker 1"
+    assert data_of(told)["subject"] == "the control channel of worker 1"
 
 
 def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a state of which there is no copy to be had, for one."""
 
-    def fails(report: Report) -> Iterator[Message]:
-        if report.kind == "state":
+    def fails(encoded: Encoded) -> Iterator[Message]:
+        if encoded.kind == "state":
             raise RuntimeError("no room")
-        return messages_of(report)
+        return messages_of(encoded)
 
     monkeypatch.setattr(control_channel, "messages_of", fails)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
     member = _Member()
     assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     told = member.told()
-    assert isinstance(told, Arrived)
-    data = control_channel.report_of(told.message)[0].data
+    data = data_of(told)
     assert f"{data['subject']}: {data['got']}".startswith("worker 1, state: RuntimeError: no room at ")
 
 
@@ -109,8 +116,10 @@ def test_what_goes_wrong_in_the_leader_is_told_and_ends_the_others(
     class Leader(_Member):
         rank, size = 0, 2
 
-        def line(self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_deaf: OnDeaf) -> ControlChannel:
-            return ControlChannel(self.reports[0], self.news[0], (1,), on_report, on_lost, on_deaf)
+        def control_channel(
+            self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
+        ) -> ControlChannel:
+            return ControlChannel(self.reports[0], self.news[0], (1,), on_report, on_lost, on_unreadable)
 
     def listen(report: Report) -> None:
         raise error
@@ -132,11 +141,10 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
         raise DeadlineError("worker 1 meeting the others", got="nobody", expected="two", remedy="Wait.")
 
     member = _Member()
-    monkeypatch.setattr(member, "data", fails)
+    monkeypatch.setattr(member, "data_endpoint", fails)
     assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
     told = member.told()
-    assert isinstance(told, Arrived)
-    assert control_channel.report_of(told.message)[0].data["got"] == "nobody"
+    assert data_of(told)["got"] == "nobody"
 
 
 @pytest.mark.parametrize(
@@ -156,8 +164,8 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
         raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
 
     member = _Member()
-    monkeypatch.setattr(members, "device_of", none_here)
-    monkeypatch.setattr(member, "line", lambda *args: pytest.fail("it met the others"))
+    monkeypatch.setattr(members, "make_device", none_here)
+    monkeypatch.setattr(member, "control_channel", lambda *args: pytest.fail("it met the others"))
     monkeypatch.setattr(member, "size", 2, raising=False)
     with pytest.raises(UsageError, match="cuda:7"):
         start(cast(ProcessGroup, member))
@@ -171,7 +179,7 @@ def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeyp
         return member.frames[1]
 
     member = _Member()
-    monkeypatch.setattr(member, "data", late)
+    monkeypatch.setattr(member, "data_endpoint", late)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
     member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()
@@ -192,14 +200,3 @@ def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(mo
     monkeypatch.setattr(members, "work", fails)
     with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
         run_follower(TASK, cast(ProcessGroup, member), unchanged)
-
-
-@pytest.mark.parametrize(
-    ("host", "deputies"), [(0, [1]), (1, [0])], ids=["beside the leader, the next", "elsewhere the first"]
-)
-def test_a_host_has_one_deputy(host: int, deputies: list[int]) -> None:
-    """It tells of a leader that is lost, where a person looks at that host alone."""
-    place = Launched(
-        rank=0, local_rank=0, host_rank=host, size=6, nodes=2, host="h", port=1, run="r/0", restart=0, interface="eth0"
-    )
-    assert [k for k in range(3) if dataclasses.replace(place, local_rank=k).deputy] == deputies

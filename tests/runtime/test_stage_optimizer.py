@@ -54,7 +54,7 @@ class Demanding(torch.optim.SGD):
 
 def test_a_step_that_fails_without_gradients_is_refused_beside_a_scheduler() -> None:
     halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    with pytest.raises(JobError, match="Demanding, beside a scheduler: got AssertionError in a step without gradients"):
+    with pytest.raises(JobError, match="Demanding, with a scheduler: got AssertionError in a step without gradients"):
         RateTable(partial(Demanding, lr=1.0), halved, parameters()).at(1)
     assert RateTable(partial(Demanding, lr=1.0), None, parameters()).at(1) == (1.0,)
 

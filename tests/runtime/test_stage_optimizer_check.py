@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Made, str, str]] = {
     "averages in a hook": (hooked("post", averaged), r"got a step that changes AVERAGE\['0.weight'\]", r"Job\(ema="),
     "others in a hook": (
         hooked("post", decayed),
-        r"`decay` at .*reads '1.weight', or its gradient, past",
+        r"`decay` at .*reads '1.weight', or its gradient, which it was not given",
         "--workers 1",
     ),
     "a counter outside": (hooked("post", counted), r"changes NUMBERS\['calls'\]", "on_update"),

@@ -17,8 +17,8 @@ from tests.conftest import alive
 
 LIVES = """
 import os, sys, time
-from roundelay.runtime.stop_watchdog import start_sentry
-start_sentry("worker 7")
+from roundelay.runtime.stop_watchdog import start_watchdog
+start_watchdog("worker 7")
 child = os.fork()
 if not child:
     os.close(1), os.close(2)  # who reads what its parent tells does not wait for it
@@ -30,10 +30,10 @@ sys.stdin.read()
 
 
 class Living(NamedTuple):
-    """A process that has a sentry, and has forked another."""
+    """A process that has a watchdog, and has forked another."""
 
     process: subprocess.Popen[str]
-    sentry: int
+    watchdog: int
     child: int
 
 
@@ -46,11 +46,11 @@ def living(stderr: int = subprocess.PIPE) -> Iterator[Living]:
     assert process.stdout is not None
     child = int(process.stdout.readline())
     children = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-    sentry = next(pid for pid in children if pid != child)
+    watchdog = next(pid for pid in children if pid != child)
     try:
-        yield Living(process, sentry, child)
+        yield Living(process, watchdog, child)
     finally:
-        for pid in (child, sentry):
+        for pid in (child, watchdog):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
@@ -65,23 +65,23 @@ def gone(pid: int, within_s: float) -> bool:
 
 
 def test_a_process_that_stays_stopped_is_ended_and_that_is_told() -> None:
-    with living() as (process, sentry, child):
+    with living() as (process, watchdog, child):
         process.send_signal(signal.SIGSTOP)
         said = process.communicate(timeout=30.0)[1]
         assert process.returncode == -signal.SIGKILL
         told = f"roundelay: worker 7 (process {process.pid}) was stopped by a signal and not continued for 3 s"
         assert said == f"{told}, so it was ended\n"
         assert gone(child, 20.0), "it holds the connections of the one that was ended"
-        assert gone(sentry, 20.0)
+        assert gone(watchdog, 20.0)
 
 
 def test_a_process_is_ended_though_nobody_reads_what_is_told() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with living(writing) as (process, sentry, _):
+    with living(writing) as (process, watchdog, _):
         process.send_signal(signal.SIGSTOP)
         assert process.wait(30.0) == -signal.SIGKILL
-        assert gone(sentry, 20.0)
+        assert gone(watchdog, 20.0)
     os.close(writing)
 
 
@@ -103,28 +103,28 @@ def test_a_process_whose_interpreter_is_held_is_left_alone() -> None:
 
 
 def test_what_a_killed_process_had_forked_is_ended() -> None:
-    with living() as (process, sentry, child):
-        assert os.getsid(sentry) == sentry, "a terminal's signals are not for it"
+    with living() as (process, watchdog, child):
+        assert os.getsid(watchdog) == watchdog, "a terminal's signals are not for it"
         process.kill()
         process.wait()
         assert gone(child, 20.0)
-        assert gone(sentry, 20.0)
+        assert gone(watchdog, 20.0)
 
 
 def test_what_a_process_leaves_that_ends_by_itself_is_left_alone() -> None:
-    with living() as (process, sentry, child):
+    with living() as (process, watchdog, child):
         process.communicate("")
         assert process.returncode == 0
-        assert gone(sentry, 0.0)
+        assert gone(watchdog, 0.0)
         time.sleep(0.5)
         assert alive(child)
 
 
 def test_a_sentry_that_is_stopped_ends_with_its_process_all_the_same() -> None:
-    with living() as (process, sentry, child):
+    with living() as (process, watchdog, child):
         time.sleep(1.0)  # until it has begun
-        os.kill(sentry, signal.SIGSTOP)
+        os.kill(watchdog, signal.SIGSTOP)
         process.kill()
         process.wait()
-        assert gone(sentry, 20.0)
+        assert gone(watchdog, 20.0)
         assert gone(child, 20.0)

@@ -7,10 +7,12 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
-from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, encode, error_of, write_report
 
 TENSORS = {
     "float": torch.randn(3, 5),
@@ -42,6 +44,12 @@ def bytes_of(*reports: Report) -> bytes:
     return b"".join(itertools.chain.from_iterable(map(pieces_of, reports)))
 
 
+def pieces_of(report: Report) -> list[bytes]:
+    """What is written to a pipe."""
+    encoded = encode(report)
+    return [len(encoded.header).to_bytes(8, "little") + encoded.header, *(b.numpy().tobytes() for b in encoded.buffers)]
+
+
 def same(got: Report, sent: Report) -> None:
     assert (got.kind, got.worker, got.data) == (sent.kind, sent.worker, sent.data)
     assert list(got.tensors) == list(sent.tensors)
@@ -61,11 +69,11 @@ def test_no_more_rooms_are_offered_than_one_call_of_the_system_takes() -> None:
     reading, writing = os.pipe()
     try:
         os.write(writing, pieces[0])
-        assert not [*incoming.filled(os.readv(reading, incoming.rooms()))]
+        assert incoming.read(reading) == []
         os.write(writing, b"".join(pieces[1:]))
         heard: list[Report] = []
         while not heard:
-            heard += incoming.filled(os.readv(reading, incoming.rooms()))
+            heard += incoming.read(reading) or []
         assert len(heard[0].tensors) == 2000
     finally:
         os.close(reading)
@@ -114,10 +122,71 @@ def test_the_bytes_of_a_large_tensor_are_read_to_where_it_stays() -> None:
     assert got.tensors["x"][0] == 0.0
 
 
-def test_what_is_sent_lies_in_the_tensors_own_memory() -> None:
-    """Copying holds the interpreter, which the worker beside it needs."""
+def test_an_encoded_report_shares_the_memory_of_its_tensors() -> None:
+    """Copying holds the interpreter, which the worker in the same process needs."""
     tensor = torch.zeros(8)
-    pieces = pieces_of(Report("state", 0, {}, {"x": tensor}))
-    tensor.fill_(1.0)
-    (got,) = heard(ReportAssembler(), b"".join(pieces), [1000])
-    assert torch.equal(got.tensors["x"], tensor)
+    (buffer,) = encode(Report("state", 0, {}, {"x": tensor})).buffers
+    assert buffer.data_ptr() == tensor.data_ptr()
+
+
+def test_reports_pass_through_a_pipe_until_it_is_closed() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb") as closes:
+        write_report(writing, STATE)
+        write_report(writing, SHORT)
+        os.write(writing, bytes_of(STATE)[:100])
+        closes.close()
+        incoming, got = ReportAssembler(), list[Report]()
+        while (reports := incoming.read(reading)) is not None:
+            got += reports
+    same(got[0], STATE)
+    same(got[1], SHORT)
+    assert len(got) == 2, "one that is cut short is none"
+
+
+def test_numbers_of_numpy_arrive_as_plain_ones() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    sent = Report("loss", 0, {"lr": np.float64(0.1), "name": Name("a"), "keys": {1: (1, 2)}, "nan": float("inf")})
+    (got,) = heard(ReportAssembler(), bytes_of(sent), [1000])
+    assert got.data == {"lr": 0.1, "name": "a", "keys": {1: [1, 2]}, "nan": float("inf")}
+    assert [type(got.data[key]) for key in ("lr", "name")] == [float, str]
+
+
+@pytest.mark.parametrize("held", [object(), 2**64, torch.zeros(1), 1j], ids=["object", "integer", "tensor", "complex"])
+def test_a_report_that_cannot_be_encoded_becomes_a_failure(held: object) -> None:
+    (got,) = heard(ReportAssembler(), bytes_of(Report("progress", 2, {"x": held})), [10_000])
+    assert (got.kind, got.worker) == ("failed", 2)
+    assert error_of(got).subject == "worker 2, progress"
+
+
+GOOD = ["state", 3, {}, [["x", "float32", [2]]]]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        ["no-such-kind", *GOOD[1:]],
+        ["state", "3", *GOOD[2:]],
+        ["state", 3, [], GOOD[3]],
+        GOOD[:3],
+        [*GOOD, 1],
+        ["state", 3, {}, [["x", "float32", [-2]]]],
+        ["state", 3, {}, [["x", "float32", [2**62]]]],
+        ["state", 3, {}, [["x", "float32", [2**30, 2**30]]]],
+        ["state", 3, {}, [["x", "manual_seed", [2]]]],
+        ["state", 3, {}, [["x", "float32"]]],
+    ],
+    ids=str,
+)
+def test_a_damaged_header_is_refused(damaged: object) -> None:
+    header = msgspec.msgpack.encode(damaged)
+    with pytest.raises(ValueError, match=r"."):
+        list(heard(ReportAssembler(), len(header).to_bytes(8, "little") + header, [10_000]))
+
+
+@pytest.mark.parametrize("bytes_", [bytes(16), b"\xff" * 16, (3).to_bytes(8, "little") + b"abc"], ids=str)
+def test_bytes_that_are_no_report_are_refused(bytes_: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        list(heard(ReportAssembler(), bytes_, [100]))

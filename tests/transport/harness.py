@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,23 +19,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from roundelay.transport import FORKED
 from roundelay.transport.delayed import DelayedEndpoint
-from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.endpoint import Endpoint, ForkedLinks
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.nccl_p2p import Lane, Place, Wait, open_lanes
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import ShmResources, open_pairs
-from roundelay.transport.shm_ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.shm_resources import MIN_RING_BYTES, ShmResources
 
 KINDS = (
-    "memory",
-    "delayed memory",
-    "gloo",
-    "delayed gloo",
-    "shm",
-    "delayed shm",
+    *[f"{delay}{name}" for name in ("memory", *FORKED) for delay in ("", "delayed ")],
     "narrow shm",
     "nccl over gloo",
 )
@@ -143,25 +137,22 @@ def _run_threads(kind: str, bodies: Sequence[Body]) -> list[dict[str, Any]]:
 
 
 def _run_processes(kind: str, bodies: Sequence[Body], tmp_path: Path) -> list[dict[str, Any]]:
-    wiring = _wiring(kind, len(bodies)) if "shm" in kind else None
+    with narrow_links(len(bodies)) if "narrow" in kind else FORKED[kind.split()[-1]](len(bodies), PATIENCE_S) as links:
 
-    def connect(worker: int) -> Endpoint:
-        if wiring is not None:
-            return _wrap(kind, ShmEndpoint(worker, wiring, PATIENCE_S))
-        inner = GlooEndpoint(worker, len(bodies), str(tmp_path / "rendezvous"), PATIENCE_S)
-        if "nccl" in kind:
-            return with_lanes(inner, len(bodies), tmp_path)
-        return _wrap(kind, inner)
+        def connect(worker: int) -> Endpoint:
+            inner = links.connect(worker)
+            return with_lanes(inner, len(bodies), tmp_path) if "nccl" in kind else _wrap(kind, inner)
 
-    tasks = [lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)]
-    return fork_all(tasks, wiring.close if wiring is not None else lambda: None)
+        tasks = [lambda k=k, body=body: _outcome(body, lambda: connect(k)) for k, body in enumerate(bodies)]
+        return fork_all(tasks, links.forked)
 
 
-def _wiring(kind: str, num_workers: int) -> ShmResources:
-    wiring = open_pairs(num_workers, LEAST_BYTES if "narrow" in kind else RING_BYTES)
-    for pipe in wiring.pipes.values() if "narrow" in kind else ():
+@contextlib.contextmanager
+def narrow_links(num_workers: int) -> Iterator[ForkedLinks]:
+    resources = ShmResources(num_workers, MIN_RING_BYTES)
+    for pipe in resources.pipes.values():
         fcntl.fcntl(pipe.writing, fcntl.F_SETPIPE_SZ, 4096)
-    return wiring
+    yield ForkedLinks(lambda worker: ShmEndpoint(worker, resources, PATIENCE_S), resources.close)
 
 
 def fork_all(

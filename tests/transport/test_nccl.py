@@ -18,7 +18,7 @@ from roundelay.errors import DeadlineError, DivergedError, InternalError, Worker
 from roundelay.transport.endpoint import DTYPES, Arrived, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
-from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, announced, expected, open_lanes
+from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce, open_lanes
 from tests.api.jobs import make, mlp
 from tests.transport.harness import with_lanes
 
@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_announced_is_what_room_is_made_for(dtype: torch.dtype) -> None:
     tensors = [torch.empty(shape, dtype=dtype) for shape in ((3, 2), (), (0, 4))]
-    frame, parts = announced(Message(4, (1, 2), (7, tensors[0], None, tensors[1], 0.5, tensors[2])), "cpu")
+    frame, parts = announce(Message(4, (1, 2), (7, tensors[0], None, tensors[1], 0.5, tensors[2])), "cpu")
     assert [part.numel() for part in parts] == [6 * dtype.itemsize, dtype.itemsize]
-    message, room = expected(frame, CPU)
+    message, room = allocate_announced(frame, CPU)
     assert (message.channel, message.header) == (4, (1, 2))
     assert [message.values[i] for i in (0, 2, 4)] == [7, None, 0.5]
     made = [message.values[i] for i in (1, 3, 5)]
@@ -40,10 +40,10 @@ def test_what_is_announced_is_what_room_is_made_for(dtype: torch.dtype) -> None:
 
 def test_tensors_of_other_devices_stay_in_the_frame() -> None:
     tensor = torch.ones(2)
-    frame, parts = announced(Message(0, (), (tensor,)), "cuda")
+    frame, parts = announce(Message(0, (), (tensor,)), "cuda")
     assert not parts
     assert frame.values[1] is tensor
-    assert expected(frame, CPU)[0].values[0] is tensor
+    assert allocate_announced(frame, CPU)[0].values[0] is tensor
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_tensors_of_other_devices_stay_in_the_frame() -> None:
 def test_an_announcement_of_what_cannot_be_is_refused_before_room_is_made(described: list[int]) -> None:
     frame = Message(0, (), (torch.tensor(described), None))
     with pytest.raises(InternalError, match="over NCCL"):
-        expected(frame, CPU)
+        allocate_announced(frame, CPU)
 
 
 class Still(Lane):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from roundelay.transport.queues import next_item
+from roundelay.transport.checked_endpoint import next_item
 
 TRIES = 20_000
 """Of waits of a tenth of a microsecond; where Python's own `get` is called, one in two thousand never ends."""

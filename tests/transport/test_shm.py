@@ -18,17 +18,19 @@ from roundelay.errors import DeadlineError, PlanError
 from roundelay.transport import shm
 from roundelay.transport.endpoint import Arrived, Lost, Message
 from roundelay.transport.shm import ShmEndpoint
-from roundelay.transport.shm_resources import open_pairs
-from roundelay.transport.shm_ring import LEAST_BYTES, RING_BYTES
+from roundelay.transport.shm_resources import MIN_RING_BYTES, RING_BYTES, ShmResources
+from roundelay.transport.shm_stream import READ_BYTES
+from roundelay.transport.wire_format import HEAD_BYTES
 from tests.transport.harness import DIED, fork_all
 
 WAIT_S = 20.0
+CREDITS = 3 * READ_BYTES // HEAD_BYTES  # more than are read at once
 Task = Callable[[ShmEndpoint], Any]
 
 
 def start(tasks: list[Task], deadline_s: float = WAIT_S, ring_bytes: int = RING_BYTES) -> list[Any]:
     """What each worker's task returned; the tasks end their endpoints themselves."""
-    wiring = open_pairs(len(tasks), ring_bytes)
+    wiring = ShmResources(len(tasks), ring_bytes)
 
     def run(worker: int) -> dict[str, Any]:
         return {"result": tasks[worker](ShmEndpoint(worker, wiring, deadline_s))}
@@ -60,7 +62,7 @@ def stopped(pid: int) -> bool:
 @pytest.mark.parametrize("way", ["close", "abort", "close late"])
 def test_an_end_leaves_no_thread_no_file_and_no_memory(way: str) -> None:
     launcher = held()
-    wiring = open_pairs(3, LEAST_BYTES)
+    wiring = ShmResources(3, MIN_RING_BYTES)
 
     def run(worker: int) -> dict[str, Any]:
         before = held()
@@ -107,7 +109,7 @@ def test_64_mib_each_way_at_once_through_a_ring_of_64_kib() -> None:
         endpoint.close()
         return torch.equal(got, big + 1 - endpoint.worker)
 
-    assert start([swap, swap], ring_bytes=LEAST_BYTES) == [True, True]
+    assert start([swap, swap], ring_bytes=MIN_RING_BYTES) == [True, True]
 
 
 def test_two_that_flood_each_other_and_close_wait_for_nobody() -> None:
@@ -120,7 +122,7 @@ def test_two_that_flood_each_other_and_close_wait_for_nobody() -> None:
         endpoint.close()
         return time.monotonic() - start
 
-    assert max(start([flood, flood], ring_bytes=LEAST_BYTES)) < WAIT_S
+    assert max(start([flood, flood], ring_bytes=MIN_RING_BYTES)) < WAIT_S
 
 
 @pytest.mark.parametrize("with_child", [False, True])
@@ -159,7 +161,7 @@ def test_a_message_cut_off_by_death_never_arrives() -> None:
         endpoint.close()
         return got
 
-    assert start([perish, survive], ring_bytes=LEAST_BYTES) == [DIED, ["Arrived", "Lost"]]
+    assert start([perish, survive], ring_bytes=MIN_RING_BYTES) == [DIED, ["Arrived", "Lost"]]
 
 
 def test_a_worker_that_never_pauses_still_hears_of_a_death() -> None:
@@ -175,12 +177,12 @@ def test_a_worker_that_never_pauses_still_hears_of_a_death() -> None:
             before += 1
             if before == 100:
                 endpoint.send(0, Message(0, (), ()))
-            time.sleep(0.001)
+                time.sleep(0.5)
         endpoint.abort("heard")
         return [delivery.source, before]
 
     def chatter(endpoint: ShmEndpoint) -> None:
-        for _ in range(5000):
+        for _ in range(CREDITS):
             endpoint.grant(1, 0)
         while endpoint.receive(WAIT_S).source != 1:
             pass
@@ -188,7 +190,7 @@ def test_a_worker_that_never_pauses_still_hears_of_a_death() -> None:
 
     source, before = start([perish, listen, chatter])[1]
     assert source == 0
-    assert 100 <= before < 5000
+    assert 100 <= before < CREDITS
 
 
 def test_a_worker_that_stopped_answering_holds_up_neither_close_nor_abort() -> None:
@@ -248,7 +250,7 @@ def test_an_abort_tells_why_even_if_the_ring_is_full(reason: str, told: str) -> 
         assert isinstance(lost, Lost)
         return lost.reason
 
-    assert start([give_up, busy], ring_bytes=LEAST_BYTES)[1] == told
+    assert start([give_up, busy], ring_bytes=MIN_RING_BYTES)[1] == told
 
 
 def test_an_abort_from_another_thread_ends_a_wait_and_lets_everything_go() -> None:
@@ -257,7 +259,7 @@ def test_an_abort_from_another_thread_ends_a_wait_and_lets_everything_go() -> No
 
     def wait(endpoint: ShmEndpoint) -> int:
         threading.Timer(0.2, endpoint.abort, ("stop",)).start()
-        assert endpoint.receive(WAIT_S) == Lost(endpoint.worker, "it was aborted")
+        assert endpoint.receive(WAIT_S) == Lost(endpoint.worker, "stop")
         deadline = time.monotonic() + WAIT_S
         while held()[2] > inherited and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -298,5 +300,5 @@ def test_a_system_without_room_is_told_in_words_and_nothing_stays_open(monkeypat
 
     monkeypatch.setattr(os, "pipe2", scarce)
     with pytest.raises(PlanError, match="Too many open files"):
-        open_pairs(4)
+        ShmResources(4)
     assert held() == before

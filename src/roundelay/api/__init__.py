@@ -1,13 +1,13 @@
-"""The library's face: what the commands call, and what a notebook can call.
+"""The library's public API, which the commands use too.
 
-Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model: it leaves the trained
-weights in it.
+Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to which it writes the
+trained weights.
 """
 
 from roundelay.api.comparison import compare
-from roundelay.api.planning import capture, default_workers, plan
-from roundelay.api.simulating import simulate
-from roundelay.api.state_gather import Updated
+from roundelay.api.cuts import default_workers
+from roundelay.api.events import Updated
+from roundelay.api.planning import capture, plan, simulate
 from roundelay.api.training import train
 from roundelay.api.verifying import verify
 from roundelay.api.weights_file import empty_weights, load

@@ -1,4 +1,4 @@
-"""Work that a training does not wait for, in order, in one thread: writing checkpoints and evaluating."""
+"""A thread for work that a training does not wait for: writing checkpoints and evaluating."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Work = Callable[[], None]
 
 @final
 class Background:
-    """Does one piece of work after the other. The thread begins with the first piece: what forks comes before it.
+    """Does one piece of work after the other. The thread starts with the first: workers are forked before that.
 
-    The first error ends it: what waits is dropped, and the error is raised by the next call.
+    After an error the remaining work is dropped, and the next call raises the error.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Background:
         self._dropping = False
 
     def submit(self, work: Work) -> None:
-        """Have ``work`` done when everything before it is."""
+        """Do ``work`` after everything that was submitted before."""
         self.check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="background", daemon=True)
@@ -34,17 +34,17 @@ class Background:
         self._waiting.put(work)
 
     def check(self) -> None:
-        """Raise the error of what has been done so far, if there was one."""
+        """Raise the error of the work so far, if there was one."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Wait until everything is done; raise the error if there was one."""
+        """Wait until everything is done; raise its error if there was one."""
         self._end(None)
         self.check()
 
     def abandon(self, seconds: float) -> None:
-        """Drop what waits, and give what runs so many seconds; then it goes on as a daemon, which dies with us."""
+        """Drop the work that waits, and wait at most ``seconds`` for the current one; the thread is a daemon."""
         self._dropping = True
         self._end(seconds)
 
@@ -60,5 +60,5 @@ class Background:
                     continue
                 try:
                     work()
-                except BaseException as error:  # raised again in the thread that asks
+                except BaseException as error:  # raised again in the caller's thread
                     self._error = error

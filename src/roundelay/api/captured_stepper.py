@@ -1,9 +1,9 @@
-"""The captured job beside plain PyTorch: the plan's stages as a run has them, update by update.
+"""Trains the plan's stages update by update, as a run does, and compares each update with plain PyTorch's.
 
-Each stage is the runtime's own, with the loss in the last one and an optimizer of its own; but for the pipeline, in
-whose place micro-batches go up and down one after the other. Random operations draw from torch's own generator, under
-the seed that the plain forward had. Every update begins with the same weights and states: where gradients are not the
-same to the last bit the stages' optimizers get those of plain PyTorch.
+The stages are the runtime's, with the loss in the last one and an optimizer each, but there is no pipeline: each
+micro-batch passes forward and backward through all stages before the next. Random operations draw from torch's default
+generator, with the seed of the plain forward. Every update begins with the same weights and optimizer states: where
+gradients are not bit-equal, the stages' optimizers get those of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.api.fidelity_differences import Judgement
+from roundelay.api.fidelity_differences import DifferenceChecker
 from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.api.resume import initial
 from roundelay.api.shared_tensors import SharedTensors
@@ -36,21 +36,21 @@ Tensors = dict[str, torch.Tensor]
 
 @final
 class CapturedStepper:
-    """The stages of a plan, trained on what plain PyTorch was trained on.
+    """The stages of a plan, trained on the batches of plain PyTorch.
 
     Args:
         job: the job; its model is not changed.
         captured: its model, as the plan computes it.
-        plan: what to run; one that clips by an earlier norm, or by a stage's, is taken as if it did not.
+        plan: what to run; clipping by an earlier norm, or by a stage's, must have been left out.
         stages: its stages.
         seed: of the run.
-        room: where plain PyTorch has left its tensors.
+        shared: where plain PyTorch has stored its tensors.
     """
 
     def __init__(
-        self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, room: SharedTensors
+        self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, shared: SharedTensors
     ) -> None:
-        self._captured, self._plan, self._seed, self._room = captured, plan, seed, room
+        self._captured, self._plan, self._seed, self._shared = captured, plan, seed, shared
         start = initial(captured, None, None)
         self.stages = [Stage(captured, spec, job, plan, start) for spec in stages.stages]
         own = captured.model.named_parameters()
@@ -60,44 +60,44 @@ class CapturedStepper:
         rule = LossScale.parse(plan.loss_scale)
         self._scaled, self._scales = rule.on, LossScaler(rule, None)
         self._clip = Clip.parse(plan.clip)
-        self.judgement = Judgement(captured.graph, plan)
+        self.checker = DifferenceChecker(captured.graph, plan)
 
     def update(self, parts: Sequence[Part], plain: Update) -> None:
-        """Train on one batch, and compare all of it with what plain PyTorch has shown.
+        """Train on one batch, and compare the results with plain PyTorch's.
 
         Raises:
-            Difference: they differ.
+            FidelityDifference: they differ.
         """
-        number, judge = parts[0][0].batch, self.judgement
+        number, checker = parts[0][0].batch, self.checker
         for i, (header, batch) in enumerate(parts):
             outputs, drawn = self._micro_batch(header, self._captured.values(batch))
-            judge.generator(drawn, plain.generators[i])
-            judge.loss(number, header, _loss(outputs), plain.losses[i])
-            judge.metrics(number, _metrics(outputs), plain.metrics[i])
-        theirs = self._of_one_memory(self._room.take(plain.gradients))
+            checker.generator(drawn, plain.generators[i])
+            checker.loss(number, header, _loss(outputs), plain.losses[i])
+            checker.metrics(number, _metrics(outputs), plain.metrics[i])
+        theirs = self._sum_shared(self._shared.get_all(plain.gradients))
         own = self.gradients()
-        differing = judge.gradients(number, own, theirs)
-        self._take(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
-        judge.buffers(number, self.buffers(), self._untouched, self._room.take(plain.buffers))
+        differing = checker.gradients(number, own, theirs)
+        self._finish_gradients(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
+        checker.buffers(number, self.buffers(), self._untouched, self._shared.get_all(plain.buffers))
         for stage in self.stages:
-            judge.rates(number, [float(group["lr"]) for group in stage.optimizer.param_groups], plain.rates)
+            checker.rates(number, [float(group["lr"]) for group in stage.optimizer.param_groups], plain.rates)
         torch.manual_seed(seed_of(self._seed, -1 - number))
         for stage in self.stages:
             stage.update(number)
         shared = {other for others in self._sharing.values() for other in others}
-        theirs = {n: t for n, t in self._room.take(plain.weights).items() if n not in shared}
-        fused, kept = self._kinds(), self._sharing
-        judge.weights(number, self.weights(), self._untouched, theirs, fused=fused, shared=kept)
-        judge.updates += 1
+        theirs = {n: t for n, t in self._shared.get_all(plain.weights).items() if n not in shared}
+        fused, kept = self._updates_many(), self._sharing
+        checker.weights(number, self.weights(), self._untouched, theirs, fused=fused, shared=kept)
+        checker.updates += 1
 
-    def _of_one_memory(self, gradients: Tensors) -> Tensors:
-        """Gradients of plain PyTorch, with those of parameters in one memory added: here they are one parameter."""
-        added = dict(gradients)
+    def _sum_shared(self, gradients: Tensors) -> Tensors:
+        """Plain PyTorch's gradients, summed over parameters that share memory: in a stage they are one parameter."""
+        summed = dict(gradients)
         for name, others in self._sharing.items():
-            parts = [added.pop(other) for other in (name, *others) if other in added]
+            parts = [summed.pop(other) for other in (name, *others) if other in summed]
             if parts:
-                added[name] = torch.stack(parts).sum(0)
-        return added
+                summed[name] = torch.stack(parts).sum(0)
+        return summed
 
     def weights(self) -> Tensors:
         """Every stage's parameters, by name."""
@@ -120,14 +120,14 @@ class CapturedStepper:
         return {name: state[EMA] for name, state in self.states().items() if EMA in state}
 
     def _micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Up and down; returns what the last stage has made, and what stands for torch's generator at the top."""
+        """Forward and backward; returns the last stage's outputs, and torch's generator state after the forward."""
         scale = self._scales.give(header) if self._scaled else 1.0
         torch.manual_seed(seed_of(self._seed, header.g))
-        draw = RngKey.plain(self._seed, header.g)
+        key = RngKey.plain(self._seed, header.g)
         outputs: dict[str, Any] = {}
         for stage in self.stages:
             inputs = {name: values[name] for name in stage.function.inputs}
-            outputs = stage.forward(self._run(stage, "forward", header), header, inputs, draw)
+            outputs = stage.forward(self._run(stage, "forward", header), header, inputs, key)
             values.update(outputs)
         drawn = generator_now()
         last = self.stages[-1]
@@ -147,8 +147,8 @@ class CapturedStepper:
         instruction = Instruction(opcode, k, 0, mode=self._plan.backward)
         return Run(instruction, header.g, header, version, version, None, 0, (), (), k)
 
-    def _take(self, number: int, header: MicroBatch, plain: Update, instead: Tensors) -> None:
-        """Give the optimizers what plain PyTorch's gets, where that is not the same already."""
+    def _finish_gradients(self, number: int, header: MicroBatch, plain: Update, replacements: Tensors) -> None:
+        """Finish the batch's gradients, and replace those that differ from plain PyTorch's by its own."""
         squares = [stage.gradients.square() for stage in self.stages]
         if self._scaled:
             self._scales.finished(header, sum(squares))
@@ -159,19 +159,19 @@ class CapturedStepper:
         if self._clip.by == "global":
             norm = math.sqrt(sum(squares))
             own = {n: g for stage in self.stages for n, g in stage.gradients.whole(norm).items()}
-            theirs = self._room.take(plain.clipped)
-            self.judgement.clipped(number, own, theirs)
-            instead = {name: theirs[name] for name in own if name in theirs}
+            theirs = self._shared.get_all(plain.clipped)
+            self.checker.clipped(number, own, theirs)
+            replacements = {name: theirs[name] for name in own if name in theirs}
         for stage in self.stages:
-            if mine := {name: instead[name] for name in stage.parameters if name in instead}:
-                given = {
+            if mine := {name: replacements[name] for name in stage.parameters if name in replacements}:
+                gradients = {
                     name: mine[name].clone() if name in mine else g for name, g in stage.gradients.whole(None).items()
                 }
                 stage.gradients.clear()
-                stage.gradients.add(given)
+                stage.gradients.add(gradients)
 
-    def _kinds(self) -> bool:
-        """Whether an optimizer computes many parameters in one call, which may round otherwise."""
+    def _updates_many(self) -> bool:
+        """Whether an optimizer updates many parameters in one call, which may round differently."""
         groups = [group for stage in self.stages for group in stage.optimizer.param_groups]
         return any(group.get("fused") or group.get("foreach") for group in groups)
 
@@ -181,10 +181,10 @@ def _loss(outputs: Mapping[str, Any]) -> list[float]:
 
 
 def _metrics(outputs: Mapping[str, Any]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    metrics: dict[str, list[float]] = {}
     for name, value in outputs.items():
         if name.startswith(METRIC):
-            found.setdefault(name.removeprefix(METRIC), []).insert(0, float(value))
+            metrics.setdefault(name.removeprefix(METRIC), []).insert(0, float(value))
         elif name.startswith(TERMS):
-            found.setdefault(name.removeprefix(TERMS), []).append(float(value))
-    return found
+            metrics.setdefault(name.removeprefix(TERMS), []).append(float(value))
+    return metrics

@@ -1,25 +1,26 @@
-"""Compare update rules: the same job, from the same weights and on the same data, once for every rule and seed."""
+"""Compare update rules: train the same job once per rule and seed, each seed with the same weights and data."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roundelay.api.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
+from roundelay.api.comparison_run import run_in_folder
 from roundelay.api.comparison_variants import Variant, variants
-from roundelay.api.partial_run import PartialRun
-from roundelay.api.plan_file import read_plan
-from roundelay.api.planning import CHOICES, capture, check_choices, default_workers, explain, plan_with_reasons
-from roundelay.api.run_results import LOSS, TRAINING, Point, Results, RunResult, write
-from roundelay.api.state_gather import Evaluated, Event, Updated, samples_per_second
+from roundelay.api.cuts import default_workers
+from roundelay.api.events import Event
+from roundelay.api.explain_plan import explain
+from roundelay.api.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan
+from roundelay.api.run_results import RunResult
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
-from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
-from roundelay.frontend import Captured
+from roundelay.errors import CaptureError, PlanError, UsageError, listed
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -27,79 +28,80 @@ from roundelay.runtime.loader_epoch import seed_everything
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.schedules import schedule_named
 
-EXACT = {1: "1f1b", 2: "zb-v"}
-"""By whose plan the model is cut for all rules that give a worker so many stages."""
+CUTS_FROM = {1: "1f1b", 2: "zb-v"}
+"""Number of stages per worker to the rule whose plan cuts the model for all rules with that number."""
 
 Make = Callable[[int], Job]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A run of the comparison begins.
+class RunStarted:
+    """A run of the comparison starts.
 
     Args:
-        number: which it is of those that are to be done now, from 1.
-        total: of those.
-        found: runs that were finished before.
-        variant: what runs.
-        seed: its seed.
-        updates: how many it will make; None if only the data can tell.
+        number: of the run, from 1, among those that are left to do.
+        total: number of runs that are left to do.
+        finished_before: number of runs that had been finished already.
+        variant: what is trained.
+        seed: of the run.
+        updates: number of updates; None if it depends on the data.
     """
 
     number: int
     total: int
-    found: int
+    finished_before: int
     variant: Variant
     seed: int
     updates: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A run of the comparison has ended, and is kept."""
+class RunFinished:
+    """A run of the comparison has finished, and its result is stored."""
 
-    outcome: RunResult
+    result: RunResult
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """The run that has begun was interrupted before, and goes on after so many updates."""
+class RunResumed:
+    """The run that has started was interrupted before, and continues after ``updates`` updates."""
 
     updates: int
 
 
-Told = Callable[[Begun | Resumed | Ended | Event], None]
+ComparisonEvent = RunStarted | RunResumed | RunFinished | Event
+Observe = Callable[[ComparisonEvent], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A comparison that is finished.
+    """A finished comparison.
 
     Args:
-        variants: its lines, in order.
-        seeds: what every line was run with.
-        plans: the rule as asked for to its plan; none of a rule that was refused.
-        refused: the rule as asked for to why it cannot be had here.
-        outcomes: (variant's name, seed) to what came of it.
+        variants: in order.
+        seeds: of the runs of every variant.
+        plans: rule as given by the user to its plan, unless it was refused.
+        refused: rule as given by the user to the reason why it cannot be planned.
+        results: (variant's name, seed) to the result of the run.
     """
 
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     plans: Mapping[str, Plan] = field(hash=False)
     refused: Mapping[str, str] = field(hash=False)
-    outcomes: Mapping[tuple[str, int], RunResult] = field(hash=False)
+    results: Mapping[tuple[str, int], RunResult] = field(hash=False)
 
     def __repr__(self) -> str:
-        diverged = sum(outcome.diverged is not None for outcome in self.outcomes.values())
+        diverged = sum(result.diverged is not None for result in self.results.values())
         names = listed([variant.name for variant in self.variants])
         return (
-            f"Compared({names}; seeds={len(self.seeds)}, runs={len(self.outcomes)}, diverged={diverged}, "
+            f"Compared({names}; seeds={len(self.seeds)}, runs={len(self.results)}, diverged={diverged}, "
             f"refused={len(self.refused)})"
         )
 
     def of(self, variant: Variant) -> list[RunResult]:
-        """The runs of a line, by seed."""
-        return [self.outcomes[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.outcomes]
+        """The results of a variant's runs, by seed."""
+        return [self.results[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.results]
 
 
 def compare(  # noqa: PLR0913  as many parameters as the command has options
@@ -115,208 +117,148 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     steps: int | None = None,
     epochs: int | None = None,
     source: str = "",
-    notify: Told | None = None,
+    notify: Observe | None = None,
     **choices: Any,
 ) -> Compared:
-    """Train under every rule from the same initial weights, seed by seed; what the folder has is not done again.
+    """Train under every rule from the same initial weights, seed by seed; runs that are finished are not repeated.
 
-    All rules share the stages of one plan; those that give each worker two share those of another one, for the same
-    workers. A rule that cannot be had on them, and a run whose loss is no longer finite, are part of the answer and end
-    nothing.
+    All rules share the stages of one plan; rules with two stages per worker share those of another plan for the same
+    workers. A rule that cannot be planned and a run that diverges are part of the result, and do not end the
+    comparison.
 
     Args:
-        make: seed to job; every generator is seeded with it before each call, so that a seed's jobs start alike.
-        out: the folder; one of the same comparison is gone on with, also with other rules, optimizers and seeds.
-        rules: each ``RULE[:PREDICTOR][:MODE]``; ``all`` stands for every rule that is known.
+        make: seed to job; all random generators are seeded before each call, so that the jobs of a seed start equal.
+        out: the folder; a comparison in it is continued, also with other rules, optimizers and seeds.
+        rules: each ``RULE[:PREDICTOR][:MODE]``; ``all`` stands for every known rule.
         seeds: number of seeds, 0 and up.
-        optimizers: names from ``variants.OPTIMIZERS``, in place of the job's own; its scheduler stays.
-        rates: optimizer to learning rate, where it is not to be the usual one.
+        optimizers: names from ``variants.OPTIMIZERS``, in place of the job's own; its scheduler is kept.
+        rates: optimizer to learning rate, in place of its default.
         workers: D.
-        cuts: as for :func:`~roundelay.api.planning.plan`; chosen once, and once for twice as many stages.
-        steps: updates of every run; the job's own number, or one epoch, if neither it nor ``epochs`` is given.
+        cuts: as for :func:`~roundelay.api.planning.plan`; chosen once per number of stages per worker.
+        steps: updates of every run; by default the job's own number, or one epoch.
         epochs: epochs of every run.
-        source: what tells this job from others of the same model, such as a digest of its file.
-        notify: told of everything, in the caller's thread.
+        source: identifies the job among others of the same model, such as a digest of its file.
+        notify: called with every event, in the caller's thread.
         choices: ``micro_batches`` (by default each rule's own), ``recompute``, ``compile``, ``precision``,
             ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         TypeError: a choice is unknown; predictor and backward mode are part of a rule's text.
-        UsageError: something given cannot be used, or the folder is another comparison's.
-        RunError: a run failed otherwise than by its loss; what is finished stays.
+        UsageError: an argument cannot be used, or the folder belongs to another comparison.
+        RunError: a run failed, other than by a loss that is not finite; finished runs are kept.
     """
     check_choices(compare, choices, [name for name in CHOICES if name not in ("predictor", "backward")])
-    lines = variants(rules, optimizers, rates)
+    compared = variants(rules, optimizers, rates)
     if seeds < 1:
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
-    length = Length(steps=steps, epochs=epochs)
-    common = {"job": source, "workers": workers or default_workers(), "cuts": cuts or "measured"}
-    comparison = _Comparison(make, Results(Path(out)), length, {n: v for n, v in choices.items() if v is not None})
-    comparison.begin(common, cuts, workers)
-    plans, refused = comparison.plans([line.rule_text for line in lines])
-    able = [line for line in lines if line.rule_text in plans]
-    outcomes = comparison.run_all(able, plans, tuple(range(seeds)), notify or _unheard)
-    return Compared(variants=lines, seeds=tuple(range(seeds)), plans=plans, refused=refused, outcomes=outcomes)
+    given = {name: choice for name, choice in choices.items() if choice is not None}
+    comparison = _Comparison(make, ComparisonFolder(Path(out)), Length(steps=steps, epochs=epochs), given)
+    comparison.begin(source, cuts, workers)
+    plans, refused = comparison.plans(compared)
+    planned = [variant for variant in compared if variant.rule_text in plans]
+    results = comparison.run_all(planned, plans, range(seeds), notify or _ignore)
+    return Compared(variants=compared, seeds=tuple(range(seeds)), plans=plans, refused=refused, results=results)
 
 
-def _unheard(event: Begun | Resumed | Ended | Event) -> None:
-    """Nobody listens."""
+def _ignore(event: ComparisonEvent) -> None:
+    """Observe nothing."""
 
 
 class _Comparison:
-    """What all runs share: how a job is made, where results lie, how long a run is, and where the model is cut."""
+    """What all runs share: the function that makes jobs, the folder, the length of a run, and the cuts."""
 
-    def __init__(self, make: Make, results: Results, length: Length, choices: Mapping[str, Any]) -> None:
-        self._make, self._results, self._length, self._choices = make, results, length, choices
-        self._job = self._made(0)
+    def __init__(self, make: Make, folder: ComparisonFolder, length: Length, choices: Mapping[str, Any]) -> None:
+        self._make, self._folder, self._length, self._choices = make, folder, length, choices
+        self._job = self._new_job(0)
         self._captured = capture(self._job, seed=0, deadline_s=choices.get("deadline_s") or DEADLINE_S)
         self._extent = extent(self._job, length, None)
-        self._asked: str | None = None
-        self._workers: int | None = None
         self._settings: dict[str, Any] = {}
-        self._cut: dict[int, list[list[str]]] = {}
+        self._cuts: str | None = None
+        self._workers: int | None = None
 
-    def _made(self, seed: int) -> Job:
+    def _new_job(self, seed: int) -> Job:
         seed_everything(seed)
         return self._make(seed)
 
-    def begin(self, common: Mapping[str, Any], cuts: str | None, workers: int | None) -> None:
-        """Open the folder, and cut the model as it was cut there, or now.
+    def begin(self, source: str, cuts: str | None, workers: int | None) -> None:
+        """Check the folder, and take the cuts from it, or choose them now.
 
         Raises:
-            UsageError: the folder is another comparison's, or the model cannot be cut so.
+            UsageError: the folder belongs to another comparison, or the model cannot be cut in this way.
         """
         settings = {
-            **common,
+            "job": source,
+            "workers": workers or default_workers(),
+            "cuts": cuts or "measured",
             "model": self._captured.graph.fingerprint,
             "updates": self._extent.batches,
             "epochs": self._extent.epochs,
             "micro_batches": None,
-            **{name: choice for name, choice in self._choices.items() if name != "deadline_s"},  # changes no result
+            **self._choices,
             "torch": torch.__version__,
         }
-        self._results.check(settings)
-        self._settings, self._asked, self._workers = settings, cuts, workers
+        settings.pop("deadline_s", None)  # does not change results
+        self._folder.check(settings)
+        self._settings, self._cuts, self._workers = settings, cuts, workers
         self._workers = len(self._stages(1))
 
-    def _stages(self, each: int) -> list[list[str]]:
-        """The stages where each worker gets so many: as the folder has them, or cut now, and kept there."""
-        if each not in self._cut:
-            path = self._results.cuts(each)
-            plan = read_plan(path, "Put the comparison into another folder by --out.") if path.exists() else None
-            plan = plan or self._cut_now(EXACT[each], path)
-            self._cut[each] = [list(stage.segments) for stage in plan.stages]
-        return self._cut[each]
-
-    def _cut_now(self, rule: str, path: Path) -> Plan:
-        planned = plan_with_reasons(
-            self._job, captured=self._captured, rule=rule, cuts=self._asked, workers=self._workers, **self._choices
+    def _stages(self, per_worker: int) -> list[list[str]]:
+        """The segments of all stages with ``per_worker`` stages on each worker, from the folder or chosen now."""
+        path = self._folder.cuts(per_worker)
+        plan = (
+            read_plan(path, OTHER_FOLDER) if path.exists() else self._new_plan(path, CUTS_FROM[per_worker], self._cuts)
         )
-        self._results.begin(self._settings)
+        return [list(stage.segments) for stage in plan.stages]
+
+    def _new_plan(self, path: Path, rule: str, cuts: str | list[list[str]] | None, **choices: Any) -> Plan:
+        """Plan, and write the plan into the folder."""
+        fixed = {"captured": self._captured, "workers": self._workers, **self._choices}
+        planned = plan_with_reasons(self._job, rule=rule, cuts=cuts, **fixed, **choices)
+        if not self._folder.settings.exists():
+            self._folder.begin(self._settings)
         write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
         return planned.plan
 
-    def plans(self, rules: Sequence[str]) -> tuple[dict[str, Plan], dict[str, str]]:
-        """The plan of every rule, or why there is none."""
+    def plans(self, compared: Sequence[Variant]) -> tuple[dict[str, Plan], dict[str, str]]:
+        """Plans by rule, and by refused rule the reason."""
         plans: dict[str, Plan] = {}
         refused: dict[str, str] = {}
-        for text in dict.fromkeys(rules):
-            path = self._results.plan(text)
-            if path.exists():
-                plan = read_plan(path, "Put the comparison into another folder by --out.")
-                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
-                continue
+        for text, variant in {variant.rule_text: variant for variant in compared}.items():
+            path, choices = self._folder.plan(text), {"predictor": variant.predictor, "backward": variant.backward}
+            plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
             try:
-                plans[text] = self._planned(text)
-            except (PlanError, CaptureError) as error:  # of the latter: no place for so many cuts
+                per_worker = schedule_named(rule_named(variant.rule).schedule).stages_per_worker
+                plan = plan or self._new_plan(path, variant.rule, self._stages(per_worker), **choices)
+            except (PlanError, CaptureError) as error:  # CaptureError: too few places for cuts
                 refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
             else:
-                write(path, plans[text].text(explain(self._captured, plans[text])))
+                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
         return plans, refused
 
-    def _planned(self, text: str) -> Plan:
-        (line,) = variants([text])
-        each = schedule_named(rule_named(line.rule).schedule).stages_per_worker
-        return plan_with_reasons(
-            self._job,
-            captured=self._captured,
-            rule=line.rule,
-            workers=self._workers,
-            cuts=self._stages(each),
-            predictor=line.predictor,
-            backward=line.backward,
-            **self._choices,
-        ).plan
-
     def run_all(
-        self, lines: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Told
+        self, compared: Sequence[Variant], plans: Mapping[str, Plan], seeds: Sequence[int], notify: Observe
     ) -> dict[tuple[str, int], RunResult]:
-        """Every run that the folder does not have yet, seed by seed; and those that it has."""
-        wanted = [(line, seed) for seed in seeds for line in lines]
-        found = {(line.name, seed): self._results.find(line, seed) for line, seed in wanted}
-        outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
-        left = [(line, seed) for line, seed in wanted if (line.name, seed) not in outcomes]
-        before = len(outcomes)
-        for number, (line, seed) in enumerate(left, 1):
-            notify(
-                Begun(
-                    number=number,
-                    total=len(left),
-                    found=before,
-                    variant=line,
-                    seed=seed,
-                    updates=self._extent.batches,
-                )
-            )
-            with PartialRun(self._results.under_way(line, seed)) as so_far:
-                outcome = self._run(line, seed, plans[line.rule_text], so_far, notify)
-                self._results.keep(line, outcome)
-                so_far.remove()
-            outcomes[line.name, seed] = outcome
-            notify(Ended(outcome))
-        return outcomes
+        """Do all runs that are not finished, seed by seed; returns the results of all."""
+        runs = [(variant, seed, plans[variant.rule_text]) for seed in seeds for variant in compared]
+        stored = {(run[0].name, run[1]): self._folder.result(*run) for run in runs}
+        results = {key: result for key, result in stored.items() if result is not None}
+        left = [run for run in runs if (run[0].name, run[1]) not in results]
+        started = partial(RunStarted, total=len(left), finished_before=len(results), updates=self._extent.batches)
+        for number, (variant, seed, plan) in enumerate(left, 1):
+            notify(started(number=number, variant=variant, seed=seed))
+            self._run(variant, seed, plan, notify)
+            result = self._folder.result(variant, seed, plan)
+            assert result is not None, "a run ends with a summary"
+            results[variant.name, seed] = result
+            notify(RunFinished(result))
+        return results
 
-    def _run(self, line: Variant, seed: int, plan: Plan, so_far: PartialRun, notify: Told) -> RunResult:
-        """One run, or what is left of it, with a job of its own: nothing that another run has changed is met again."""
-        job, factory = self._made(seed), line.factory()
+    def _run(self, variant: Variant, seed: int, plan: Plan, notify: Observe) -> None:
+        """Do one run, or the rest of it, with a new job, so that runs do not affect each other."""
+        job, factory = self._new_job(seed), variant.factory()
         job = job if factory is None else replace(job, optimizer=factory)
-
-        def listen(event: Event) -> None:
-            notify(so_far.note(event) if isinstance(event, Updated | Evaluated) else event)
-
-        diverged = False
-        try:
-            captured: Captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
-            session = so_far.rest(Session(job, captured, plan, seed, self._length))
-            if session.start is not None:
-                notify(Resumed(session.start.position.updates))
-            session.run(notify=listen, saving=so_far.saving)
-        except DivergedError:
-            diverged = True
-        updates = [event for event in so_far.events if isinstance(event, Updated)]
-        return RunResult(
-            variant=line.name,
-            seed=seed,
-            curves=_curves(updates, [event for event in so_far.events if isinstance(event, Evaluated)]),
-            samples_per_second=math.nan if diverged else samples_per_second(updates),
-            diverged=len(updates) if diverged else None,
-        )
-
-
-def _curves(updates: Sequence[Updated], evaluations: Sequence[Evaluated]) -> dict[str, tuple[Point, ...]]:
-    at = {event.update: event.seconds for event in updates}
-    curves = {LOSS: [Point(event.update + 1, event.seconds, event.loss) for event in updates]}
-    for made in updates:
-        for name, value in made.metrics.items():
-            point = Point(made.update + 1, made.seconds, value if math.isfinite(value) else math.nan)
-            curves.setdefault(TRAINING + name, []).append(point)
-    told: set[str] = set()
-    for event in evaluations:
-        seconds = at.get(event.updates - 1, math.nan)  # when these weights were made: evaluating runs beside
-        for name, value in event.metrics.items():
-            own = f"evaluate.{name}" if name in curves and name not in told else name
-            told.add(own)
-            curves.setdefault(own, []).append(
-                Point(event.updates, seconds, value if math.isfinite(value) else math.nan)
-            )
-    return {name: tuple(points) for name, points in curves.items()}
+        captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
+        session = Session(job, captured, plan, seed, self._length)
+        folder = self._folder.open_run(variant, seed)
+        folder.write_plan(plan.text(explain(captured, plan)))
+        run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))

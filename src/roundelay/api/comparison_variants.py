@@ -1,4 +1,4 @@
-"""What a comparison compares: an optimizer beside an update rule with predictor and backward mode, read from text."""
+"""Variants of a comparison: an optimizer and an update rule, with its predictor and backward mode, parsed from text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roundelay.job import Named, OptimizerFactory
 from roundelay.weight_prediction import PREDICTORS
 
 OWN = "job"
-"""How the job's own optimizer is called."""
+"""Name of the job's own optimizer."""
 
 ALL = "all"
 
@@ -28,21 +28,21 @@ _FACTORIES: Mapping[str, tuple[Any, float, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, 1e-3, {}),
     "adamw": (torch.optim.AdamW, 1e-3, {"weight_decay": 0.01}),
 }
-"""Name of an optimizer to its class, its learning rate when none is given, and its settings."""
+"""Name of an optimizer to its class, its default learning rate and its settings."""
 
 OPTIMIZERS = tuple(_FACTORIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One line of a comparison.
+    """One optimizer with one rule: a row of the comparison's table.
 
     Args:
         optimizer: one of :data:`OPTIMIZERS`, or :data:`OWN`.
-        rate: its learning rate; None with the job's own.
+        rate: its learning rate; None for the job's own optimizer.
         rule: name of the update rule.
-        predictor: setting of its predictor, or None for the rule's first.
-        backward: its backward mode, or None for the rule's first.
+        predictor: setting of its predictor, or None for the rule's default.
+        backward: its backward mode, or None for the rule's default.
     """
 
     optimizer: str
@@ -53,62 +53,62 @@ class Variant:
 
     @property
     def rule_text(self) -> str:
-        """As it was asked for: ``pipeoptim:paper:mixed``."""
+        """The rule as given by the user: ``pipeoptim:paper:mixed``."""
         return ":".join(part for part in (self.rule, self.predictor, self.backward) if part)
 
     @property
     def optimizer_text(self) -> str:
-        """``adamw@0.001``, or ``job``: what tells two lines of one rule apart."""
+        """Optimizer and learning rate: ``adamw@0.001``, or ``job``."""
         return self.optimizer if self.rate is None else f"{self.optimizer}@{self.rate:g}"
 
     @property
     def name(self) -> str:
-        """The whole line in one word."""
+        """Optimizer and rule: ``adamw@0.001/pipeoptim:paper``."""
         return f"{self.optimizer_text}/{self.rule_text}"
 
     def factory(self) -> OptimizerFactory | None:
-        """What makes the optimizer from named parameters; None for the job's own."""
+        """A function from named parameters to the optimizer; None for the job's own."""
         if self.optimizer == OWN:
             return None
         kind, _, settings = _FACTORIES[self.optimizer]
-        return partial(_made, kind, {"lr": self.rate, **settings})
+        return partial(_new_optimizer, kind, {"lr": self.rate, **settings})
 
 
-def _made(kind: Any, settings: Mapping[str, Any], named: Named) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = kind(named, **settings)
-    return made
+def _new_optimizer(kind: Any, settings: Mapping[str, Any], named: Named) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(named, **settings)
+    return optimizer
 
 
 def variants(
-    asked: Sequence[str], optimizers: Sequence[str] = (), rates: Mapping[str, float] | None = None
+    rule_texts: Sequence[str], optimizers: Sequence[str] = (), rates: Mapping[str, float] | None = None
 ) -> tuple[Variant, ...]:
-    """Every optimizer with every rule, in the order given.
+    """Every optimizer combined with every rule, in the given order.
 
     Args:
-        asked: rules, each ``RULE[:PREDICTOR][:MODE]``, or ``all`` for every rule that is known.
-        optimizers: names from :data:`OPTIMIZERS`; without any, the job's own.
-        rates: optimizer to learning rate, where it is not to be the usual one.
+        rule_texts: each ``RULE[:PREDICTOR][:MODE]``, or ``all`` for every known rule.
+        optimizers: names from :data:`OPTIMIZERS`; the job's own if empty.
+        rates: optimizer to learning rate, in place of its default.
 
     Raises:
-        UsageError: a name is unknown, given twice, or a rate is none.
+        UsageError: a name is unknown or given twice, or a learning rate is not positive.
     """
-    texts = [text for one in asked for text in ([rule.name for rule in rules()] if one == ALL else [one])]
-    parsed = [_parsed(text) for text in texts]
+    texts = [text for given in rule_texts for text in ([rule.name for rule in rules()] if given == ALL else [given])]
+    parsed = [_parse_rule(text) for text in texts]
     chosen: list[tuple[str, float | None]] = [(name, _rate(name, dict(rates or {}))) for name in optimizers]
     chosen = chosen or [(OWN, None)]
     for name in set(rates or {}) - set(optimizers):
-        raise _refused(f"a learning rate for {name!r}", "rates of optimizers that are compared", "--optimizers")
-    made = tuple(
+        raise _refused(f"a learning rate for {name!r}", "learning rates of compared optimizers only", "--optimizers")
+    combined = tuple(
         Variant(optimizer=name, rate=rate, rule=rule, predictor=predictor, backward=backward)
         for name, rate in chosen
         for rule, predictor, backward in parsed
     )
-    _distinct(made)
-    return made
+    _check_distinct(combined)
+    return combined
 
 
-def _parsed(text: str) -> tuple[str, str | None, str | None]:
-    """Rule, predictor and mode; the latter two know each other by their names."""
+def _parse_rule(text: str) -> tuple[str, str | None, str | None]:
+    """Rule, predictor and backward mode; predictor and mode may come in any order."""
     name, *rest = (part.strip() for part in text.split(":"))
     rule_named(name)
     predictors = [part for part in rest if part in PREDICTORS]
@@ -128,43 +128,43 @@ def _rate(name: str, rates: Mapping[str, float]) -> float:
     return rate
 
 
-def _distinct(made: Sequence[Variant]) -> None:
-    names = [variant.name for variant in made]
+def _check_distinct(combined: Sequence[Variant]) -> None:
+    names = [variant.name for variant in combined]
     twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not made:
+    if twice or not combined:
         raise _refused(f"{twice[0]} twice" if twice else "none", "one rule at least, each once", "--rules")
 
 
-def pairs(texts: Sequence[str], option: str) -> dict[str, str]:
-    """``NAME=VALUE`` of an option that can be given several times, or once with commas.
+def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    """Parse ``NAME=VALUE`` texts of an option that can be given several times, or once with commas.
 
     Raises:
-        UsageError: there is no ``=``, or a name comes twice.
+        UsageError: a text has another form, or a name is given twice.
     """
-    found: dict[str, str] = {}
-    for part in (one.strip() for text in texts for one in text.split(",") if one.strip()):
+    values: dict[str, str] = {}
+    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
         match = re.fullmatch(r"([^=]+)=([^=]+)", part)
-        if match is None or match[1] in found:
+        if match is None or match[1] in values:
             raise _refused(repr(part), "NAME=VALUE, each name once", option)
-        found[match[1].strip()] = match[2].strip()
-    return found
+        values[match[1].strip()] = match[2].strip()
+    return values
 
 
-def numbers(texts: Sequence[str], option: str) -> dict[str, float]:
-    """As :func:`pairs`, with numbers for values.
+def parse_numbers(texts: Sequence[str], option: str) -> dict[str, float]:
+    """Parse ``NAME=NUMBER`` texts of an option.
 
     Raises:
-        UsageError: a value is no finite number.
+        UsageError: a text has another form, a name is given twice, or a value is not a finite number.
     """
-    found = {}
-    for name, text in pairs(texts, option).items():
+    values = {}
+    for name, text in parse_pairs(texts, option).items():
         try:
-            found[name] = float(text)
+            values[name] = float(text)
         except ValueError:
-            found[name] = math.nan
-        if not math.isfinite(found[name]):
+            values[name] = math.nan
+        if not math.isfinite(values[name]):
             raise _refused(f"{name}={text}", "NAME=NUMBER", option)
-    return found
+    return values
 
 
 def _refused(got: str, expected: str, option: str) -> UsageError:

@@ -1,9 +1,9 @@
 """Compile a plan's stages before any worker starts.
 
-In the process that starts the workers, and before it does: forked workers inherit what is compiled, threads share it,
-the reference is handed the same functions, and no deadline of the run has begun. Only where a backward in this process
-would spoil later forks (:mod:`roundelay.fork_safety`) a child compiles first, which fills inductor's cache on disk, and
-then each worker, and the reference's process, compiles for itself from that cache.
+Compilation happens in the process that starts the workers: forked workers inherit the compiled functions, threads and
+the reference share them, and no deadline of the run has begun. Where a backward in this process would break later forks
+(:mod:`roundelay.fork_safety`), a child compiles first, which fills inductor's cache on disk; then each worker, and the
+reference's process, compiles from that cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roundelay.runtime.loader_probe import first_batch
 
 
 def for_plan(captured: Captured, plan: Plan) -> Captured:
-    """The model with stages that are compiled if the plan says so, and compute in its precision.
+    """Return the model with the plan's precision and compilation applied.
 
     Raises:
         PlanError: the precision is unknown, or cannot be compiled.
@@ -37,20 +37,20 @@ def for_plan(captured: Captured, plan: Plan) -> Captured:
 
 
 Compile = Callable[[Collection[int]], None]
-"""Compiles the stages of these numbers; does nothing a second time in a process.
+"""Compiles the stages of these numbers, unless this process has compiled them already.
 
 Raises :class:`CaptureError` if a stage cannot be compiled.
 """
 
 
 def compile_stages(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> None:
-    """Compile all stages here, if the plan says so; see :func:`stage_compiler`."""
+    """Compile all stages in this process if the plan says so; see :func:`stage_compiler`."""
     if plan.compile:
         stage_compiler(job, captured, plan, stages, seed)(range(plan.num_stages))
 
 
 def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int) -> Compile:
-    """What compiles a plan's stages for the micro-batches of the run's first batch, which is read now.
+    """Read the run's first batch, and return a function that compiles the plan's stages for its micro-batches.
 
     Args:
         job: the job.
@@ -64,28 +64,28 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
     """
     check_compiler()
     with one_thread():
-        kinds = list(_kinds(captured, first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
-    return partial(_compile, captured, stages, kinds)
+        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
+    return partial(_compile, captured, stages, samples)
 
 
-def _compile(captured: Captured, stages: Partition, kinds: Sequence[Any], numbers: Collection[int]) -> None:
+def _compile(captured: Captured, stages: Partition, samples: Sequence[Any], numbers: Collection[int]) -> None:
     try:
         with one_thread(), without_dumps():
-            for micro_batch in kinds:
+            for micro_batch in samples:
                 compile_for(captured, stages, micro_batch, numbers)
     except RoundelayError:
         raise
-    except Exception as error:  # the person's own code, or what torch compiled of it
+    except Exception as error:  # the user's own code, or what torch compiled of it
         raise UserCodeError(
             "compiling the stages for the first batch",
             got=f"{type(error).__name__}: {str(error).strip()[:500]}",
-            expected="a model that computes compiled as it does without",
+            expected="a model that computes the same compiled and uncompiled",
             remedy="Leave --compile out; ROUNDELAY_DEBUG=1 shows the traceback.",
         ) from error
 
 
-def _kinds(captured: Captured, batch: Any, micro_batches: int) -> Iterator[Any]:
-    """One micro-batch of each size."""
+def _one_of_each_size(captured: Captured, batch: Any, micro_batches: int) -> Iterator[Any]:
+    """Yield one micro-batch of each size."""
     seen = set()
     for part in split(batch, max(1, micro_batches), captured.graph.min_rows):
         shapes = tuple(leaf.shape for leaf in leaves(part).values())

@@ -1,6 +1,6 @@
-"""What the children of a comparison do: plain PyTorch in one, the captured job in another, evaluations in a third.
+"""The child processes of a comparison: plain PyTorch, then the captured job, then its evaluation.
 
-All of them return what JSON can hold; tensors lie in a room that was shared before they were forked.
+They return values that can be written as JSON; tensors are stored in memory that is shared with them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundelay.api.captured_stepper import CapturedStepper
 from roundelay.api.checkpointing import averages, evaluate, holding_averages, put
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.fidelity_differences import Difference, same
+from roundelay.api.fidelity_differences import FidelityDifference
 from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
 from roundelay.api.shared_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, num_rows, part_rows, split
-from roundelay.frontend.reachable_state import place_of
+from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
+from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, Plan
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
-from roundelay.lower.validate_plan import FORKING
-from roundelay.runtime.loader_epoch import copied
+from roundelay.runtime.nested_state import same_value
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What is compared, and on what.
+class FidelityCase:
+    """One comparison of a captured job with plain PyTorch.
 
     Args:
         job: the job.
@@ -45,8 +45,8 @@ class Judged:
         plan: what to run.
         seed: of the run.
         batches: a batch for each update, and its epoch.
-        evaluates: whether what ``evaluate`` says is compared.
-        same_draws: every random operation draws the same numbers, however many were drawn before.
+        evaluates: also compare the results of ``evaluate``.
+        same_draws: every random operation draws from the same seed, however many numbers were drawn before.
     """
 
     job: Job
@@ -58,27 +58,27 @@ class Judged:
     same_draws: bool = False
 
 
-def _parts(judged: Judged, *, plainly: bool) -> Iterator[list[Part]]:
-    """The micro-batches of every batch; for plain PyTorch a batch that is not cut stays as the loader gave it."""
+def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
+    """The micro-batches of every batch; in plain PyTorch, an uncut batch stays as the loader returned it."""
     g = 0
-    for t, (batch, epoch) in enumerate(judged.batches):
+    for t, (batch, epoch) in enumerate(case.batches):
         rows = num_rows(batch)
-        least = judged.captured.graph.min_rows
-        sizes = part_rows(batch, judged.plan.micro_batches, least)
-        own = copied(batch)
-        # parts in memory of their own: a kernel may tell a view that begins elsewhere, and round otherwise
-        cut = [own] if plainly and len(sizes) == 1 else [copied(part) for part in split(own, len(sizes), least)]
-        made = []
+        least = case.captured.graph.min_rows
+        sizes = part_rows(batch, case.plan.micro_batches, least)
+        own = copy_batch(batch)
+        # copies: with a view's other alignment a kernel may round differently
+        cut = [own] if plain and len(sizes) == 1 else [copy_batch(part) for part in split(own, len(sizes), least)]
+        micro_batches = []
         for i, (size, part) in enumerate(zip(sizes, cut, strict=True)):
-            made.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))
+            micro_batches.append((MicroBatch(g, t, i, len(sizes), size, rows, epoch, 0, 0), part))
             g += 1
-        yield made
+        yield micro_batches
 
 
 @contextmanager
-def _quiet(judged: Judged) -> Iterator[None]:
-    """What the person's code prints, and warns of, it does so again when it is trained."""
-    drawing = _SameDraws() if judged.same_draws else nullcontext()
+def _quiet(case: FidelityCase) -> Iterator[None]:
+    """A context that discards what the user's code prints and warns of: it does so again in the run."""
+    drawing = _SameDraws() if case.same_draws else nullcontext()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()), warnings.catch_warnings(), drawing:
         warnings.simplefilter("ignore")
         yield
@@ -86,7 +86,7 @@ def _quiet(judged: Judged) -> Iterator[None]:
 
 @final
 class _SameDraws(TorchDispatchMode):
-    """Seeds torch's own generator anew before every operation that draws."""
+    """Reseeds torch's default generator before every operation that draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,143 +100,147 @@ class _SameDraws(TorchDispatchMode):
 _SEED = 20_260_101
 
 
-def plainly(judged: Judged, room: SharedTensors) -> dict[str, Any]:
-    """What plain PyTorch does."""
-    with _quiet(judged):
-        each = judged.captured.graph.labels_per_row
-        plain = PlainStepper(judged.job, judged.plan, judged.seed, room, labels_per_row=each)
-        made = [asdict(plain.update(parts)) for parts in _parts(judged, plainly=True)]
-        found: dict[str, Any] = {"updates": made, "averages": room.leave(plain.averages), "end": room.end}
-        if not judged.evaluates:
-            return found
-        if plain.switches:
+def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
+    """Train in plain PyTorch; returns what each update has shown."""
+    with _quiet(case):
+        each = case.captured.graph.labels_per_row
+        plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each)
+        updates = [asdict(plain.update(parts)) for parts in _parts(case, plain=True)]
+        results: dict[str, Any] = {"updates": updates, "averages": shared.put_all(plain.averages), "end": shared.end}
+        if not case.evaluates:
+            return results
+        if plain.has_eval_mode:
             plain.optimizer.eval()  # type: ignore[attr-defined]
         with torch.no_grad():
             for name, parameter in plain.named:
                 parameter.data = plain.averages.get(name, parameter.data)
-        return found | _evaluated(judged)
+        return results | _evaluated(case)
 
 
-def _evaluated(judged: Judged) -> dict[str, Any]:
-    """What ``evaluate`` says of the model as it stands, or why it says nothing."""
-    torch.manual_seed(seed_of(judged.seed, len(judged.batches)))
+def _evaluated(case: FidelityCase) -> dict[str, Any]:
+    """The results of ``evaluate`` on the model as it is now, or why it failed."""
+    torch.manual_seed(seed_of(case.seed, len(case.batches)))
     try:
-        found, _ = evaluate(judged.job, judged.captured.model, len(judged.batches), judged.batches[-1][1])
+        evaluated, _ = evaluate(case.job, case.captured.model, len(case.batches), case.batches[-1][1])
     except RoundelayError as error:
         return {"failed": error.got}
-    return {"evaluated": found.metrics}
+    return {"evaluated": evaluated.metrics}
 
 
-def beside(judged: Judged, room: SharedTensors, stages: Partition, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What the captured job does, compared with it."""
-    plan, captured = judged.plan, for_plan(judged.captured, judged.plan)
+def run_captured(
+    case: FidelityCase, shared: SharedTensors, stages: Partition, plain: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Train the captured job and compare it with plain PyTorch's results."""
+    plan, captured = case.plan, for_plan(case.captured, case.plan)
     draws = any(op.draws >= 0 for op in captured.graph.ops)
-    with _quiet(judged):
+    with _quiet(case):
         if plan.compile and draws:
             captured = captured.compiling(None)
         elif plan.compile:
-            compile_stages(judged.job, captured, plan, stages, judged.seed)
-        kept = Clip.parse(plan.clip).by == "global"
-        computed = plan if kept else replace(plan, clip="none")
+            compile_stages(case.job, captured, plan, stages, case.seed)
+        has_counterpart = Clip.parse(plan.clip).by == "global"
+        compared = plan if has_counterpart else replace(plan, clip="none")
         with torch.no_grad():
-            trained = CapturedStepper(judged.job, captured, computed, stages, judged.seed, room)
-            found = _held(judged, trained, room, plain)
-    judgement = trained.judgement
-    return found | {
-        "exact": judgement.exact,
-        "updates": judgement.updates,
-        "gradients": len(judgement.gradients_seen),
-        "tensors": judgement.compared,
-        "operator": judgement.operator,
-        "shifted": judgement.shifted,
-        "notes": judgement.notes,
+            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared)
+            results = _compare(case, stepper, shared, plain)
+    checker = stepper.checker
+    return results | {
+        "exact": checker.exact,
+        "updates": checker.updates,
+        "gradients": len(checker.gradients_seen),
+        "tensors": checker.compared,
+        "operator": checker.operator,
+        "shifted": checker.shifted,
+        "notes": checker.notes,
         "draws": draws,
         "counts": captured.graph.loss_counts,
-        "buffers": len(trained.buffers()),
+        "buffers": len(stepper.buffers()),
     }
 
 
-def _held(judged: Judged, beside: CapturedStepper, room: SharedTensors, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The first difference, if there is one; what ``evaluate`` says, or what it is to be asked of elsewhere."""
-    try:
-        for parts, told in zip(_parts(judged, plainly=False), plain["updates"], strict=True):
-            beside.update(parts, Update(**told))
-        _same_averages(beside.averages(), room.take(plain["averages"]))
-        if not judged.evaluates:
-            return {"difference": "", "kind": ""}
-        final = _final(judged, beside)
-        if judged.plan.transport in FORKING:
-            room.go_on(plain["end"])
-            return {"difference": "", "kind": "", "final": _left(final, room)}
-        return _evaluation(judged, final, plain)
-    except Difference as difference:
-        return {"difference": difference.told + _where(judged.job.model, difference.told), "kind": difference.kind}
-
-
-def _same_averages(own: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]) -> None:
-    for name, theirs in plain.items():
-        if name in own and not same(own[name], theirs):
-            raise Difference("optimizer", f"the moving average of parameter {name!r}")
-
-
-def _final(judged: Judged, beside: CapturedStepper) -> Snapshot:
-    """The state at the end, as a run hands it over to be evaluated."""
-    header = MicroBatch(0, len(judged.batches) - 1, 0, 1, 1, 1, judged.batches[-1][1], 1, 1)
-    return Snapshot(header, beside.weights(), beside.buffers(), beside.states())
-
-
-def _left(final: Snapshot, room: SharedTensors) -> dict[str, Index]:
-    found = averages(final.optimizer)
-    return {
-        "parameters": room.leave(final.parameters),
-        "buffers": room.leave(final.buffers),
-        "averages": room.leave(found),
-    }
-
-
-def evaluated_apart(
-    judged: Judged, room: SharedTensors, found: Mapping[str, Any], plain: Mapping[str, Any]
+def _compare(
+    case: FidelityCase, stepper: CapturedStepper, shared: SharedTensors, plain: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Evaluate in a process in which no stage was trained, as where a run's workers are processes."""
-    left = {name: room.take(index) for name, index in found["final"].items()}
-    header = MicroBatch(0, len(judged.batches) - 1, 0, 1, 1, 1, judged.batches[-1][1], 1, 1)
-    states = {name: {EMA: average} for name, average in left["averages"].items()}
-    with _quiet(judged):
+    """The first difference, if any; and whether ``evaluate`` was compared, or the weights with which to compare it."""
+    try:
+        for parts, update in zip(_parts(case, plain=False), plain["updates"], strict=True):
+            stepper.update(parts, Update(**update))
+        _compare_averages(stepper.averages(), shared.get_all(plain["averages"]))
+        if not case.evaluates:
+            return {"difference": "", "kind": ""}
+        final = _final(case, stepper)
+        if transport_named(case.plan.transport).forks:
+            shared.continue_at(plain["end"])
+            return {"difference": "", "kind": "", "final": _share(final, shared)}
+        return _evaluation(case, final, plain)
+    except FidelityDifference as difference:
+        return {"difference": difference.text + _where(case.job.model, difference.text), "kind": difference.kind}
+
+
+def _compare_averages(own: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]) -> None:
+    for name, theirs in plain.items():
+        if name in own and not same_value(own[name], theirs):
+            raise FidelityDifference("optimizer", f"the moving average of parameter {name!r}")
+
+
+def _final(case: FidelityCase, stepper: CapturedStepper) -> Snapshot:
+    """The state at the end, as a run passes it to ``evaluate``."""
+    header = MicroBatch(0, len(case.batches) - 1, 0, 1, 1, 1, case.batches[-1][1], 1, 1)
+    return Snapshot(header, stepper.weights(), stepper.buffers(), stepper.states())
+
+
+def _share(final: Snapshot, shared: SharedTensors) -> dict[str, Index]:
+    averaged = averages(final.optimizer)
+    return {
+        "parameters": shared.put_all(final.parameters),
+        "buffers": shared.put_all(final.buffers),
+        "averages": shared.put_all(averaged),
+    }
+
+
+def evaluate_in_child(
+    case: FidelityCase, shared: SharedTensors, results: Mapping[str, Any], plain: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Evaluate in a process in which no stage was trained, as in a run whose workers are processes."""
+    final = {name: shared.get_all(index) for name, index in results["final"].items()}
+    header = MicroBatch(0, len(case.batches) - 1, 0, 1, 1, 1, case.batches[-1][1], 1, 1)
+    states = {name: {EMA: average} for name, average in final["averages"].items()}
+    with _quiet(case):
         try:
-            return _evaluation(judged, Snapshot(header, left["parameters"], left["buffers"], states), plain)
-        except Difference as difference:
-            return {"difference": difference.told, "kind": difference.kind}
+            return _evaluation(case, Snapshot(header, final["parameters"], final["buffers"], states), plain)
+        except FidelityDifference as difference:
+            return {"difference": difference.text, "kind": difference.kind}
 
 
-def _evaluation(judged: Judged, final: Snapshot, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare what ``evaluate`` says of the captured job's weights in the person's model.
+def _evaluation(case: FidelityCase, final: Snapshot, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the results of ``evaluate`` with the captured job's weights in the user's model.
 
     Raises:
-        Difference: it says other numbers than in plain PyTorch.
+        FidelityDifference: they differ from plain PyTorch's.
     """
-    put(judged.captured, final)
-    with holding_averages(judged.captured, final.optimizer):
-        own = _evaluated(judged)
-    nothing = {"difference": "", "kind": "", "evaluated": False}
+    put(case.captured, final)
+    with holding_averages(case.captured, final.optimizer):
+        own = _evaluated(case)
+    result = {"difference": "", "kind": "", "evaluated": False}
     if "failed" in plain and "failed" in own:
-        return nothing
-    for side, other in ((own, "the captured job"), (plain, "plain PyTorch")):
+        return result
+    for side, side_name in ((own, "the captured job"), (plain, "plain PyTorch")):
         if "failed" in side:
-            raise Difference("evaluate", f"evaluate fails beside {other} alone: {side['failed']}")
+            raise FidelityDifference("evaluate", f"evaluate fails with {side_name} only: {side['failed']}")
     ours, theirs = own["evaluated"], plain["evaluated"]
     for name in dict.fromkeys([*theirs, *ours]):
         if repr(ours.get(name)) != repr(theirs.get(name)):
-            raise Difference(
+            raise FidelityDifference(
                 "evaluate", f"the number {name!r} of evaluate: {ours.get(name)} instead of {theirs.get(name)}"
             )
-    return nothing | {"evaluated": True}
+    return result | {"evaluated": True}
 
 
-def _where(model: torch.nn.Module, told: str) -> str:
-    """Where the person's code sets what a difference is of: a buffer or a parameter, if the source tells."""
+def _where(model: torch.nn.Module, text: str) -> str:
+    """Where the user's code sets the buffer or parameter that differs, if it can be found in the source."""
     for kind in ("buffer", "parameter"):
-        _, found, rest = told.partition(f"{kind} '")
-        if not found:
+        _, mentioned, rest = text.partition(f"{kind} '")
+        if not mentioned:
             continue
         path, _, name = rest.partition("'")[0].rpartition(".")
         try:

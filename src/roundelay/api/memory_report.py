@@ -1,4 +1,4 @@
-"""What the plan predicts that workers hold, beside what they have held."""
+"""Predicted and measured memory of each worker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.runtime.optimizer_wrappers import all_states
@@ -20,15 +21,15 @@ from roundelay.weight_prediction import needs_displacement, needs_gradient
 
 
 def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Plan) -> list[int] | None:
-    """Bytes of each stage's optimizer state, of averages, and of what prediction keeps of the last update.
+    """Bytes of each stage's optimizer state, weight averages, and what weight prediction keeps of the last update.
 
-    One step is made with parameters and gradients that have shapes and no memory. None if this optimizer cannot do so.
+    Runs one step of the optimizer on meta tensors. None if the optimizer does not support that.
 
     Args:
-        job: its optimizer.
-        captured: the model; not touched.
+        job: whose optimizer is used.
+        captured: the model; not changed.
         partition: the stages.
-        plan: its predictor, and whether it keeps averages.
+        plan: whose predictor and averages are counted.
     """
     named = [
         (n, torch.nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
@@ -38,11 +39,11 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         optimizer = build_optimizer(job.optimizer, named)
         for group in optimizer.param_groups:
             if group.get("fused"):
-                group["fused"] = False  # a fused kernel refuses tensors without memory; the state is the same
+                group["fused"] = False  # fused kernels refuse meta tensors; the state is the same
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-    except Exception:  # the person's own code, asked something unusual: then nothing is predicted
+    except Exception:  # the user's own code may not support meta tensors
         return None
     states = [state for _, state in all_states(optimizer)]
     held = {n: sum(_state_bytes(state.get(p, {})) for state in states) for n, p in named}
@@ -64,12 +65,12 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
 def memory_report(
     plan: Plan, of_optimizer: Sequence[int] | None, workers: Mapping[int, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each worker what is predicted, item by item, and what was measured; as JSON knows it.
+    """For each worker the predicted bytes, item by item, and the measured ones, as JSON values.
 
     Args:
         plan: the plan.
-        of_optimizer: for each stage, as :func:`optimizer_bytes` says; None leaves it out and the total with it.
-        workers: worker to its final account.
+        of_optimizer: for each stage, from :func:`optimizer_bytes`; if None, it and the total are None.
+        workers: worker to its final report.
     """
     pids = Counter(data["pid"] for data in workers.values())
     rows = []
@@ -86,7 +87,7 @@ def memory_report(
                 "private_bytes": data["private_bytes"],
                 "rss_at_start_bytes": data["rss_at_start_bytes"],
                 "peak_rss_bytes": data["peak_rss_bytes"],
-                "process_shared": plan.transport == "memory" or pids[data["pid"]] > 1,
+                "process_shared": transport_named(plan.transport).workers == "threads" or pids[data["pid"]] > 1,
             }
         )
     return rows

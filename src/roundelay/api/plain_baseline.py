@@ -1,6 +1,6 @@
-"""Plain PyTorch beside the run: the same job, one process, the loop that everybody writes.
+"""The speed of plain PyTorch for comparison: the same job in one process, by the usual training loop.
 
-Measured in a forked child, so that neither its threads nor its memory touch the run.
+Measured in a forked child process, so that its threads and its memory do not affect the run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -28,49 +27,41 @@ BUDGET_S = 6.0
 """Seconds that the measurement may take for each number of threads."""
 
 LIMIT_S = 60.0
-"""Seconds after which a child that has told nothing is ended: its loader hangs, or an update takes too long."""
+"""Seconds after which the child is ended if it has not finished: its loader hangs, or an update takes too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Samples per second of plain PyTorch with this many intra-op threads."""
-
-    threads: int
-    samples_per_second: float
-
-
-def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> Baseline | None:
-    """Train a copy for a few seconds; None if it cannot be measured: it failed, or told nothing in :data:`LIMIT_S`.
+def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> float | None:
+    """Samples per second of a copy of the model, trained for a few seconds; None if that fails or exceeds LIMIT_S.
 
     Args:
         job: the job; its model is not changed.
         seed: of the data.
         threads: intra-op threads.
-        precision: in which it computes, as a plan says it.
+        precision: as in a plan.
     """
     try:
-        rate = isolated(
+        rate: float = isolated(
             lambda: _samples_per_second(job, seed, precision), "plain PyTorch", threads=threads, limit_s=LIMIT_S
         )
     except RoundelayError:
         return None
-    return Baseline(threads, rate) if rate else None
+    return rate or None
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:
-    forget(job.batches)  # an open file is read on by both processes that have it
+    forget(job.batches)  # an open file would be read by both processes that have it
     model = copy.deepcopy(job.model)
-    if not model.training:  # else parts may be in eval mode on purpose, as capture has it
+    if not model.training:  # else some modules may be in eval mode on purpose, as in capture
         model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     scaler = torch.amp.GradScaler("cpu", enabled=precision == HALF)
-    how = job.inputs or default_inputs
+    inputs_of = job.inputs or default_inputs
     times: list[float] = []
     began = start = time.perf_counter()
     for loaded in read_batches(job.batches, seed, Extent(batches=200)):
-        batch = fresh(loaded)  # a run gives each update a batch of its own, too
-        args, kwargs = how(batch)
+        batch = fresh(loaded)  # a copy, as in a run
+        args, kwargs = inputs_of(batch)
         with autocast(precision, CPU):
             loss, count = checked(job.loss(model(*args, **kwargs), batch))
         scaler.scale(loss if count is None else loss / count).backward()
@@ -80,7 +71,7 @@ def _samples_per_second(job: Job, seed: int, precision: str) -> float:
             scheduler.step()
         optimizer.zero_grad()
         end = time.perf_counter()
-        times.append((end - start) / num_rows(batch))  # what the loader takes included, as this loop waits for it
+        times.append((end - start) / num_rows(batch))  # including the loader's time
         start = end
         if end - began > BUDGET_S:
             break

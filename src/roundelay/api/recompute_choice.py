@@ -1,4 +1,4 @@
-"""Modules that backwards run again: what a person says, what it spares, and what is said of it."""
+"""Choose the modules that backwards recompute, and report what that saves."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from roundelay.lower.partition import can_recompute
 from roundelay.lower.recompute_selection import nothing_to_recompute, parts_of, parts_within
 
 NONE = "none"
-"""In place of names: no module, not even one that the model checkpoints."""
+"""In place of names: no module, not even one that the model itself checkpoints."""
 
 
-def names_in(asked: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of ``a,b``, or of a list."""
-    names = asked.split(",") if isinstance(asked, str) else asked
+def parse_names(requested: str | Sequence[str]) -> tuple[str, ...]:
+    """Parse ``a,b`` or a list of such texts into names."""
+    names = requested.split(",") if isinstance(requested, str) else requested
     return tuple(name for one in names if (name := one.strip()) and name != NONE)
 
 
-def names_for(captured: Captured, backward: str, asked: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What is asked for; else, where that changes no bit, the modules that the model's own code checkpoints."""
-    if asked is not None:
-        return names_in(asked)
+def choose_modules(captured: Captured, backward: str, requested: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the requested names; else, where no bit changes, the modules that the model's own code checkpoints."""
+    if requested is not None:
+        return parse_names(requested)
     names: list[str] = []
     for path in captured.checkpointed if backward == "stash" else ():
-        apart = not any(path == name or path.startswith(name + ".") for name in names)
-        if apart and any(can_recompute(captured.graph, part) for part in parts_within(captured.graph, path)):
+        separate = not any(path == name or path.startswith(name + ".") for name in names)
+        if separate and any(can_recompute(captured.graph, part) for part in parts_within(captured.graph, path)):
             names = [*(name for name in names if not name.startswith(path + ".")), path]
     return tuple(names)
 
 
-def again(graph: Graph, plan: Plan) -> tuple[range, ...]:
-    """Operations whose forward a backward runs again.
+def recomputed_ranges(graph: Graph, plan: Plan) -> tuple[range, ...]:
+    """The operations whose forward the backward runs again.
 
     Raises:
         PlanError: a name stands for no module.
@@ -45,35 +45,26 @@ def again(graph: Graph, plan: Plan) -> tuple[range, ...]:
     return tuple(range(part.start, part.stop) for part in parts_of(graph, plan.recompute))
 
 
-def spared(
-    graph: Graph, plan: Plan, stages: Partition, measured: Sequence[StageProfile], *, asked: bool
+def describe_savings(
+    graph: Graph, plan: Plan, stages: Partition, measured: Sequence[StageProfile], *, requested: bool
 ) -> tuple[str, ...]:
-    """For each stage what it keeps less, in words.
+    """Describe for each stage the bytes that recomputing saves.
 
     Raises:
-        PlanError: a module was asked for that keeps nothing beside its inputs and outputs.
+        PlanError: a requested module keeps nothing but its inputs and outputs.
     """
-    parts, saved, told = parts_of(graph, plan.recompute), dict.fromkeys(plan.recompute, 0), []
+    parts, saved, notices = parts_of(graph, plan.recompute), dict.fromkeys(plan.recompute, 0), []
     for stage, profile in zip(stages.stages, measured, strict=True):
         for number, num_bytes in zip(stage.recomputed, profile.spared_bytes, strict=True):
             start = stage.segments[number].start
             saved[next(part.name for part in parts if part.start <= start < part.stop)] += num_bytes
         if stage.recomputed:
             count, total = len(stage.recomputed), sum(profile.spared_bytes)
-            told.append(
+            notices.append(
                 f"recompute: stage {stage.stage} runs {count} segment{'s' * (count > 1)} again in every backward, and "
                 f"keeps {total} bytes less of a micro-batch"
             )
     for name, num_bytes in saved.items():
-        if asked and not num_bytes:
-            raise nothing_to_recompute(name, "which keeps nothing beside its inputs and outputs")
-    return tuple(told)
-
-
-def meaning(captured: Captured, plan: Plan) -> tuple[str, ...]:
-    """What is run again, and with which weights; and what the model checkpoints, if that is left out."""
-    if not plan.recompute:
-        own = ",".join(captured.checkpointed)
-        return (f"recompute: not what the model checkpoints, {own}",) if own and plan.backward != "recompute" else ()
-    reads = "its forward's weights: no bit differs" if plan.backward == "stash" else "the weights that it reads"
-    return (f"recompute: {', '.join(plan.recompute)}; the backward runs these modules forward again, with {reads}",)
+        if requested and not num_bytes:
+            raise nothing_to_recompute(name, "which keeps nothing but its inputs and outputs")
+    return tuple(notices)

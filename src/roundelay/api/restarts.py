@@ -1,4 +1,4 @@
-"""Run a training again from its last checkpoint when it fails for a reason that need not come back."""
+"""Restart a failed training from its last checkpoint, unless the same failure is certain to recur."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from roundelay.api.state_gather import Event, Notify, Restarted, Updated
+from roundelay.api.events import Event, Observer, Restarted, Updated
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
 from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.training import Session
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import DivergedError, RunError
 
 
 def run_restarting(
-    session: Session, restarts: int, run: Callable[[Session, Notify], Trained], notify: Notify, save_to: Path
+    session: Session, restarts: int, run: Callable[[Session, Observer], Trained], notify: Observer, save_to: Path
 ) -> Trained:
-    """Run a session; after a failure go on from the checkpoint at ``save_to``, or from where the session began.
+    """Run a session; after a failure continue from the checkpoint at ``save_to``, or start again without one.
 
-    A loss that is not a number would come back, bit for bit: it is not tried again.
+    A loss that is not finite would recur bit for bit, so it ends the training.
 
     Args:
         session: the training.
-        restarts: how often it may begin again.
-        run: runs a session, told of whom to notify.
-        notify: told of everything; of a restart before it begins.
+        restarts: the largest number of restarts.
+        run: runs a session and passes its events to the given function.
+        notify: called with every event, and with a restart before it begins.
         save_to: where ``run`` writes its checkpoints.
 
     Raises:
-        RoundelayError: the failure behind the last restart.
+        RoundelayError: the failure after the last restart.
     """
     updates: list[Updated] = []
 
@@ -37,28 +39,27 @@ def run_restarting(
             updates.append(event)
         notify(event)
 
-    current = session
-    for number in range(1, restarts + 1):
+    current, number = session, 0
+    while True:
         try:
-            trained = run(current, listen)
-            return replace(trained, updates=tuple(updates))
+            return replace(run(current, listen), updates=tuple(updates))
         except DivergedError:
             raise
         except RunError as error:
-            again = rest_of(session, save_to)
-            if again is None:
+            number += 1
+            rest = rest_of(session, save_to) if number <= restarts else None
+            if rest is None:
                 raise
-            current = again
-            updates[:] = [one for one in updates if one.update < current.extent.start_batch]
+            current = rest
+            updates[:] = [updated for updated in updates if updated.update < current.extent.start_batch]
             notify(Restarted(number, current.extent.start_batch, str(error)))
-    trained = run(current, listen)
-    return replace(trained, updates=tuple(updates))
 
 
 def rest_of(session: Session, save_to: Path) -> Session | None:
-    """A session that goes on from the checkpoint which ``session`` has left at ``save_to``, to the same end.
+    """A session that continues from the checkpoint that ``session`` has written to ``save_to``, to the same end.
 
-    The session itself if it has left none; None if nothing is left to do.
+    Returns:
+        ``session`` itself if there is no checkpoint; None if the checkpoint is that of the end.
 
     Raises:
         CheckpointError: the checkpoint is damaged.

@@ -1,17 +1,21 @@
-"""Whether a run can go on in mid-flight from a checkpoint, why not, and where its stages start."""
+"""Resume from a checkpoint: load it, whether a run can continue in mid-flight, the initial state of the stages."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from roundelay.checkpoint import checkpoint as store
+from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.checkpoint.in_flight import InFlight, StageInFlight
+from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.stage_optimizer import RateTable
@@ -21,13 +25,74 @@ from roundelay.schedules import schedule_named
 TRAINED = "trained parameters"
 
 
-def order_of(plan: Plan) -> dict[str, str]:
-    """What the order of work and the versions read depend on, by what a person calls it.
+def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
+    """Load a checkpoint into the captured model, and return it.
 
-    Where stages run, how they talk and how many slots they have is no part of it: a run goes on over another transport.
+    Args:
+        path: the checkpoint, or the run folder that has it.
+        captured: the model.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another model.
+    """
+    inner = path / "checkpoint"
+    start = store.load(inner if present(inner).exists() else path)
+    names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}
+    saved = {n: tuple(t.shape) for n, t in start.parameters.items()}
+    if names != saved:
+        odd = next(n for n in [*names, *saved] if names.get(n) != saved.get(n))
+        raise CheckpointError(
+            f"checkpoint {path}, parameter {odd!r}",
+            got=f"shape {saved.get(odd, 'none: it is missing')}",
+            expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
+            remedy="Continue with the job that wrote the checkpoint.",
+        )
+    try:
+        captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
+    except Exception as error:  # a buffer of another size, or a hook of the user's
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            expected="tensors that the model's load_state_dict takes",
+            remedy="Continue with the job that wrote the checkpoint.",
+        ) from error
+    return start
+
+
+def check_optimizer(start: Checkpoint, kinds: Sequence[str]) -> None:
+    """Refuse to continue with another optimizer than the one whose state a checkpoint has.
+
+    Args:
+        start: the checkpoint.
+        kinds: names of the job's optimizer class and its bases, in method resolution order.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    saved = start.optimizer_kind
+    entries = sorted({key for state in start.optimizer.values() for key in state} - {EMA, EVALUATED})
+    if not saved or saved in kinds or not entries:
+        return
+    raise CheckpointError(
+        "the optimizer that the run continues with",
+        got=f"{kinds[0]}, but a checkpoint of {saved}, with {', '.join(entries)} of every parameter",
+        expected=f"{saved}: its state means nothing to another optimizer",
+        remedy=f"Continue with {saved}; or begin a new run with the weights alone: leave --from out, and call "
+        "roundelay.load(model, RUN) in job().",
+    )
+
+
+def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
+    """All choices that determine the order of work and the versions read, by their names for users.
+
+    Devices, transport and number of slots are not included: a run may continue with others. Trained parameters are: a
+    run that continues with others than its checkpoint's (some are frozen no more) starts with empty stages, and without
+    optimizer state of those that were frozen.
     """
     programs = sorted(programs_of(plan), key=lambda program: program.stages)
     blocks = [(program.over, program.every, *map(str, program.body)) for program in programs]
+    names = [name for name, parameter in captured.model.named_parameters() if parameter.requires_grad]
+    every = sum(1 for _ in captured.model.parameters())
     return {
         "workers": str(plan.num_workers),
         "micro-batches": str(plan.micro_batches),
@@ -36,72 +101,61 @@ def order_of(plan: Plan) -> dict[str, str]:
         "backward": plan.backward,
         "cuts": " ".join(",".join(stage.segments) for stage in plan.stages),
         "programs": "; ".join(" ".join(map(str, block)) for block in blocks),
+        TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})",
     }
 
 
-def trained(captured: Captured) -> dict[str, str]:
-    """Which parameters are trained, as the order of work is told: what is in flight was computed for these.
-
-    A run may go on with others than its checkpoint's (a part that was frozen is unfrozen): then it starts with empty
-    stages, and the optimizer has no state yet of what was frozen until now.
-    """
-    table = captured.model.named_parameters()
-    names = [name for name, parameter in table if parameter.requires_grad]
-    every = sum(1 for _ in captured.model.parameters())
-    return {TRAINED: f"{len(names)} of {every} ({hashlib.sha256(repr(names).encode()).hexdigest()[:8]})"}
-
-
 def values_digest(values: Mapping[str, torch.Tensor]) -> str:
-    """A quick digest of what a run begins with, by name: shapes, first elements and sums; empty without values."""
-    made = hashlib.sha256()
+    """A quick digest of a run's initial tensors: names, shapes, first elements and sums; empty for meta tensors."""
+    hashed = hashlib.sha256()
     for name, value in values.items():
         if value.is_meta:
             return ""
         real = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        few = real.reshape(-1)[:8].double().tolist()
-        made.update(repr((name, tuple(value.shape), few, real.sum(dtype=torch.float64).item())).encode())
-    return made.hexdigest()[:16]
+        first = real.reshape(-1)[:8].double().tolist()
+        hashed.update(repr((name, tuple(value.shape), first, real.sum(dtype=torch.float64).item())).encode())
+    return hashed.hexdigest()[:16]
 
 
 def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, seed: int) -> str:
-    """A digest of what updates are computed by: the plan, and options and rates of the job's optimizer.
+    """A digest of all that determines updates: the plan, and options and rates of the job's optimizer.
 
     Returns:
-        empty where the rule does not flush: an end of a run drains the stages then, which changes what follows.
+        empty where the rule does not flush: the end of a run then drains the stages, which changes later updates.
     """
     if schedule_named(rule_named(plan.rule).schedule).window != "batch":
         return ""
-    by = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
+    choices = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
     options = [
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if not callable(v)}
-        for group in rates.made_with
+        for group in rates.group_options
     ]
-    ahead = [rates.at(update) for update in range(16 if rates.scheduled else 1)]
-    return hashlib.sha256(repr((dict(order), by, rates.kinds, options, ahead)).encode()).hexdigest()[:16]
+    first_rates = [rates.at(update) for update in range(16 if rates.scheduled else 1)]
+    return hashlib.sha256(repr((dict(order), choices, rates.kinds, options, first_rates)).encode()).hexdigest()[:16]
 
 
 def changed(flight: InFlight, order: Mapping[str, str]) -> str:
-    """What of the order is another than the checkpoint's, for people; empty if nothing is."""
-    known = flight.order if TRAINED in flight.order else {**flight.order, TRAINED: order.get(TRAINED, "")}
-    was = {name: known.get(name, "nothing") for name in order}
-    odd = [name for name in order if was[name] != order[name]]
-    if not odd:
+    """A message on what differs from the checkpoint's order of work; empty if nothing does."""
+    saved = flight.order if TRAINED in flight.order else {**flight.order, TRAINED: order.get(TRAINED, "")}
+    before = {name: saved.get(name, "nothing") for name in order}
+    differing = [name for name in order if before[name] != order[name]]
+    if not differing:
         return ""
-    told = [name for name in odd if name not in ("cuts", "programs")]
-    if told:
-        return "the plan changed: " + ", ".join(f"{name} from {was[name]} to {order[name]}" for name in told)
-    return "the plan changed: " + ("other cuts" if "cuts" in odd else "what the rule's programs say")
+    shown = [name for name in differing if name not in ("cuts", "programs")]
+    if shown:
+        return "the plan changed: " + ", ".join(f"{name} from {before[name]} to {order[name]}" for name in shown)
+    return "the plan changed: " + ("other cuts" if "cuts" in differing else "the rule's programs")
 
 
 def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageInFlight, ...] | None) -> Initial:
-    """Where stages start: with the model's own tensors, or a checkpoint's, which are laid out as the model's are.
+    """The initial state of the stages: the model's tensors, or the checkpoint's with the strides of the model's.
 
-    A file holds them contiguous, and other strides can mean another kernel, hence other last bits.
+    A file has contiguous tensors, and other strides may select another kernel, hence give other last bits.
 
     Args:
         captured: the model.
         start: checkpoint to start from.
-        flight: what of it is in flight and not dropped.
+        flight: what every stage has in flight, unless it is dropped.
     """
     if start is None:
         return Initial(
@@ -130,7 +184,7 @@ def _all_laid_out(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.T
 
 
 def laid_out(own: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with strides as ``own`` has them; itself if it has, or if it is of another shape."""
+    """The tensor with the strides of ``own``; unchanged if it has them already or is of another shape."""
     if own.shape != tensor.shape or own.stride() == tensor.stride():
         return tensor
     return torch.empty_like(own, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)

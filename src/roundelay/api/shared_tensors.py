@@ -1,4 +1,4 @@
-"""Tensors that one forked child leaves for another, in memory that was shared before either was forked."""
+"""Memory in which one forked child stores tensors for another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from roundelay.errors import RunError
 _ALIGNED = 64
 
 Index = dict[str, list[Any]]
-"""Name of a tensor to its place: offset in bytes, sizes, and its dtype by name. JSON can hold it."""
+"""Name of a tensor to its offset in bytes, sizes, and dtype by name; can be written as JSON."""
 
 
 @final
 class SharedTensors:
-    """Memory for so many bytes of tensors; nothing is taken from the system before it is written.
+    """Shared memory for tensors, allocated before the children are forked; pages are used when they are written.
 
     Args:
-        num_bytes: at most so many are written.
-        tensors: at most so many are written, each of which begins where memory is aligned.
+        num_bytes: the most bytes that will be stored.
+        tensors: the most tensors that will be stored, each aligned.
     """
 
     def __init__(self, num_bytes: int, tensors: int) -> None:
@@ -30,42 +30,42 @@ class SharedTensors:
         self._memory = mmap.mmap(-1, self._size)
         self._end = 0
 
-    def leave(self, tensors: Mapping[str, torch.Tensor]) -> Index:
-        """Copies of the tensors, for whoever is forked later and given their places.
+    def put_all(self, tensors: Mapping[str, torch.Tensor]) -> Index:
+        """Store copies of the tensors; returns where they are, for children that are forked later.
 
         Raises:
-            RunError: there is no room for them.
+            RunError: there is not enough memory.
         """
-        return {name: self._left(tensor.detach()) for name, tensor in tensors.items()}
+        return {name: self._put(tensor.detach()) for name, tensor in tensors.items()}
 
-    def take(self, index: Index) -> dict[str, torch.Tensor]:
-        """The tensors in these places, themselves: to be read only."""
+    def get_all(self, index: Index) -> dict[str, torch.Tensor]:
+        """The stored tensors themselves, not copies: they must not be written."""
         return {name: self._at(*place) for name, place in index.items()}
 
     @property
     def end(self) -> int:
-        """Where what this process has left ends, in bytes."""
+        """End of what this process has stored, in bytes."""
         return self._end
 
-    def go_on(self, end: int) -> None:
-        """Leave what another process has left up to there."""
+    def continue_at(self, end: int) -> None:
+        """Store further tensors after ``end``, to keep what another process has stored."""
         self._end = end
 
     def close(self) -> None:
-        """Give the memory back; nothing of it may be in use in this process."""
+        """Release the memory; none of it may be in use in this process."""
         self._memory.close()
 
-    def _left(self, tensor: torch.Tensor) -> list[Any]:
+    def _put(self, tensor: torch.Tensor) -> list[Any]:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         begin = -(-self._end // _ALIGNED) * _ALIGNED
         place: list[Any] = [begin, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
         self._end = begin + tensor.numel() * tensor.element_size()
         if self._end > self._size:
             raise RunError(
-                "what plain PyTorch has trained",
+                "the state of the training in plain PyTorch",
                 got=f"tensors of more than {self._size} bytes",
                 expected="weights, gradients and buffers of the sizes that the model had before",
-                remedy="A buffer that grows is not compared.",
+                remedy="Buffers that grow are not compared.",
             )
         self._at(*place).copy_(tensor)
         return place

@@ -1,69 +1,61 @@
-"""Looks at what a person's code keeps from call to call, where capture has seen it change something."""
+"""Refuse jobs whose code keeps state between calls, and guard capture's own calls of user code."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, in_step, num_rows, replace, split
+from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, split
 from roundelay.frontend.cross_call_state import refuse_state
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.reachable_state import Change, ReachableState
+from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
 from roundelay.frontend.source_lines import users_line
 from roundelay.job import Job, Peekable
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
 
-_GENERATORS: tuple[tuple[str, Any], ...] = (
-    ("random", random._inst),
-    ("numpy.random", np.random.mtrand._rand),
-    ("torch", torch.default_generator),
-)
-
 LIMIT_S = 120.0
-"""Seconds that the calls may take in all."""
+"""Seconds that all calls together may take."""
 
 
-def world_of(job: Job) -> ReachableState:
-    """All that the person's model and functions reach, and the generators of random numbers that there are anyway.
+def reachable_state_of(job: Job) -> ReachableState:
+    """The state that the user's model and functions can reach, and the default random number generators.
 
-    Batches are not among them: they are read once, and go on.
+    Data loaders are not included: they are read once.
     """
     functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
     roots = [("model", job.model), *((name, call) for name, call in functions if call is not None)]
-    return ReachableState([*roots, *_GENERATORS], job.model)
+    return ReachableState([*roots, *DEFAULT_GENERATORS], job.model)
 
 
 @contextmanager
-def untouched(job: Job) -> Iterator[None]:
-    """The person's objects are as they were behind the block, but for buffers that a first forward has made.
+def preserving_state(job: Job) -> Iterator[None]:
+    """Restore the user's objects after the block, except for buffers that a first forward has created.
 
-    What capture and measuring call of a job keeps no trace of it: not in the attributes of its model, not in what its
-    loss counts, not in tensors and lists that its functions fill, not in what they draw by. No batch is read inside.
+    Calls by capture and profiling leave no trace: not in the model's attributes, in counters of the loss, in tensors
+    and lists that functions fill, nor in random number generators. The block must not read a batch.
     """
-    world = world_of(job)
+    state = reachable_state_of(job)
     try:
         yield
     finally:
-        world.restore(apart=("buffer", "parameter"))
+        state.restore(except_kinds=("buffer", "parameter"))
 
 
 @contextmanager
 def refusing_calls(model: torch.nn.Module) -> Iterator[None]:
-    """Refuse data that ask the model that is trained, in whatever thread: they would get weights of another time.
+    """Refuse a data loader that calls the trained model, in any thread: it would get weights of another version.
 
     Raises:
-        JobError: it is called in this block.
+        JobError: the model is called within the block.
     """
     own = set(model.modules())
 
@@ -72,9 +64,9 @@ def refusing_calls(model: torch.nn.Module) -> Iterator[None]:
             raise JobError(
                 f"batches(epoch), which calls the model{users_line()}",
                 got="data that depend on the weights",
-                expected="the same data whatever the weights are: they are read ahead, while stages train their own",
-                remedy="Weigh or mask rows in the loss, where outputs are those of the newest weights; or choose rows "
-                "between runs: train an epoch, and go on with --from RUN.",
+                expected="the same data whatever the weights are: batches are prefetched while stages train",
+                remedy="Weight or mask rows in the loss, where outputs are those of the newest weights; or choose rows "
+                "between runs: train an epoch, and continue with --from RUN.",
             )
 
     handle = register_module_forward_pre_hook(refuse)
@@ -85,31 +77,31 @@ def refusing_calls(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
-    """Refuse a model or a loss whose next call reads what the last one has left.
+    """Refuse a model or a loss in which one call reads what an earlier one has left.
 
-    Only those are called whose capture has changed a slot: in a child, so that nobody sees it.
+    They are called only if a slot changed during capture, and then in a child process.
 
     Raises:
-        CaptureError: the forward does.
-        JobError: the loss does.
+        CaptureError: the forward is such code.
+        JobError: the loss is, or the data depend on either.
     """
     changed = captured.changed
     if any(changed) and not any(parameter.is_meta for parameter in job.model.parameters()):
-        _look_apart(job, sample, changed)
-    _check_apart(job, (*changed[0], *changed[1]))
+        _check_in_child(job, sample, changed)
+    _refuse_dependent_data(job, (*changed[0], *changed[1]))
 
 
 def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: int | None) -> None:
-    """Refuse what writes into tensors that ``batches`` gives again, written into, in the next epoch.
+    """Refuse writes into tensors of a list that ``batches`` returns again, modified, in the next epoch.
 
     Args:
         job: the job.
         captured: its model.
-        batches: how many the run makes; None: by epochs.
-        epochs: how many it makes of these; None: by batches.
+        batches: number of batches of the run; None if it is given by epochs.
+        epochs: number of epochs; None if it is given by batches.
 
     Raises:
-        JobError: the run comes so far.
+        JobError: there are such writes, and the run has a second epoch.
     """
     opened = job.batches.opened if isinstance(job.batches, Peekable) else None
     source = getattr(opened, "source", None)
@@ -120,67 +112,65 @@ def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: i
         who = "Job(inputs=...)" if captured.writes[0] else "the model's forward"
         raise JobError(
             f"batch field {[*captured.writes[0], *captured.writes[1]][0]!r}, which {who} writes into",
-            got="a tensor of a list that is given again in the next epoch: plain PyTorch goes on with what was written",
+            got="a tensor of a list that is reused in the next epoch, in which plain PyTorch would use the new values",
             expected="data that are the same in every epoch",
             remedy="Write into a copy, x = x.clone(), or compute a new tensor: x / 255 in the place of x.div_(255).",
         )
 
 
-def _look_apart(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
-    def look() -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # what the person's code prints
-            os.dup2(nowhere, stream)
-        _look(job, sample, changed)
+def _check_in_child(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
+    def check() -> None:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # silence the user's code
+            os.dup2(devnull, stream)
+        _check_calls(job, sample, changed)
 
     if hasattr(os, "fork"):
         try:
-            isolated(look, "looking for what the model keeps from call to call", limit_s=LIMIT_S)
-        except RunError:  # it was killed, or took too long; what it looked for is not known
+            isolated(check, "looking for what the model keeps from call to call", limit_s=LIMIT_S)
+        except RunError:  # killed, or too slow: no result
             return
     else:
-        _look(job, sample, changed)
+        _check_calls(job, sample, changed)
 
 
-def _check_apart(job: Job, changes: Sequence[Change]) -> None:
-    """Refuse data that read what the forward or the loss sets: these are in other processes, and later."""
+def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
+    """Refuse a data loader that reads what the forward or the loss sets: these run later, in other processes."""
     if not changes:
         return
-    given = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
-    world = ReachableState([("batches", given)])
-    names = world.names_read()
-    for change in changes:
-        if change.slot.place in world.slots and change.slot.name in names:
-            raise JobError(
-                f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
-                got="data that depend on the training",
-                expected="the same data whatever was trained before: they are read ahead",
-                remedy="Let what varies with the training be computed in the loss or in forward, from the batch.",
-            )
+    batches = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
+    change = ReachableState([("batches", batches)]).first_read(changes)
+    if change is not None:
+        raise JobError(
+            f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
+            got="data that depend on the training",
+            expected="the same data whatever was trained before: batches are prefetched",
+            remedy="Compute what varies with the training in the loss or in forward, from the batch.",
+        )
 
 
-def _look(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
+def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
     def call(rows: Batch) -> Any:
-        batch = replace(rows, lambda _, leaf: leaf.clone())
+        batch = copy_batch(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
         value, _ = without_metrics(job.loss(job.model(*args, **kwargs), batch))
-        return value  # what it is trained by: a metric may go on from call to call
+        return value  # without metrics, which may depend on earlier calls
 
     with torch.random.fork_rng(devices=[]):
 
         def other() -> Any:
             try:
-                return _elsewhere(job.model, call, _fewer(sample))
-            except Exception:  # a state of as many rows as a batch has, for example
-                return _elsewhere(job.model, call, _reversed(sample))
+                return _call_with_other_weights(job.model, call, _other_batch(sample))
+            except Exception:  # state with as many rows as the batch, for example
+                return _call_with_other_weights(job.model, call, _reversed(sample))
 
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         roots = [("model", job.model), ("loss", job.loss)]
         refuse_state(job.model, lambda: call(sample), other, roots, of_loss)
 
 
-def _elsewhere(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Batch) -> Any:
-    """A call on another batch, from other weights: an average of weights stays what it is while they do."""
+def _call_with_other_weights(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Batch) -> Any:
+    """A call on another batch with other weights, without which an average of weights would not change."""
     weights = [(weight, weight.detach().clone()) for weight in model.parameters()]
     try:
         for weight, _ in weights:
@@ -192,28 +182,28 @@ def _elsewhere(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Bat
             weight.data.copy_(value)
 
 
-def _fewer(sample: Batch) -> Batch:
-    """A batch unlike the sample: half of its rows; or another of as many, where it has no four."""
+def _other_batch(sample: Batch) -> Batch:
+    """A batch unlike the sample: half of its rows, or with less than four rows :func:`_reversed`."""
     if in_step(sample) and num_rows(first := split(sample, 2)[0]) > 1:
         return first
     return _reversed(sample)
 
 
 def _reversed(sample: Batch) -> Batch:
-    """A batch unlike the sample, of the same sizes: its rows in another order, its numbers larger."""
+    """A batch unlike the sample, of the same sizes: rows in reverse order, floating-point numbers scaled."""
 
     def other(_: str, leaf: torch.Tensor) -> torch.Tensor:
-        turned = leaf.flip(0) if leaf.ndim else leaf
-        return turned * 1.25 if leaf.is_floating_point() else turned
+        reversed_rows = leaf.flip(0) if leaf.ndim else leaf
+        return reversed_rows * 1.25 if leaf.is_floating_point() else reversed_rows
 
     return replace(sample, other)
 
 
 def check_sharing(job: Job, captured: Captured) -> None:
-    """Refuse parameters in one memory that the optimizer steps otherwise than one parameter with both gradients.
+    """Refuse parameters that share memory if the optimizer's steps differ from those on one with the summed gradient.
 
     Raises:
-        JobError: naming both, and the optimizer.
+        JobError: naming both parameters and the optimizer.
     """
     for name, others in captured.sharing.items():
         names = {id(p): n for n, p in job.model.named_parameters()}
@@ -223,7 +213,7 @@ def check_sharing(job: Job, captured: Captured) -> None:
             if (one[1] - two[1]).abs().max() > 1e-4 * moved:
                 raise JobError(
                     f"parameters {name!r} and {other!r}",
-                    got=f"two parameters in one memory, which {one[2]} steps one after the other",
+                    got=f"two parameters that share memory, which {one[2]} steps one after the other",
                     expected="one parameter under two names, whose gradients are added",
                     remedy=f"Tie them as torch does: model.{other} = model.{name}, instead of an assignment to .data.",
                 )
@@ -234,8 +224,8 @@ def _stepped_twice(job: Job, pair: tuple[str, str], *, summed: bool) -> tuple[to
 
     Args:
         job: the job.
-        pair: names of two parameters in one memory.
-        summed: give the first one both gradients, not each its own.
+        pair: names of two parameters that share memory.
+        summed: give the first one the sum of both gradients, instead of each its own.
     """
     named = dict(without_gradients(job.model))
     first = named[pair[0]] = torch.nn.Parameter(named[pair[0]].detach().clone())

@@ -1,4 +1,4 @@
-"""How long to train, and so from where to where the data are read."""
+"""When a training stops: the number of updates or epochs, and the range of the data that it reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from roundelay.runtime.batch_reader import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long to train: a number of updates, or up to an epoch.
+    """When to stop: after a number of updates, or at the end of an epoch.
 
-    If neither is given: to the end of the interrupted run that a checkpoint is of; else the job's own ``steps``, or one
-    epoch.
+    By default: where the interrupted run would have stopped that a checkpoint was saved by; else after the job's own
+    ``steps``, or after one epoch.
     """
 
     steps: int | None = None
@@ -23,25 +23,25 @@ class Length:
 
 
 def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
-    """From where to where to read the data.
+    """The range of the data that a training reads.
 
     Raises:
-        UsageError: the length is not positive, or the checkpoint is already there.
+        UsageError: the length is not positive, or the checkpoint has already reached it.
     """
     for name, value in (("steps", length.steps), ("epochs", length.epochs)):
         if value is not None and value < 1:
             raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
-    at = Position(0, 0, 0, 0) if start is None else start.position
-    if length == Length() and start is not None and start.until.lies_behind(at):  # it was interrupted
+    position = Position(0, 0, 0, 0) if start is None else start.position
+    if length == Length() and start is not None and start.until.is_after(position):  # an interrupted run
         until = start.until
-        length = Length(steps=None if until.updates is None else until.updates - at.updates, epochs=until.epochs)
+        length = Length(steps=None if until.updates is None else until.updates - position.updates, epochs=until.epochs)
     steps = length.steps if length.epochs is not None or length.steps is not None else job.steps
-    epochs = length.epochs if length.epochs is not None else (at.epoch + 1 if steps is None else None)
-    if epochs is not None and at.epoch >= epochs:
+    epochs = length.epochs if length.epochs is not None else (position.epoch + 1 if steps is None else None)
+    if epochs is not None and position.epoch >= epochs:
         raise UsageError(
             "--epochs",
-            got=f"{epochs}, but the checkpoint has {at.epoch} behind it",
+            got=f"{epochs}, but the checkpoint has already finished {position.epoch}",
             expected="more epochs than the checkpoint has",
-            remedy=f"Give --epochs {at.epoch + 1} or more, or --steps.",
+            remedy=f"Give --epochs {position.epoch + 1} or more, or --steps.",
         )
-    return Extent(at.micro_batches, at.updates, at.epoch, at.batches_into_epoch, steps, epochs)
+    return Extent(position.micro_batches, position.updates, position.epoch, position.batches_into_epoch, steps, epochs)

@@ -1,19 +1,28 @@
-"""One intra-op thread per worker: the same bits everywhere, and no two workers in each other's way."""
+"""Scopes for torch and the user's code: one intra-op thread, no output on stderr, errors by their cause, a child.
+
+One thread per worker gives the same bits everywhere, and keeps workers from competing for cores.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
+import msgspec
 import torch
+
+from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.runtime.forked_call import apart
+
+_T = TypeVar("_T")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch's operators use one thread each while this lasts."""
+    """Limit torch's operators to one thread each within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -23,8 +32,36 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-class _Held:
-    """A stream that holds back what one thread writes; others, such as a spinner's, write through."""
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Run the user's model or loss with one intra-op thread; raise its exceptions as UserCodeError."""
+    try:
+        with one_thread():
+            yield
+    except (RoundelayError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            what,
+            got=f"{type(error).__name__}: {error}",
+            expected="a model and a loss that can be computed again and again",
+            remedy="Correct the model or the loss; ROUNDELAY_DEBUG=1 shows the traceback.",
+        ) from error
+
+
+def in_child(call: Callable[[], _T], what: str, result: type[_T]) -> _T:
+    """Call a function that computes gradients, in a forked child if a backward here would break later forks.
+
+    Args:
+        call: the function.
+        what: what it does, for messages.
+        result: the type of what it returns: a dataclass, or a list of dataclasses.
+    """
+    return msgspec.convert(apart(lambda: msgspec.to_builtins(call()), what), result)
+
+
+class _ThreadBuffer:
+    """A stream that buffers what its creating thread writes; other threads, such as a spinner's, write through."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -32,7 +69,7 @@ class _Held:
         self.parts: list[str] = []
 
     def write(self, text: str) -> int:
-        """Hold the text back, or write it."""
+        """Buffer the text, or write it."""
         if threading.get_ident() != self._owner:
             return self._stream.write(text)
         self.parts.append(text)
@@ -44,8 +81,8 @@ class _Held:
 
 @contextmanager
 def without_dumps() -> Iterator[None]:
-    """Hold back what this thread writes to stderr: shown when the block ends well, dropped with an error."""
-    held = _Held(sys.stderr)
-    with redirect_stderr(held):
+    """Buffer what this thread writes to stderr: written when the block succeeds, dropped when it raises."""
+    buffer = _ThreadBuffer(sys.stderr)
+    with redirect_stderr(buffer):
         yield
-    sys.stderr.write("".join(held.parts))
+    sys.stderr.write("".join(buffer.parts))

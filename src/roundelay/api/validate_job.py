@@ -1,4 +1,4 @@
-"""Look at a job before anything is done with it, so that a wrong part is told by its own name."""
+"""Validate a job's fields before they are used, so that errors name the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import num_rows, replace
+from roundelay.frontend.batch import copy_batch, num_rows
 from roundelay.job import Job
 
 _FUNCTIONS = {"loss": True, "batches": True, "optimizer": True}
@@ -17,7 +17,7 @@ _FUNCTIONS |= {"inputs": False, "scheduler": False, "evaluate": False, "showcase
 
 
 def check_job(job: Job) -> None:
-    """Refuse a job with a part of the wrong kind.
+    """Check the types of a job's fields, and that its model is on the CPU or the meta device.
 
     Raises:
         JobError: naming the field.
@@ -40,7 +40,7 @@ def check_job(job: Job) -> None:
             raise JobError(
                 f"Job(model=...), tensor {what!r}",
                 got=f"one on {tensor.device}",
-                expected="a model on the CPU, or on the meta device beside weights=...",
+                expected="a model on the CPU, or on the meta device together with weights=...",
                 remedy="Leave the model on the CPU: the plan says on which device each stage runs (--devices).",
             )
     if not isinstance(job.weights, str | Path | None):
@@ -51,7 +51,7 @@ def check_job(job: Job) -> None:
 
 
 def check_evaluated(job: Job) -> None:
-    """Refuse a learning rate that waits for evaluations which there are not.
+    """Check that a job whose learning rate depends on evaluations has some.
 
     Raises:
         JobError: nothing is evaluated.
@@ -60,13 +60,13 @@ def check_evaluated(job: Job) -> None:
         raise JobError(
             "Job(scheduler=...), a ReduceLROnPlateau",
             got="no Job(evaluate=...)",
-            expected="a number of every epoch, which the learning rate waits for",
+            expected="a number after every epoch, on which the learning rate depends",
             remedy='Give evaluate=lambda model: {"loss": ...}, or a scheduler that needs no number.',
         )
 
 
 def check_inputs(job: Job, batch: Any) -> None:
-    """Refuse a job whose first batch is none, or whose ``inputs`` fails on it.
+    """Check that the first batch can be used, and that ``inputs`` accepts it.
 
     Raises:
         JobError: the batch cannot be used, or the function raises.
@@ -77,7 +77,7 @@ def check_inputs(job: Job, batch: Any) -> None:
         return
     try:
         job.inputs(copied)
-    except Exception as error:  # the person's own code
+    except Exception as error:  # the user's own code
         raise JobError(
             "Job(inputs=...) on the first batch",
             got=f"{type(error).__name__}: {error}",
@@ -87,19 +87,19 @@ def check_inputs(job: Job, batch: Any) -> None:
 
 
 def _copy(batch: Any) -> Any:
-    """A batch of equal tensors, which may be changed.
+    """Return a copy of a batch, which may be changed.
 
     Raises:
-        JobError: it is of a kind that cannot be made again of its parts.
+        JobError: a container in it cannot be constructed from its items.
     """
     try:
-        return replace(batch, lambda _, leaf: leaf.clone())
+        return copy_batch(batch)
     except Exception as error:  # the person's own kind of batch
         raise JobError(
             f"the batch, a {type(batch).__name__}",
             got=f"{type(error).__name__}: {error}",
-            expected="a dict, tuple or list, or a kind that is made of what is in it as these are",
-            remedy="Let batches(epoch) yield dicts or tuples; one of a kind of yours must be made as dict or list are.",
+            expected="a dict, tuple or list, or a type that is constructed from its items as these are",
+            remedy="Let batches(epoch) yield dicts or tuples; your own type must be constructed as dict or list are.",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Prove that a distributed run computed exactly what its update rule says, of the program that the person wrote."""
+"""Proves that a distributed run computed exactly what its update rule says, for the program that the user wrote."""
 
 from __future__ import annotations
 
@@ -11,35 +11,44 @@ from typing import Any
 
 import torch
 
-from roundelay.api.cuts import users_code
-from roundelay.api.fidelity import Fidelity, judge, why_not
+from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
-from roundelay.api.reference_start import Note, ReferenceStart, begins_anew, behind, from_the_first, reference_start_of
-from roundelay.api.statelessness import world_of
+from roundelay.api.reference_start import (
+    Note,
+    ReferenceStart,
+    begins_at_update_0,
+    from_update_0,
+    reference_start_of,
+    since_checkpoint,
+)
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_record import Trained
+from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread
-from roundelay.api.training import Session, Trained, load_checkpoint
+from roundelay.api.torch_scope import one_thread, user_code
+from roundelay.api.training import Session
 from roundelay.errors import JobError, UsageError
-from roundelay.frontend import Captured, RngKey, StageFunction
+from roundelay.frontend import Captured, RngKey
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
-from roundelay.ir.stage import StageSpec
+from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
-from roundelay.lower.validate_plan import FORKING
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
 from roundelay.runtime.batch_reader import Extent, read
-from roundelay.runtime.device import repeatable
+from roundelay.runtime.device import deterministic
 from roundelay.runtime.forked_call import apart
-from roundelay.runtime.loader_epoch import alike
+from roundelay.runtime.handlers import Handler
+from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
-from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, told
+from roundelay.runtime.nested_state import same_value
+from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
-from roundelay.runtime.tamper import WAYS, tampered
+from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_stage
 from roundelay.runtime.worker import Wrap
 
 STEPS = 8
@@ -47,20 +56,20 @@ STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the comparison found.
+    """The result of a comparison with the reference.
 
     Args:
         equal: every weight, buffer, optimizer state and loss of the run has the reference's bits, and the captured job
-            does not differ from plain PyTorch, where these were compared.
-        tensors: how many tensors were compared.
-        steps: updates made.
-        difference: the first thing in which the run differs from its reference, in causal order; empty if nothing does.
-        stage: the stage at which it differs, or -1.
+            does not differ from plain PyTorch, if these were compared.
+        tensors: number of compared tensors.
+        steps: number of updates.
+        difference: the first difference of the run from its reference, in causal order; empty if there is none.
+        stage: the stage of that difference, or -1.
         reference_pid: process that ran the reference.
         workers: worker to its process, thread and bytes received.
-        losses: how many losses were compared.
-        fidelity: how the captured job compares with plain PyTorch; None if nobody has asked.
-        begins: updates before the first that the reference has made: 0, or those of a checkpoint whose state it took.
+        losses: number of compared losses.
+        fidelity: how the captured job compares with plain PyTorch; None if they were not compared.
+        begins: updates before the reference's first: 0, or those of the checkpoint whose state it starts from.
     """
 
     equal: bool
@@ -75,14 +84,14 @@ class Verification:
     begins: int = 0
 
     def __repr__(self) -> str:
-        odd = "" if self.equal else f", difference={self.differences()!r}"
+        difference = "" if self.equal else f", difference={self.differences()!r}"
         return (
-            f"Verification(equal={self.equal}{odd}, tensors={self.tensors}, losses={self.losses}, steps={self.steps}, "
-            f"workers={len(self.workers)})"
+            f"Verification(equal={self.equal}{difference}, tensors={self.tensors}, losses={self.losses}, "
+            f"steps={self.steps}, workers={len(self.workers)})"
         )
 
     def differences(self) -> str:
-        """The first difference of all: of the captured job from plain PyTorch, else of the run from its reference."""
+        """The first difference: of the captured job from plain PyTorch, else of the run from its reference."""
         return (self.fidelity.difference if self.fidelity is not None else "") or self.difference
 
 
@@ -101,41 +110,45 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
 
-    Before that the captured job is held to the person's own program: :mod:`roundelay.api.fidelity`.
+    First compares the captured job with the user's program in plain PyTorch: :mod:`roundelay.api.fidelity`.
 
     Args:
         job: the job; its model ends with the distributed run's weights.
-        plan: what to run; if it is not given, one is made, as :func:`roundelay.plan` makes it of the choices below.
-        workers: D; by default one per core, at most two, and no more than the model can be cut for.
+        plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
+        workers: D; by default one per core, at most two, and no more than the model can be cut into.
         rule: update rule; ``pipeoptim`` by default.
-        steps: updates; 8 if neither it nor ``epochs`` is given.
+        steps: updates; 8 if neither this nor ``epochs`` is given.
         epochs: epochs.
         seed: of both runs.
-        tamper: break the distributed run on purpose, in one of the ways of :data:`WAYS`.
-        resume: checkpoint to continue from; what follows it is compared. Where the run goes on in mid-flight, or by the
-            same plan under a rule that flushes, the reference begins with the first update of all: it was never
-            interrupted (:func:`roundelay.api.reference_start.begins_anew`).
-        choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
+        tamper: break the distributed run on purpose, in one of :data:`roundelay.runtime.tamper.WAYS`.
+        resume: checkpoint to resume from; what follows it is compared. If the run resumes in mid-flight, or by the same
+            plan under a rule that flushes, the reference begins with the very first update, and is not interrupted
+            (:func:`roundelay.api.reference_start.begins_at_update_0`).
+        choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
             ``deadline_s``, ``devices``.
 
     Raises:
         TypeError: a choice is unknown.
-        UsageError: something given cannot be used, or a plan was given beside a choice; a way to tamper that cannot act
-            on this model.
+        UsageError: an argument cannot be used, a plan was given together with a choice, or the way to tamper has no
+            effect on this model.
         RunError: the distributed run failed.
     """
-    check_way(tamper)
-    captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
+    check_tamper(tamper)
+    captured, choose_check = captured_and_planned(
+        verify, job, plan, seed, {"workers": workers, "rule": rule, **choices}
+    )
     first = ReferenceStart.of(captured)
-    length = length_of(steps, epochs)
-    fidelity = judged(job, captured, chosen, seed, length, resumed=resume is not None)
+    length = length_or_default(steps, epochs)
+    fidelity = check_fidelity(job, captured, choose_check, seed, length, resumed=resume is not None)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    return verify_session(Session(job, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity)
+    return verify_session(
+        Session(job, captured, choose_check, seed, length, start), tamper, first=first, fidelity=fidelity
+    )
 
 
-def judged(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, *, resumed: bool) -> Fidelity:
-    """How the captured job compares with plain PyTorch, from the model's own start; see :func:`verify`.
+def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, *, resumed: bool) -> Fidelity:
+    """Compare the captured job with plain PyTorch, from the model's initial weights; see :func:`verify`.
 
     Args:
         job: the job; a checkpoint has not been loaded yet.
@@ -146,20 +159,20 @@ def judged(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, 
         resumed: a checkpoint will be loaded.
 
     Raises:
-        UsageError: the plan does not fit, or the length is none.
+        UsageError: the plan does not fit, or the length is not valid.
         DeadlineError: a batch did not come in time.
     """
-    if why := why_not(job, plan):
+    if why := unchecked_reason(job, plan):
         return Fidelity(unchecked=why)
     with one_thread():
         batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
-        found = judge(job, captured, plan, seed, batches, evaluates=True, limit_s=plan.deadline_s)
-    beside = "from the model's own start, not from the checkpoint"
-    return replace(found, notes=(*found.notes, beside)) if resumed else found
+        fidelity = compare_with_plain(job, captured, plan, seed, batches, evaluates=True, limit_s=plan.deadline_s)
+    note = "from the model's own start, not from the checkpoint"
+    return replace(fidelity, notes=(*fidelity.notes, note)) if resumed else fidelity
 
 
-def length_of(steps: int | None, epochs: int | None) -> Length:
-    """What is compared when little or nothing is said."""
+def length_or_default(steps: int | None, epochs: int | None) -> Length:
+    """How long to train: :data:`STEPS` updates if neither is given."""
     return Length(steps=STEPS if steps is None and epochs is None else steps, epochs=epochs)
 
 
@@ -175,23 +188,28 @@ def verify_session(
     Args:
         session: not yet run.
         tamper: a way to break it.
-        wrap: put around every endpoint, to delay messages on purpose.
-        first: what the model held before a checkpoint was loaded; needed by a session that goes on in mid-flight.
-        fidelity: how the captured job compares with plain PyTorch, if that has been found out.
+        wrap: wraps every endpoint, to delay messages on purpose.
+        first: the model's state before a checkpoint was loaded; needed by a session that resumes in mid-flight.
+        fidelity: how the captured job compares with plain PyTorch, if they were compared.
     """
-    check_way(tamper)
-    origin, anew = reference_start_of(session, first), begins_anew(session, first)
-    handlers = {} if tamper is None else {_victim(session, tamper): tampered(tamper)}
-    kept = world_of(session.job)  # what the person's code keeps: the reference begins with it as the run did
-    with repeatable(session.plan.devices):
+    check_tamper(tamper)
+    origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
+    handlers: dict[int, dict[str, Handler]] = {}
+    if tamper is not None:
+        victim = tampered_stage(tamper, session.captured.graph, session.partition, session.extent.batches)
+        handlers[victim] = tampered_handlers(tamper)
+    kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
+    with deterministic(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
-        kept.restore(apart=("buffer", "parameter"))
-        if session.plan.transport in FORKING:
-            found = apart(partial(_judged, session, origin, anew, trained), "the one-process reference")
+        kept.restore(except_kinds=("buffer", "parameter"))
+        if transport_named(session.plan.transport).forks:
+            fields = apart(
+                partial(_compare_with_reference, session, origin, anew, trained), "the one-process reference"
+            )
         else:
-            found = _judged(session, origin, anew, trained)
-    found["equal"] = not found["difference"] and (fidelity is None or fidelity.equal)
-    result = Verification(**found, workers=trained.workers, fidelity=fidelity)
+            fields = _compare_with_reference(session, origin, anew, trained)
+    fields["equal"] = not fields["difference"] and (fidelity is None or fidelity.equal)
+    result = Verification(**fields, workers=trained.workers, fidelity=fidelity)
     if tamper is not None and not result.difference:
         raise UsageError(
             f"--tamper {tamper} at stage {next(iter(handlers))}",
@@ -202,107 +220,65 @@ def verify_session(
     return result
 
 
-def _judged(session: Session, origin: ReferenceStart, anew: bool, trained: Trained) -> dict[str, Any]:
-    """What the comparison with the reference found, as fields of :class:`Verification` that JSON can hold."""
+def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool, trained: Trained) -> dict[str, Any]:
+    """Run the reference and compare; returns fields of :class:`Verification` that can be written as JSON."""
     _check_same_data(session)
-    session.compile()  # known already, but in a process of its own
+    session.compile()  # already done, but in another process
     notes: list[Note] = []
-    with one_thread(), users_code("the one-process reference"):
-        reference = _on_cpu(_reference(session, origin, anew, trained, notes))
+    with one_thread(), user_code("the one-process reference"):
+        reference = _reference(session, origin, anew, trained, notes)
     if session.start is not None and anew:
-        reference, notes = behind(session, reference, notes)
+        reference, notes = since_checkpoint(session, reference, notes)
     return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
 
 
 def _check_same_data(session: Session) -> None:
-    """Refuse data that are others at the second time: the run has read them, and the reference would.
+    """Refuse data that differ when they are read again: the run reads them, and then the reference.
 
     Raises:
-        JobError: they are.
+        JobError: the first batch differs.
     """
     batches = session.job.batches
     if not isinstance(batches, Peekable) or batches.first is None or batches.first[0] != session.seed:
         return
-    if not alike(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
+    if not same_batch(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
         raise JobError(
             "batches(0), read for the reference",
-            got="another first batch than the run was given: a stream that goes on, or random numbers of its own",
-            expected="the same data whenever an epoch is read: `verify` reads them twice",
-            remedy="Let batches(epoch) begin anew at each call, and seed what is random by the epoch; `train` reads "
-            "an epoch once, and takes a stream as it is.",
+            got="another first batch than the run read: a stream that continues, or unseeded random numbers",
+            expected="the same data whenever an epoch is read: `verify` reads it twice",
+            remedy="Let batches(epoch) start over at each call, and seed what is random by the epoch; `train` reads "
+            "an epoch once, and accepts a stream.",
         )
-
-
-def check_way(tamper: str | None) -> None:
-    """Refuse a way to tamper that there is not; None is no way.
-
-    Raises:
-        UsageError: it is unknown.
-    """
-    if tamper is not None and tamper not in WAYS:
-        known = "one of " + ", ".join(WAYS)
-        raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
-
-
-def _victim(session: Session, way: str) -> int:
-    """The stage whose worker is broken: the last one at which the way makes a difference.
-
-    Raises:
-        UsageError: the way makes no difference anywhere.
-    """
-    if way != "rng" and session.extent.batches == 1:
-        raise UsageError(
-            f"--tamper {way}",
-            got="a run of one update, in which it changes nothing",
-            expected="at least two updates",
-            remedy="Give --steps 2 or more.",
-        )
-    graph = session.captured.graph
-    for spec in reversed(session.partition.stages):
-        draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])
-        trains = any(graph.parameters[n].trainable for n in spec.parameters)
-        if draws if way == "rng" else trains:
-            return spec.stage
-    raise UsageError(
-        f"--tamper {way}",
-        got="a model that " + ("draws no random numbers" if way == "rng" else "has no trainable parameter"),
-        expected="a model on which it makes a difference",
-        remedy="Choose another way to tamper.",
-    )
 
 
 def _reference(
     session: Session, origin: ReferenceStart, anew: bool, trained: Trained, notes: list[Note]
 ) -> ReferenceResult:
-    """The literal equations, on copies, with digests of everything in causal order; in parts, as the run was."""
+    """Run the rule's equations on copies, epoch by epoch as the run did, and append digests in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
-    stages = [
-        ReferenceStage(
-            _function(captured, spec, plan.backward, torch.device(name)),
-            spec.parameters,
-            spec.buffers,
-            torch.device(name),
-        )
-        for spec, name in zip(session.partition.stages, plan.devices, strict=True)
-    ]
-    device = {name: stage.device for stage in stages for name in stage.parameters}
+    stages = []
+    for spec, name in zip(session.partition.stages, plan.devices, strict=True):
+        stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
+        device = torch.device(name)
+        stages.append(ReferenceStage(captured.stage(stored, device), spec.parameters, spec.buffers, device))
+    devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
-        (n, torch.nn.Parameter(p.to(device.get(n, "cpu"), copy=True), trainable[n]))
+        (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
         for n, p in origin.parameters.items()
     ]
-    extent = from_the_first(session.extent) if anew else session.extent
+    extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
 
     def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, number), digest(tensors)))
 
-    kept = _Kept(job, trained.snapshot.optimizer.get(WHOLE, {}))
+    optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}))
     while True:
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
-        registers = Registers(1, plan.deadline_s)  # in line, and not for ever
+        registers = Registers(1, plan.deadline_s)  # without a thread, but with a deadline
         least = captured.graph.min_rows
         stream = read(
             job.batches, session.seed, plan.micro_batches, part, captured.values, min_rows=least, registers=registers
@@ -313,13 +289,13 @@ def _reference(
             named,
             whole.buffers,
             stream,
-            kept.make,
+            optimizers.make,
             job.scheduler,
             lambda g: RngKey(session.seed, g),
             audit=audit,
-            start=None if states is None else partial(kept.restore, states),
+            start=None if states is None else partial(optimizers.restore, states),
         )
-        result = replace(result, optimizer_state=kept.told(result.optimizer_state))
+        result = replace(result, optimizer_state=optimizers.states(result.optimizer_state))
         whole = replace(
             result,
             losses=whole.losses | result.losses,
@@ -342,7 +318,7 @@ def _setting(
     loss_scale_at: tuple[float, int] | None,
     numbers: tuple[float, ...],
 ) -> Setting:
-    """What a reference is told of the plan, and of where it starts."""
+    """The reference's settings: from the plan, and of the state from which it starts."""
     return Setting(
         rule=rule_named(plan.rule),
         predictor=plan.predictor,
@@ -357,38 +333,22 @@ def _setting(
     )
 
 
-def _function(captured: Captured, spec: StageSpec, mode: str, device: torch.device) -> StageFunction:
-    """A stage's function; where that must make no difference, one that keeps what the run's computes again."""
-    return captured.stage(replace(spec, recomputed=()) if mode == "stash" else spec, device)
-
-
-def _on_cpu(result: ReferenceResult) -> ReferenceResult:
-    """The result with its tensors where those of the run are handed over."""
-    state = {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
-        for name, one in result.optimizer_state.items()
-    }
-    parameters = {name: tensor.cpu() for name, tensor in result.parameters.items()}
-    buffers = {name: tensor.cpu() for name, tensor in result.buffers.items()}
-    return replace(result, parameters=parameters, buffers=buffers, optimizer_state=state)
-
-
-class _Kept:
-    """What the reference's optimizers keep, read and put back as a stage's is.
+class _ReferenceOptimizers:
+    """Makes the reference's optimizers, and reads and restores their state as a stage does.
 
     Args:
         job: the job.
-        like: what the run's optimizer told that belongs to the whole of it.
+        like: the entries of the run's whole optimizer.
     """
 
     def __init__(self, job: Job, like: Mapping[str, Any]) -> None:
-        self._make, self._changed = job.optimizer, told(like)
+        self._make, self._changed = job.optimizer, changed_entries(like)
         self._made: dict[int, tuple[OptimizerState, dict[str, torch.nn.Parameter]]] = {}
-        #: of the last run: the one that trains, before those that look ahead for rates
+        #: the first of a run, which trains; the others run ahead for rates
         self._first: tuple[OptimizerState, dict[str, torch.nn.Parameter]] | None = None
 
     def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """An optimizer of the job's."""
+        """The job's optimizer over these parameters."""
         optimizer = self._make(named)
         kept = OptimizerState(optimizer, named), dict(named)
         self._made[id(optimizer)] = kept
@@ -396,17 +356,17 @@ class _Kept:
         return optimizer
 
     def restore(self, states: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-        """Put a checkpoint's state into an optimizer that was made here."""
+        """Put a checkpoint's state into an optimizer that :meth:`make` has returned."""
         kept, own = self._made[id(optimizer)]
         kept.restore(own, states)
 
-    def told(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps that has trained, with the averages among what the reference tells of it."""
+    def states(self, averaged: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The state of the optimizer that has trained, with the averages from the reference's own state."""
         assert self._first is not None
         kept, own = self._first
         kept.changed |= self._changed
         entries, self._first = kept.entries(own), None
-        for name, state in states.items():
+        for name, state in averaged.items():
             if EMA in state:
                 entries.setdefault(name, {})[EMA] = state[EMA]
         return entries
@@ -420,18 +380,18 @@ def _compare(
 ) -> dict[str, Any]:
     stage, difference = _first_in_time(trained, notes)
     pairs = _pairs(trained, reference)
-    odd = next((name for name, ours, theirs in pairs if not _same(ours, theirs)), "")
+    differing = next((name for name, ours, theirs in pairs if not same_value(ours, theirs)), "")
     losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
-    if not odd and losses != reference.losses:
-        odd = "losses"
-    if not odd and repr(trained.micro_metrics) != repr(reference.metrics):  # told alike, not-a-number included
-        odd = "metrics beside the losses"
-    if not odd and trained.micro_scales != reference.scales:
-        odd = "loss scales"
-    if odd and not difference:
-        difference = f"{odd} at the end of the run"
-    elif odd:
-        difference += f"; at the end {odd} differs"
+    if not differing and losses != reference.losses:
+        differing = "losses"
+    if not differing and repr(trained.micro_metrics) != repr(reference.metrics):  # NaN is equal to NaN
+        differing = "metrics of the loss"
+    if not differing and trained.micro_scales != reference.scales:
+        differing = "loss scales"
+    if differing and not difference:
+        difference = f"{differing} at the end of the run"
+    elif differing:
+        difference += f"; at the end {differing} differs"
     return {
         "tensors": sum(isinstance(ours, torch.Tensor) for _, ours, _ in pairs),
         "steps": reference.updates - session.initial.updates,
@@ -443,10 +403,10 @@ def _compare(
 
 
 def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
-    """The first computation, in the reference's order, that the distributed run did otherwise."""
-    for key, wanted in notes:
+    """(stage, text) of the first computation, in the reference's order, whose digest differs in the run."""
+    for key, expected in notes:
         kind, stage, number = key
-        if trained.digests.get(key) != wanted:
+        if trained.digests.get(key) != expected:
             of = f"update {number}" if kind == "update" else f"{kind} of micro-batch {number}"
             missing = " (it never happened)" if key not in trained.digests else ""
             return stage, f"stage {stage}: {of} differs{missing}"
@@ -458,22 +418,16 @@ def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
 
 
 def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any, Any]]:
-    """(what, ours, the reference's) of everything that the run leaves."""
+    """(name, the run's, the reference's) of everything that the run ends with."""
     ours = trained.snapshot
-    pairs: list[tuple[str, Any, Any]] = [("the loss scale that comes next", ours.loss_scale, reference.loss_scale)]
+    pairs: list[tuple[str, Any, Any]] = [("the next loss scale", ours.loss_scale, reference.loss_scale)]
     for name, tensor in ours.parameters.items():
         pairs.append((f"parameter {name}", tensor, reference.parameters.get(name)))
     for name, tensor in ours.buffers.items():
         pairs.append((f"buffer {name}", tensor, reference.buffers.get(name)))
     for name in sorted({*ours.optimizer, *reference.optimizer_state}):
         mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
-        for key in sorted({*mine, *theirs} - {EVALUATED}):  # made of the others, on copies
+        for key in sorted({*mine, *theirs} - {EVALUATED}):  # computed from the others
             of = f" of {name}" if name else ""
             pairs.append((f"optimizer state {key!r}{of}", mine.get(key), theirs.get(key)))
     return pairs
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and a == b

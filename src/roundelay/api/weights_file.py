@@ -1,10 +1,10 @@
-"""Weights that stay in their file until a stage reads them, so that no worker holds more than its stage.
+"""Load weights lazily from a file, so that no worker holds more than its stage; and load checkpoints into a model.
 
 A model is built with :func:`empty_weights`, which leaves its parameters on the meta device, without memory; its job
-names the file. :func:`fill` maps the file into memory: a page of it is read when an operator first touches it, may be
-dropped again, and is shared by all processes. A worker then copies the parameters of its own stage, and those alone.
+names the file. :func:`fill` maps the file into memory: a page is read when an operator first touches it, may be evicted
+again, and is shared by all processes. A worker then copies only the parameters of its own stage.
 
-The process that started them gathers all stages for every checkpoint and evaluation, and at the end: the whole model.
+The process that started the workers gathers the whole model for every checkpoint and evaluation, and at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SUFFIX = ".safetensors"
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Modules built in this block have parameters of shape and dtype only; their buffers are ordinary ones.
+    """Create the parameters of modules on the meta device within the block; buffers keep their values.
 
-    ``torch.device("meta")`` leaves the buffers empty too, whose values are often in no file.
+    ``torch.device("meta")`` would leave buffers empty too, whose values are often in no file.
     """
     register = torch.nn.Module.register_parameter
 
@@ -45,10 +45,10 @@ def empty_weights() -> Iterator[None]:
 
 
 def fill(model: torch.nn.Module, path: Path) -> None:
-    """Give every parameter, and every buffer that is stored, its value from the file; tied ones stay tied.
+    """Set every parameter, and every stored buffer, to its value in the file; tied parameters stay tied.
 
     Args:
-        model: as :func:`empty_weights` leaves it, or an ordinary one. Its dtypes stay.
+        model: built with :func:`empty_weights`, or an ordinary one; it keeps its dtypes.
         path: a safetensors file, or a folder of them as Hugging Face and Roundelay write it.
 
     Raises:
@@ -58,23 +58,23 @@ def fill(model: torch.nn.Module, path: Path) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     _check(path, model, stored, parameters | buffers)
-    made: dict[int, Any] = {}
+    replaced: dict[int, Any] = {}
     for name, old in (parameters | buffers).items():
-        if name in stored and id(old) not in made:
+        if name in stored and id(old) not in replaced:
             value = stored[name].to(old.dtype)
-            made[id(old)] = torch.nn.Parameter(value, old.requires_grad) if name in parameters else value
+            replaced[id(old)] = torch.nn.Parameter(value, old.requires_grad) if name in parameters else value
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
-                if tensor is not None and id(tensor) in made:
-                    own[key] = made[id(tensor)]
+                if tensor is not None and id(tensor) in replaced:
+                    own[key] = replaced[id(tensor)]
 
 
 def check_filled(model: torch.nn.Module) -> None:
-    """Refuse a model with parts that have no values.
+    """Check that every parameter and buffer has values.
 
     Raises:
-        JobError: naming the first.
+        JobError: naming the first one on the meta device.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
@@ -89,16 +89,16 @@ def check_filled(model: torch.nn.Module) -> None:
 
 def _stored(path: Path) -> dict[str, torch.Tensor]:
     files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     try:
         for file in files:
             with safe_open(str(file), "pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
     except (OSError, SafetensorError) as error:
         raise _unusable(path, str(error)) from error
-    if not found:
+    if not tensors:
         raise _unusable(path, f"no {_SUFFIX} file with tensors in it")
-    return found
+    return tensors
 
 
 def _check(path: Path, model: torch.nn.Module, stored: dict[str, Any], own: dict[str, torch.Tensor]) -> None:
@@ -119,18 +119,18 @@ def _unusable(path: Path, got: str) -> JobError:
         f"Job(weights={str(path)!r})",
         got=got,
         expected="one value for each parameter of the model, by its name in `state_dict()`",
-        remedy="Name the weights of this very model.",
+        remedy="Name a file with the weights of this model.",
     )
 
 
 def load(model: torch.nn.Module, path: str | Path, *, averaged: bool = False) -> torch.nn.Module:
-    """Put a checkpoint's weights and buffers into ``model``, which needs nothing of Roundelay.
+    """Load a checkpoint's weights and buffers into a plain ``model``.
 
     Args:
         model: of the class and sizes that were trained.
-        path: a checkpoint folder, or a run folder that holds one.
-        averaged: load the moving averages (``ema``) of the weights in their place. Of an optimizer with an ``eval()``
-            (schedule-free) the weights are loaded as that makes them, in any case.
+        path: a checkpoint folder, or a run folder that contains one.
+        averaged: load the moving averages (``ema``) of the weights instead. With an optimizer that has an ``eval()``
+            (schedule-free), the weights are always loaded as ``eval()`` sets them.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another model; or it has no averages.

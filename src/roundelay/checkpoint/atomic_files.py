@@ -1,14 +1,13 @@
-"""Replacing files and folders so that a kill, a power cut or a full disk at any instant leaves the old or the new one.
+"""Replace files and folders so that a kill, a power cut or a full disk at any instant leaves the old or the new one.
 
-A file is replaced by one ``rename``. A folder that holds something cannot be, so it takes two, with the old folder set
-aside under a name of its own in between::
+A file is replaced by one ``rename``. A folder that is not empty cannot be, so it takes two, with the old folder renamed
+in between::
 
-    .NAME.new   being written; worthless until complete
-    .NAME.old   what stood at NAME before; removed once the new one stands there
+    .NAME.new   being written; incomplete
+    .NAME.old   the previous content of NAME; removed once the new folder is in place
 
 If a process dies between the two, NAME is absent and ``.NAME.old`` complete: :func:`present` finds it, and the next
-:func:`settle` puts it back. One process at a time may replace a folder, one thread of it at a time does; any number may
-read it.
+:func:`settle` renames it back. Only one process may replace a folder at a time; any number may read it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from typing import Any, BinaryIO, TextIO
 from roundelay.errors import RunError
 
 _REPLACING = threading.Lock()
-"""A run that has failed leaves a write behind that the disk holds up, and may be restarted meanwhile."""
+"""A failed run may be restarted while a background write of it still waits for the disk."""
 
 
 def strict_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON that every parser accepts: a float that is not finite becomes ``null``."""
+    """Encode ``value`` as JSON that every parser accepts: a float that is not finite becomes ``null``."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
@@ -45,18 +44,18 @@ def _finite(value: Any) -> Any:
 
 
 def unwritten(path: Path, error: Exception) -> RunError:
-    """The error to raise when ``path`` could not be written while a run was under way."""
+    """The error for a ``path`` that could not be written."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return RunError(
         f"writing {path}",
         got=reason,
         expected="room and permission to write there",
-        remedy="Free some space or correct the permissions; what was complete before is unharmed.",
+        remedy="Free some space or correct the permissions; what was complete before is intact.",
     )
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    """Fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,10 +65,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[TextIO]:
-    """A text file to write into; it takes its place at ``path`` when the block ends without an error.
+    """Open a text file for writing that replaces ``path`` when the block ends without an error.
 
     Raises:
-        RunError: it cannot be written; what stood at ``path`` still does.
+        RunError: it cannot be written; ``path`` is unchanged.
     """
     with _replacing(path, mode="w", encoding="utf-8", newline="\n") as file:
         yield file
@@ -100,14 +99,14 @@ def _replacing(path: Path, **how: Any) -> Iterator[Any]:
 
 @contextmanager
 def replacing_folder(folder: Path, own: Collection[str]) -> Iterator[Path]:
-    """An empty folder to fill; it takes its place at ``folder`` when the block ends without an error.
+    """Create an empty folder to fill that replaces ``folder`` when the block ends without an error.
 
     Args:
-        folder: where it goes; parents are made.
-        own: names of the files that are replaced. Whatever else lies in the old folder moves into the new one.
+        folder: the folder to replace; parents are created.
+        own: names of the files that are replaced. Other files in the old folder move into the new one.
 
     Raises:
-        OSError: it cannot be written; what stood at ``folder`` is still :func:`present`.
+        OSError: it cannot be written; the old content is still :func:`present`.
     """
     with _REPLACING:
         settle(folder, own)
@@ -123,7 +122,7 @@ def replacing_folder(folder: Path, own: Collection[str]) -> Iterator[Path]:
             new.rename(folder)
             sync(folder.parent)
         finally:
-            with suppress(OSError):  # what is left over is harmless, and the next call removes it
+            with suppress(OSError):  # leftovers are harmless, and the next call removes them
                 settle(folder, own)
 
 
@@ -144,7 +143,7 @@ def settle(folder: Path, own: Collection[str]) -> None:
 
 
 def present(folder: Path) -> Path:
-    """Where the content of ``folder`` is at this instant."""
+    """The path at which the content of ``folder`` currently is."""
     old = _siblings(folder)[1]
     return old if not folder.exists() and old.exists() else folder
 

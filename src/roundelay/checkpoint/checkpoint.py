@@ -1,9 +1,9 @@
-"""Checkpoints: a folder from which a run goes on, or a model is loaded.
+"""Checkpoints: folders from which a run is resumed or a model is loaded.
 
 =========================  ====================================================================================
 ``model.safetensors``      parameters and buffers by their first name; a tied one once
 ``optimizer.safetensors``  the tensors of the optimizer's state, as ``PARAMETER/KEY``
-``flight.safetensors``     what was in flight, if the checkpoint was made in mid-flight
+``flight.safetensors``     what was in flight, if anything was
 ``checkpoint.json``        everything else: position, seed, other state values, ties, and the SHA-256 of each file
 =========================  ====================================================================================
 
@@ -12,12 +12,12 @@ Values survive bit for bit with dtype and shape; tensors come back contiguous on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -29,17 +29,16 @@ from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.plan import EMA, EVALUATED
 
 _PLAIN = (int, float, bool, str, type(None))
-_FACTS = ("seed", "fingerprint", "rule", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has come.
+    """How far a run has progressed.
 
     Args:
         updates: updates done.
         micro_batches: micro-batches done; the next one's global number g.
-        epoch: number of the epoch it is in, from 0.
+        epoch: number of the current epoch, from 0.
         batches_into_epoch: batches of that epoch already used.
     """
 
@@ -51,42 +50,42 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Where the run was to end that made a checkpoint.
+    """When the run that made a checkpoint was to stop.
 
     Args:
-        updates: in all, those before the run included; None if no number was given.
-        epochs: in all; None if no number was given.
+        updates: in total, earlier runs included; None if not limited.
+        epochs: in total, likewise; None if not limited.
     """
 
     updates: int | None = None
     epochs: int | None = None
 
-    def lies_behind(self, position: Position) -> bool:
-        """Whether the run has still to go there."""
+    def is_after(self, position: Position) -> bool:
+        """Whether `position` is before this end."""
         return (self.updates or 0) > position.updates or (self.epochs or 0) > position.epoch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What a run needs to go on.
+    """The state from which a run is resumed.
 
     Args:
         parameters: by their first name in the model.
         buffers: by their first name in the model.
-        optimizer: parameter to its state, and the empty name to what belongs to the whole optimizer; a value is a
-            tensor, an int, float, bool, text or None.
-        position: how far the run has come.
+        optimizer: the state of each parameter, and under the empty name that of the optimizer as a whole; a value is a
+            tensor, an int, float, bool, str or None.
+        position: how far the run has progressed.
         seed: the run's seed.
         fingerprint: identity of the model's graph (:attr:`roundelay.ir.graph.Graph.fingerprint`).
         rule: name of the update rule.
         num_stages: stages of the plan.
         flight: what was in flight; None if the stages were empty.
-        until: where the run was to end.
-        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None without one.
-        numbers: what evaluations have said, one for each epoch, where a learning rate waits for it.
-        optimizer_kind: name of the optimizer's class; empty in checkpoints that were written before it was kept.
-        began: digest of what the run began with and of what it computed by, if that was one and the same from its
-            first update on; empty if it was not, or is not known.
+        until: when the run was to stop.
+        loss_scale: a dynamic loss scale, and how many finite batches in a row preceded it; None without one.
+        numbers: the evaluation results of each epoch, if a learning rate schedule reads them.
+        optimizer_kind: name of the optimizer's class.
+        began: digest of the run's initial state and settings, if they were the same from its first update on; empty if
+            they were not, or if that is not known.
     """
 
     parameters: dict[str, Tensor]
@@ -106,30 +105,30 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
-    """Write a checkpoint at ``path``; one that is there stays loadable until the new one is complete and on the disk.
+    """Write a checkpoint to ``path``; an existing one stays loadable until the new one is complete and on disk.
 
     Args:
-        path: its folder. Parents are made; foreign files in an existing checkpoint's folder stay in it.
+        path: the checkpoint's folder. Parents are created; other files in an existing checkpoint's folder are kept.
         checkpoint: what to write.
-        aliases: every further name of a tied parameter or buffer, to its first name.
+        aliases: maps each further name of a tied parameter or buffer to its first name.
 
     Raises:
         CheckpointError: something else is at ``path``, or a value cannot be stored.
         RunError: it cannot be written, for example because the disk is full; the old one is intact.
     """
-    place = path.resolve()
+    folder_path = path.resolve()
     _check_aliases(checkpoint, aliases)
     stored = _encode(checkpoint, aliases)
     try:
-        _refuse_foreign(place)
-        with replacing_folder(place, FILES) as folder:
+        _refuse_foreign(folder_path)
+        with replacing_folder(folder_path, FILES) as folder:
             write(folder, stored)
     except (OSError, SafetensorError) as error:
         raise unwritten(path, error) from error
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``.
+    """Read the checkpoint at ``path``.
 
     Raises:
         CheckpointError: it is missing, damaged, no checkpoint, or of a newer format.
@@ -140,11 +139,11 @@ def load(path: Path) -> Checkpoint:
 def load_into(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> torch.nn.Module:
     """Copy a checkpoint's parameters and buffers into ``model``, and return it; tied parameters stay tied.
 
-    Names and shapes must agree exactly, except that buffers which are no part of the model's ``state_dict`` may be
-    absent from the checkpoint. Dtypes, devices and memory formats stay the model's. On an error the model is untouched.
+    Names and shapes must agree exactly, except that non-persistent buffers may be absent from the checkpoint. Dtypes,
+    devices and memory formats stay the model's. On an error the model is unchanged.
 
     Raises:
-        CheckpointError: as :func:`load`; or a name is missing or unexpected, or a shape differs: the first one is told.
+        CheckpointError: as :func:`load`; or a name is missing or unexpected, or a shape differs; the first is named.
     """
     checkpoint, ties = _open(path)
     parameters = checkpoint.parameters | _evaluated(path, checkpoint, averaged)
@@ -161,17 +160,17 @@ def load_into(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> 
 
 
 def _evaluated(path: Path, checkpoint: Checkpoint, averaged: bool) -> dict[str, Tensor]:
-    """The weights that are not those which were trained, by name."""
+    """The weights to evaluate with, by name, where they differ from the trained ones."""
     key = EMA if averaged else EVALUATED
-    found = {name: state[key] for name, state in checkpoint.optimizer.items() if key in state}
-    if averaged and not found:
+    weights = {name: state[key] for name, state in checkpoint.optimizer.items() if key in state}
+    if averaged and not weights:
         raise CheckpointError(
             f"checkpoint {path}",
             got="no averages of weights",
             expected="those of a run with `ema`",
             remedy="Leave averaged=True out, or train with --ema 0.999.",
         )
-    return found
+    return weights
 
 
 def _check_names(path: Path, required: set[str], own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -214,20 +213,64 @@ def _check_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
 
 
 def _refuse_foreign(place: Path) -> None:
-    """A folder that no save has made is never moved away."""
+    """Refuse to replace anything but a checkpoint or an empty folder."""
     if place.exists() and not (place / MANIFEST).is_file() and not (place.is_dir() and not any(place.iterdir())):
         raise CheckpointError(
             f"checkpoint {place}",
             got="something else at this place",
             expected="nothing, an empty folder, or a checkpoint",
-            remedy="Save it elsewhere, or move that away.",
+            remedy="Save to another place, or move that away.",
         )
 
 
+class _Facts(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a checkpoint that are stored as they are."""
+
+    position: Position
+    seed: int
+    fingerprint: str
+    rule: str
+    num_stages: int
+    until: Until
+    loss_scale: tuple[float, int] | None
+    numbers: tuple[float, ...]
+    optimizer_kind: str
+    began: str
+
+
+class _Flight(msgspec.Struct, forbid_unknown_fields=True):
+    """What was in flight; the stages as :func:`roundelay.checkpoint.in_flight.encode` encodes them."""
+
+    order: dict[str, str]
+    since: int
+    stages: list[dict[str, Any]]
+
+
+class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of ``checkpoint.json``; a tensor in the optimizer's state is ``{"tensor": NAME}``."""
+
+    facts: _Facts
+    parameters: list[str]
+    buffers: list[str]
+    aliases: dict[str, str]
+    optimizer: dict[str, dict[str, int | float | bool | str | dict[str, str] | None]]
+    flight: _Flight | None
+
+
 def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
+    facts = _Facts(*(getattr(checkpoint, name) for name in _Facts.__struct_fields__))
+    states, state_tensors = _encode_states(checkpoint.optimizer)
+    flight, flight_tensors = _encode_flight(checkpoint.flight) if checkpoint.flight else (None, None)
+    manifest = _Manifest(facts, list(checkpoint.parameters), list(checkpoint.buffers), dict(aliases), states, flight)
+    tensors = checkpoint.parameters | checkpoint.buffers
+    return StoredFiles(msgspec.to_builtins(manifest), tensors, state_tensors, flight_tensors)
+
+
+def _encode_states(optimizer: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """The optimizer's state with names in the place of tensors, and these tensors."""
     tensors: dict[str, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
-    for parameter, state in checkpoint.optimizer.items():
+    for parameter, state in optimizer.items():
         states[parameter] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -236,98 +279,61 @@ def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
                 states[parameter][key] = {"tensor": name}
             else:
                 states[parameter][key] = _plain(value, parameter, key)
-    manifest = {
-        **asdict(checkpoint.position),
-        **{name: getattr(checkpoint, name) for name in _FACTS},
-        "until": asdict(checkpoint.until),
-        "loss_scale": checkpoint.loss_scale,
-        "numbers": list(checkpoint.numbers),
-        "optimizer_kind": checkpoint.optimizer_kind,
-        "began": checkpoint.began,
-        "parameters": list(checkpoint.parameters),
-        "buffers": list(checkpoint.buffers),
-        "aliases": dict(aliases),
-        "optimizer": states,
-    }
-    return StoredFiles(
-        manifest, checkpoint.parameters | checkpoint.buffers, tensors, _encode_flight(manifest, checkpoint)
-    )
+    return states, tensors
 
 
-def _encode_flight(manifest: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Tensor] | None:
-    """The tensors of what is in flight; the rest goes into the manifest."""
-    flight = checkpoint.flight
-    if flight is None:
-        return None
+def _encode_flight(flight: InFlight) -> tuple[_Flight, dict[str, Tensor]]:
     parts = [encode(stage, f"stage {k} ") for k, stage in enumerate(flight.stages)]
-    manifest["flight"] = {"order": flight.order, "since": flight.since, "stages": [table for table, _ in parts]}
-    return {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+    tensors = {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+    return _Flight(flight.order, flight.since, [table for table, _ in parts]), tensors
 
 
 def _free(name: str, taken: Mapping[str, Tensor]) -> str:
-    """Parameter ``a`` with key ``b/c`` must not meet parameter ``a/b`` with key ``c``."""
+    """Make a name unique: parameter ``a`` with key ``b/c`` must not collide with ``a/b`` with key ``c``."""
     while name in taken:
         name += "+"
     return name
 
 
 def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
-    """The checkpoint at ``path``, and the first name and the tensor that each alias stands for."""
+    """Read the checkpoint at ``path``, and the first name and the tensor of each alias."""
     stored = read(path)
     try:
-        return _decode(stored), {
-            alias: (first, stored.model[first]) for alias, first in stored.manifest["aliases"].items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({error!r})") from error
+        manifest = msgspec.convert(stored.content, _Manifest)
+        checkpoint = _decode(manifest, stored)
+        return checkpoint, {alias: (first, stored.model[first]) for alias, first in manifest.aliases.items()}
+    except (KeyError, msgspec.ValidationError) as error:
+        fault = f"no tensor {error}" if isinstance(error, KeyError) else error
+        raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({fault})") from error
 
 
-def _decode(stored: StoredFiles) -> Checkpoint:
-    manifest = stored.manifest
+def _decode(manifest: _Manifest, stored: StoredFiles) -> Checkpoint:
+    flight = None
+    if manifest.flight is not None and stored.flight is not None:
+        stages = tuple([decode(table, stored.flight) for table in manifest.flight.stages])
+        flight = InFlight(manifest.flight.order, manifest.flight.since, stages)
     return Checkpoint(
-        parameters={name: stored.model[name] for name in manifest["parameters"]},
-        buffers={name: stored.model[name] for name in manifest["buffers"]},
+        parameters={name: stored.model[name] for name in manifest.parameters},
+        buffers={name: stored.model[name] for name in manifest.buffers},
         optimizer={
-            parameter: {key: _value(entry, stored.optimizer) for key, entry in state.items()}
-            for parameter, state in manifest["optimizer"].items()
+            parameter: {
+                key: stored.optimizer[value["tensor"]] if isinstance(value, dict) else value
+                for key, value in state.items()
+            }
+            for parameter, state in manifest.optimizer.items()
         },
-        position=Position(*(manifest[name] for name in Position.__slots__)),
-        until=Until(**manifest.get("until", {})),
-        flight=_decode_flight(manifest.get("flight"), stored.flight),
-        loss_scale=_decode_scale(manifest.get("loss_scale")),
-        numbers=tuple(map(float, manifest.get("numbers", ()))),
-        optimizer_kind=str(manifest.get("optimizer_kind", "")),
-        began=str(manifest.get("began", "")),
-        **{name: manifest[name] for name in _FACTS},
+        flight=flight,
+        **msgspec.structs.asdict(manifest.facts),
     )
 
 
-def _decode_flight(table: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> InFlight | None:
-    if table is None or tensors is None:
-        return None
-    return InFlight(table["order"], table["since"], tuple(decode(stage, tensors) for stage in table["stages"]))
-
-
-def _decode_scale(pair: list[Any] | None) -> tuple[float, int] | None:
-    if pair is None:
-        return None
-    scale, streak = pair
-    return float(scale), int(streak)
-
-
 def _plain(value: Any, parameter: str, key: str) -> Any:
-    """A state value as JSON; types must match exactly, since a subclass would not come back as itself."""
+    """Return a state value that JSON can hold; subclasses are refused: they would not be restored as themselves."""
     if type(value) not in _PLAIN:
         raise CheckpointError(
             f"optimizer state {key!r} of parameter {parameter!r}",
             got=f"a value of type {type(value).__name__}",
-            expected="a tensor, an int, float, bool, text or None",
+            expected="a tensor, an int, float, bool, str or None",
             remedy="Use an optimizer whose state consists of these.",
         )
-    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _value(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return tensors[entry["tensor"]] if "tensor" in entry else float(entry["float"])
+    return value

@@ -1,7 +1,7 @@
 """What is in flight when a checkpoint is made: micro-batches that stages have forwarded and not yet backwarded.
 
-Their tapes are not stored. A stage that goes on forwards them again, with the weights that it read the first time, from
-the buffers behind the last micro-batch that the checkpoint counts; so nothing that travels is stored either.
+Their tapes are not stored. A resumed stage forwards them again with the weights that it read the first time, starting
+from the buffers after the last micro-batch that the checkpoint counts; so messages in transit need not be stored.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from roundelay.weight_prediction import LastStep
 
 Key = tuple[int, int, int]
-"""Which weights: the version, how many updates they are predicted ahead of it (0: not at all), and the micro-batch that
-alone reads them; :data:`ANY` for those that any may read."""
+"""Which weights: the version, the distance of their prediction (0: none), and the only micro-batch that reads them, or
+:data:`ANY`."""
 
 ANY = -1
 
@@ -25,16 +26,16 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageInFlight:
-    """What one stage needs, besides its weights, its optimizer's state and its buffers, to go on in mid-flight.
+    """What one stage needs to resume in mid-flight, in addition to weights, optimizer state and buffers.
 
     Args:
-        versions: micro-batch in flight to the updates that the stage had made before its forward.
+        versions: for each micro-batch in flight, the stage's updates before its forward.
         weights: the weights that these forwards read, and older versions that later forwards may read; by name.
-        keep: the oldest version that a later forward may read; None if each reads its newest.
-        last: parameter to its last update, as far as a prediction reads it.
-        norms: on stage 0, micro-batch in flight to the norm that went with it, where gradients are clipped by that.
+        keep: the oldest version that a later forward may read; None if each reads the newest.
+        last: for each parameter, its last update, as far as a prediction reads it.
+        norms: on stage 0, for each micro-batch in flight, the gradient norm sent with it, for clipping.
         newest: on stage 0, the newest of these norms.
-        scales: micro-batch in flight to the scale of its loss, where losses are scaled.
+        scales: for each micro-batch in flight, its loss scale, if losses are scaled.
     """
 
     versions: dict[int, int]
@@ -51,8 +52,8 @@ class InFlight:
     """What all stages have in flight.
 
     Args:
-        order: what the order of work depends on, by what a person calls it: only a run of equal order can go on.
-        since: updates that had been made when the stages were last empty.
+        order: the settings that the order of work depends on, by name: only a run with equal ones can resume.
+        since: number of updates when the stages were last empty.
         stages: in order.
     """
 
@@ -62,73 +63,59 @@ class InFlight:
 
     @property
     def micro_batches(self) -> int:
-        """How many are in flight: stage 0 has forwarded them all."""
+        """How many micro-batches are in flight: stage 0 has forwarded them all."""
         return len(self.stages[0].versions)
 
 
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of `StageInFlight` as they are encoded."""
+
+    versions: dict[int, int]
+    weights: list[tuple[Key, Weights]]
+    keep: int | None
+    last: dict[str, LastStep]
+    norms: dict[int, float | None]
+    newest: float | None
+    scales: dict[int, float]
+
+
 def encode(flight: StageInFlight, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A stage's flight as values that JSON can hold, and tensors by name; each memory once.
+    """Return a stage's flight as JSON values and tensors by name, each memory once.
 
     Args:
         flight: what to encode.
-        prefix: of every tensor's name.
+        prefix: prefix of every tensor's name.
     """
     pool = _Pool(prefix)
-    table = {
-        "versions": {str(g): version for g, version in flight.versions.items()},
-        "weights": [[*key, pool.names(weights)] for key, weights in flight.weights.items()],
-        "keep": flight.keep,
-        "last": {
-            name: [last.rate, pool.name(last.displacement), pool.name(last.gradient)]
-            for name, last in flight.last.items()
-        },
-        "norms": {str(g): norm for g, norm in flight.norms.items()},
-        "newest": flight.newest,
-        "scales": {str(g): scale for g, scale in flight.scales.items()},
-    }
+    fields = {name: getattr(flight, name) for name in _Record.__struct_fields__}
+    record = _Record(**fields | {"weights": list(flight.weights.items())})
+    table: dict[str, Any] = msgspec.to_builtins(record, str_keys=True, enc_hook=pool.name)
     return table, pool.tensors
 
 
 def decode(table: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StageInFlight:
-    """The flight that :func:`encode` took apart."""
+    """Return the flight that :func:`encode` encoded.
 
-    def named(names: Mapping[str, str]) -> Weights:
-        return {name: tensors[key] for name, key in names.items()}
-
-    def maybe(key: str | None) -> Tensor | None:
-        return None if key is None else tensors[key]
-
-    return StageInFlight(
-        versions={int(g): version for g, version in table["versions"].items()},
-        weights={(version, distance, g): named(names) for version, distance, g, names in table["weights"]},
-        keep=table["keep"],
-        last={n: LastStep(rate, maybe(moved), maybe(found)) for n, (rate, moved, found) in table["last"].items()},
-        norms={int(g): norm for g, norm in table["norms"].items()},
-        newest=table["newest"],
-        scales={int(g): scale for g, scale in table.get("scales", {}).items()},
-    )
+    Raises:
+        KeyError, msgspec.ValidationError: the table was not written by :func:`encode`, or a tensor is missing.
+    """
+    record = msgspec.convert(table, _Record, str_keys=True, dec_hook=lambda _, name: tensors[name])
+    return StageInFlight(**msgspec.structs.asdict(record) | {"weights": dict(record.weights)})
 
 
 class _Pool:
-    """Tensors by made-up names; one that is met again, under whatever name, keeps its first."""
+    """Assigns names to tensors; the same memory gets one name."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
-        self._met: dict[tuple[Any, ...], str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
 
-    def name(self, tensor: Tensor | None) -> str | None:
-        """Its name, made if it has none."""
-        return None if tensor is None else self._name(tensor)
-
-    def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Names of several."""
-        return {name: self._name(tensor) for name, tensor in tensors.items()}
-
-    def _name(self, tensor: Tensor) -> str:
+    def name(self, tensor: Tensor) -> str:
+        """The name of a tensor."""
         address = tensor.untyped_storage().data_ptr()
         identity = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if identity not in self._met:
-            self._met[identity] = f"{self._prefix}{len(self._met)}"
-            self.tensors[self._met[identity]] = tensor
-        return self._met[identity]
+        if identity not in self._names:
+            self._names[identity] = f"{self._prefix}{len(self._names)}"
+            self.tensors[self._names[identity]] = tensor
+        return self._names[identity]

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: written with their digests, read with every byte verified.
+"""The files of a checkpoint, written with digests and verified when read.
 
-What they mean is `checkpoint`'s business. The manifest is JSON and carries the SHA-256 of each tensor file and, over
-all the rest of itself, its own; nothing is ever unpickled.
+The manifest is JSON and holds the SHA-256 of each tensor file and of the rest of itself; nothing is ever unpickled.
+A float that is not finite is written as ``NaN`` or ``Infinity``, as Python's ``json`` reads and writes it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 from roundelay.checkpoint.atomic_files import present
 from roundelay.errors import CheckpointError
 
-FORMAT = 2
-"""1: without anything in flight, as a checkpoint still is that has nothing."""
+FORMAT = 3
 KIND = "roundelay checkpoint"
 
 MODEL = "model.safetensors"
@@ -32,21 +31,21 @@ MANIFEST = "checkpoint.json"
 FILES = (MODEL, OPTIMIZER, FLIGHT, MANIFEST)
 
 _TRIES = 10
-"""How often a reader starts again because a save replaced the checkpoint under it."""
+"""How often a reader tries again because a save replaced the checkpoint meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredFiles:
-    """What the files hold.
+    """The content of the files.
 
     Args:
-        manifest: the JSON object; kind, format and digests are added when it is written.
+        content: what the manifest says of the checkpoint, as JSON values.
         model: tensors of ``model.safetensors``.
         optimizer: tensors of ``optimizer.safetensors``.
         flight: tensors of ``flight.safetensors``; None if there is no such file.
     """
 
-    manifest: dict[str, Any]
+    content: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     flight: dict[str, Tensor] | None = None
@@ -66,16 +65,16 @@ def write(folder: Path, stored: StoredFiles) -> None:
         _write_tensors(folder / name, tensors)
         with (folder / name).open("rb") as file:
             digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    document = {"kind": KIND, "format": 1 if stored.flight is None else FORMAT, **stored.manifest, "sha256": digests}
+    document = {"kind": KIND, "format": FORMAT, "content": stored.content, "sha256": digests}
     document["sha256"] = digests | {MANIFEST: _digest(document)}
-    (folder / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    for name in digests:  # safetensors lets only the owner read; whoever may read one file shall read them all
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for name in digests:  # safetensors lets only the owner read; all files get the manifest's permissions
         (folder / name).chmod((folder / MANIFEST).stat().st_mode & 0o777)
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
-        save_file(_apart(tensors), file)
+        save_file(_separate(tensors), file)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{file.name} of a checkpoint",
@@ -86,7 +85,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read(path: Path) -> StoredFiles:
-    """What the files at ``path`` hold: all of one save, though another may replace them meanwhile.
+    """Read the files at ``path``, all of one save even if another replaces them meanwhile.
 
     Raises:
         CheckpointError: they are missing, damaged, no checkpoint, or of a newer format.
@@ -99,9 +98,12 @@ def _read(path: Path, place: Path, tries: int) -> StoredFiles:
     try:
         manifest = _manifest(path, place, text)
         model, optimizer = (_tensors(path, present(place) / name, manifest) for name in (MODEL, OPTIMIZER))
-        flies = FLIGHT in manifest["sha256"]
+        has_flight = FLIGHT in manifest["sha256"]
         return StoredFiles(
-            manifest, model, optimizer, _tensors(path, present(place) / FLIGHT, manifest) if flies else None
+            manifest["content"],
+            model,
+            optimizer,
+            _tensors(path, present(place) / FLIGHT, manifest) if has_flight else None,
         )
     except CheckpointError:
         if tries == 1 or _bytes(path, present(place) / MANIFEST) == text:
@@ -111,19 +113,20 @@ def _read(path: Path, place: Path, tries: int) -> StoredFiles:
 
 def _manifest(path: Path, place: Path, text: bytes | None) -> dict[str, Any]:
     if text is None:
-        raise _not_one(path, f"no {MANIFEST} in it" if place.exists() else "nothing at this place")
+        raise _not_a_checkpoint(path, f"no {MANIFEST} in it" if place.exists() else "nothing at this place")
     try:
         document = json.loads(text)
     except ValueError as error:
         raise damaged(path, f"a {MANIFEST} that is no JSON ({error})") from error
     if not isinstance(document, dict) or document.get("kind") != KIND or type(document.get("format")) is not int:
-        raise _not_one(path, f"another program's {MANIFEST}")
-    if document["format"] > FORMAT:
+        raise _not_a_checkpoint(path, f"another program's {MANIFEST}")
+    if document["format"] != FORMAT:
+        which = "a newer Roundelay" if document["format"] > FORMAT else "the Roundelay that wrote it"
         raise CheckpointError(
             f"checkpoint {path}",
             got=f"format {document['format']}",
-            expected=f"format {FORMAT} or older",
-            remedy="Load it with a newer Roundelay.",
+            expected=f"format {FORMAT}",
+            remedy=f"Load it with {which}.",
         )
     digests = document.get("sha256")
     rest = {name: digest for name, digest in digests.items() if name != MANIFEST} if isinstance(digests, dict) else {}
@@ -145,44 +148,44 @@ def _tensors(path: Path, file: Path, manifest: Mapping[str, Any]) -> dict[str, T
 
 
 def _bytes(path: Path, file: Path) -> bytes | None:
-    """The file's bytes, None where there is none. Not mapped: a save must be free to delete it."""
+    """The file's bytes; None if it does not exist. It is not mapped, so that a save may delete it."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _not_one(path, f"a {file.name} that cannot be read ({error.strerror})") from error
+        raise _not_a_checkpoint(path, f"a {file.name} that cannot be read ({error.strerror})") from error
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous on the CPU, no two in one storage: safetensors refuses those that overlap."""
-    made: dict[str, Tensor] = {}
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors contiguous on the CPU, no two in one storage: safetensors refuses those that overlap."""
+    separate: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         if value.untyped_storage().data_ptr() in storages:
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
-        made[name] = value
-    return made
+        separate[name] = value
+    return separate
 
 
 def _digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest that does not yet hold its own."""
+    """SHA-256 of a manifest without its own."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
-    """The error for files that are not as a save wrote them."""
+    """The error for files that differ from what a save wrote."""
     return CheckpointError(
         f"checkpoint {path}",
         got=got,
         expected="the files that a save wrote, unchanged",
-        remedy="Copy it anew from where it came, or take another checkpoint.",
+        remedy="Copy it again from its origin, or use another checkpoint.",
     )
 
 
-def _not_one(path: Path, got: str) -> CheckpointError:
+def _not_a_checkpoint(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path}",
         got=got,

@@ -8,7 +8,7 @@ import sys
 
 from roundelay.cli.output_streams import tolerate
 from roundelay.env import better_malloc, by_torchrun, launched_as
-from roundelay.runtime.child_process import die_with
+from roundelay.runtime.child_process import die_with_parent
 from roundelay.runtime.stop_watchdog import start_watchdog
 
 
@@ -27,12 +27,12 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if (name := launched_as()) is not None:
         if by_torchrun():
-            die_with(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
+            die_with_parent(os.getppid(), ctypes.CDLL(None))  # a launcher that is killed tells nobody
         start_watchdog(name)
     try:
         app = importlib.import_module("roundelay.cli.app")
     except Exception as error:  # torch is missing or broken
-        sys.exit(importlib.import_module("roundelay.cli.doctor_command").without_commands(error))
+        sys.exit(importlib.import_module("roundelay.cli.doctor_command").run_without_commands(error))
     app.main()
 
 

@@ -1,4 +1,4 @@
-"""Load a job from a Python file, as a module that the processes of its loader can import too."""
+"""Load a job from a Python file, as a module that worker processes of its DataLoader can import, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CORRECT = "Correct the file; ROUNDELAY_DEBUG=1 shows the traceback."
 
 
 def load_job(path: Path, seed: int) -> Job:
-    """The job that ``path`` defines, made with every generator seeded.
+    """Load the job that ``path`` defines, with all random generators seeded.
 
     Raises:
         JobError: the file is missing, cannot be read or run, or defines no job.
@@ -37,37 +37,37 @@ def load_job(path: Path, seed: int) -> Job:
 
 
 def job_maker(path: Path) -> Callable[[int], Job]:
-    """What makes the jobs that ``path`` defines, one for each seed; the file itself is run once, now.
+    """Run a job file once; returns a function from a seed to a job.
 
     Raises:
-        JobError: the file is missing, cannot be read or run, or defines no job; so does the function, of a job.
+        JobError: the file is missing, cannot be read or run, or defines no job; the returned function raises it, too.
     """
     module = _module(path)
     make = getattr(module, "job", None)
     if not callable(make):
         raise _unusable(path, f"no function called job (it defines {', '.join(_public(module)) or 'nothing'})")
 
-    def made(seed: int) -> Job:
+    def job_of(seed: int) -> Job:
         seed_everything(seed)
         try:
             job = make(seed)
         except RoundelayError:
             raise
-        except (Exception, SystemExit) as error:  # the person's own code
+        except (Exception, SystemExit) as error:  # user code
             raise _failed(path, error) from error
         if not isinstance(job, Job):
             raise _unusable(path, f"job({seed}) returned a {type(job).__name__}")
         return job
 
-    return made
+    return job_of
 
 
 @final
 class _Script(SourceFileLoader):
-    """Reads a file as Python reads a script: no bytecode beside it, which an edit of the same second may outlive."""
+    """Reads a file as Python reads a script, without cached bytecode: that may be stale after an edit in one second."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """What bytecode would be compared with."""
+        """Raise an error, so that no bytecode is read or written."""
         raise OSError("a script has no bytecode")
 
 
@@ -77,7 +77,7 @@ def _module(path: Path) -> ModuleType:
     if path.suffix != ".py":
         raise _unusable(path, "a file that is no Python file")
     sys.path.insert(0, str(path.resolve().parent))
-    sys.argv = [str(path)]  # for good: a job may look at it later, and in processes of its own that import it
+    sys.argv = [str(path)]  # permanently: a job may read it later, also in processes of its own that import it
     name = _name(path)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Script(name, str(path)))
     if spec is None or spec.loader is None:
@@ -88,30 +88,30 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except RoundelayError:
         raise
-    except (Exception, SystemExit) as error:  # the person's own code
+    except (Exception, SystemExit) as error:  # user code
         raise _failed(path, error) from error
     return module
 
 
 def _name(path: Path) -> str:
-    """The name of the file's module: one by which it can be imported, if there is one.
+    """The name of the file's module: one that `import` finds, if possible.
 
-    What a DataLoader sends to processes by spawn or forkserver is found by that name, as the folder is in `sys.path`.
+    Objects that a DataLoader sends to spawned processes are found by this name, as the folder is in `sys.path`.
     """
     known = sys.modules.get(path.stem)
     if "." not in path.stem and (known is None or isinstance(known.__spec__ and known.__spec__.loader, _Script)):
-        sys.modules.pop(path.stem, None)  # it is loaded anew
+        sys.modules.pop(path.stem, None)
         importlib.invalidate_caches()
         with suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(path.stem)
-            if found is not None and found.origin is not None and Path(found.origin).resolve() == path.resolve():
+            spec = importlib.util.find_spec(path.stem)
+            if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve():
                 return path.stem
     return f"roundelay_job_{path.stem}"
 
 
 @contextmanager
 def own_arguments() -> Iterator[None]:
-    """Give this process its arguments back, which a job file does not see, once a command has ended."""
+    """Restore this process's arguments after a command: a job file replaces them."""
     before = sys.argv
     try:
         yield
@@ -119,7 +119,7 @@ def own_arguments() -> Iterator[None]:
         sys.argv = before
 
 
-def _told(path: Path, error: BaseException) -> str:
+def _describe(path: Path, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"line {error.lineno}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
@@ -135,11 +135,11 @@ def _failed(path: Path, error: BaseException) -> JobError:
     if isinstance(error, SystemExit):
         return _unusable(
             path,
-            _told(path, error),
-            "A job file is given no arguments: in it sys.argv has its path alone. Give every argument of a parser a "
-            "default, or use environment variables.",
+            _describe(path, error),
+            "A job file gets no arguments: its sys.argv has only its path. Give every argument of a parser a default, "
+            "or use environment variables.",
         )
-    return _unusable(path, _told(path, error), _CORRECT)
+    return _unusable(path, _describe(path, error), _CORRECT)
 
 
 def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:
@@ -153,7 +153,7 @@ def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:
 
 @final
 class PathResolver:
-    """Where the command was given: the folder that is the current one now."""
+    """Resolves paths against the current folder at the time of its creation, which a job file may change."""
 
     def __init__(self) -> None:
         self._start = Path.cwd()
@@ -165,5 +165,5 @@ class PathResolver:
     def of(self, path: None) -> None: ...
 
     def of(self, path: Path | None) -> Path | None:
-        """The same place from the folder that is the current one now: the path itself, as long as that is the same."""
+        """The same path from the folder that is current now; unchanged while that is the same."""
         return path if path is None or Path.cwd() == self._start else self._start / path

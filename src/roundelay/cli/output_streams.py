@@ -1,4 +1,4 @@
-"""Where a command writes: an output that is closed, full or gone costs what was to be written there, and no more."""
+"""Output streams that tolerate a closed pipe or a full disk: the output is lost, the command continues."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TextIO, final
 
 @final
 class TolerantStream:
-    """A stream that goes on when nothing more can be written to it; the rest goes nowhere.
+    """A stream that discards further output once writing has failed.
 
     Args:
         stream: where to write.
 
     Attributes:
-        fault: why writing has failed, if it has.
+        fault: the error of the first failed write, if any.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -24,7 +24,7 @@ class TolerantStream:
         self.fault: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write a text, or drop it."""
+        """Write a text, or discard it."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -32,30 +32,30 @@ class TolerantStream:
             return len(text)
 
     def flush(self) -> None:
-        """Write what waits, or drop it."""
+        """Write buffered text, or discard it."""
         try:
             self._stream.flush()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Have all that still comes go nowhere, what Python writes as it ends included."""
+        """Redirect the descriptor to the null device, also for what Python writes at its exit."""
         self.fault = self.fault or error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def tolerate() -> None:
-    """Make this process's output tolerant. A closed descriptor is opened, or the next file would take its place."""
+    """Make stdout and stderr tolerant. Closed descriptors are opened, or the next file would take their numbers."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
     sys.stdout, sys.stderr = _tolerant(sys.stdout, 1), _tolerant(sys.stderr, 2)
 
 
@@ -66,7 +66,7 @@ def _tolerant(stream: Any, number: int) -> Any:
 
 
 def lost() -> str:
-    """Why stdout does not hold all that was written to it; empty if it does, or if its reader has had enough."""
+    """Why output to stdout was lost; empty if none was, or if its reader has closed the pipe."""
     fault = sys.stdout.fault if isinstance(sys.stdout, TolerantStream) else None
     if fault is None or fault.errno == errno.EPIPE:
         return ""

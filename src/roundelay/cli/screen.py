@@ -1,4 +1,4 @@
-"""What a person sees: progress, tables, and one screen for an error. Results go to stdout, the rest to stderr."""
+"""Screen output: spinners, tables, and a panel for an error. Results go to stdout, the rest to stderr."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import RoundelayError
-from roundelay.runtime.prefetch import Tell, silent
+
+if TYPE_CHECKING:  # torch would be imported with it, and `roundelay doctor` must work without
+    from roundelay.runtime.prefetch import OnWait
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
 
 _JSON_STREAM: ContextVar[TextIO] = ContextVar("json_stream")
 
-_LINES, _LETTERS = 5, 400
-"""Most lines and letters of one part of an error's screen."""
+_LINES, _CHARACTERS = 5, 400
+"""Most lines and characters of one part of an error's panel."""
 
 
 def show_json(value: Any) -> None:
-    """One object on stdout, and nothing else; a float that is not finite becomes ``null``."""
+    """Write one JSON object to stdout; a float that is not finite becomes ``null``."""
     stream = _JSON_STREAM.get(sys.stdout)
     stream.write(strict_json(value) + "\n")
-    with suppress(OSError):  # Python tries again as it ends, and tells; before that a signal could lose it all
+    with suppress(OSError):  # Python tries again at its exit, and reports; until then a signal could lose everything
         stream.flush()
 
 
 @contextmanager
 def only_json() -> Iterator[None]:
-    """Whatever the person's code prints goes to stderr; stdout is for :func:`show_json`."""
+    """Within the context, whatever user code prints goes to stderr; stdout is for :func:`show_json`."""
     token = _JSON_STREAM.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):
@@ -50,29 +51,35 @@ def only_json() -> Iterator[None]:
 
 
 def show_error(error: RoundelayError, as_json: bool, traced: bool) -> None:
-    """One screen: subject, got, expected, remedy; and the whole traceback behind it if ``traced``."""
+    """Print an error as a panel (subject, got, expected, remedy), then its traceback if ``traced``.
+
+    Args:
+        error: the error.
+        as_json: also write it to stdout as a JSON object.
+        traced: also print the traceback.
+    """
     if as_json:
-        told = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
-        show_json({"error": {"kind": type(error).__name__, **told}})
+        parts = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
+        show_json({"error": {"kind": type(error).__name__, **parts}})
     body = Table.grid(padding=(0, 2))
     body.add_column(justify="right", style="bold", no_wrap=True)
     body.add_column(overflow="fold")
-    for word, text in (("got", error.got), ("expected", error.expected), ("do", error.remedy)):
-        body.add_row(word, Text(_short(text)))
+    for label, text in (("got", error.got), ("expected", error.expected), ("do", error.remedy)):
+        body.add_row(label, Text(_short(text)))
     stderr.print(Panel(Group(Text(_short(error.subject), style="bold"), body), border_style="red"))
     if traced:
         stderr.print("".join(traceback.format_exception(error)), markup=False)
 
 
 def _short(text: str) -> str:
-    """At most a few lines: messages of other people's code have any length, and one screen must hold them."""
+    """Shorten a text to a few lines: messages of user code have any length."""
     lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
     cut = "\n".join(lines[:_LINES])
-    return cut if len(cut) <= _LETTERS and len(lines) <= _LINES else cut[:_LETTERS].rstrip() + " ..."
+    return cut if len(cut) <= _CHARACTERS and len(lines) <= _LINES else cut[:_CHARACTERS].rstrip() + " ..."
 
 
 def _leave_spinner() -> None:
-    """Have a forked child print past the spinner, which redirects the streams and whose thread the child lacks."""
+    """In a forked child, undo the spinner's redirection of the streams: the child does not have its thread."""
     sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
@@ -82,59 +89,45 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def doing(what: str, quiet: bool) -> Iterator[Tell]:
-    """A spinner while something takes its time; what it gives is to be told of long waits.
+def doing(what: str, quiet: bool) -> Iterator[OnWait]:
+    """Show a spinner within the context; yields a function to be called with what is waited for and for how long.
 
-    Where nobody looks (a file), a line says once what is waited for.
+    Where stderr is no terminal, each thing that is waited for is printed once.
     """
     if quiet:
-        yield silent
+        yield lambda waited_for, seconds: None
         return
-    told: set[str] = set()
+    printed: set[str] = set()
     with stderr.status(what) as status:
 
-        def tell(waited_for: str, seconds: float) -> None:
+        def show_wait(waited_for: str, seconds: float) -> None:
             if stderr.is_terminal:
                 status.update(escape(f"{what} {seconds:.0f} s for {waited_for}"))
-            elif waited_for not in told:
-                told.add(waited_for)
+            elif waited_for not in printed:
+                printed.add(waited_for)
                 stderr.print(f"{what} waiting for {waited_for}", markup=False)
 
-        yield tell
+        yield show_wait
 
 
 def announce(what: str, quiet: bool) -> None:
-    """A line before something that forks: a spinner's thread must not be alive then."""
+    """Print a line, where a spinner's thread must not be alive because processes are forked."""
     if not quiet:
         stderr.print(what)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     """A plain table."""
-    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    text_table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
+        text_table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        made.add_row(*row)
-    return made
-
-
-def progress() -> Progress:
-    """The live line of a training."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("update"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=stderr,
-        transient=False,
-    )
+        text_table.add_row(*row)
+    return text_table
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes for people."""
+    """A number of bytes as text, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1, as the commands take them."""
+"""Handlers of Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import final
 from roundelay import env
 from roundelay.errors import RoundelayError
 
-_AGAIN_S, _ASKED_S = 0.02, 0.5
+_AGAIN_S, _CHECK_S = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """What a training is granted when a scheduler asks for its end.
+    """The time that a training gets for a last checkpoint when a signal asks for its end.
 
     Args:
-        seconds: for a checkpoint; then it is interrupted.
-        numbers: signals that ask for it.
+        seconds: until the training is interrupted; 0: at once.
+        numbers: the signals.
     """
 
     seconds: float = 0.0
@@ -30,30 +30,30 @@ class Grace:
 
 @final
 class Signals:
-    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, wherever the main thread is, and the first is remembered.
+    """Ctrl-C and SIGTERM raise ``KeyboardInterrupt`` in the main thread; the first signal is recorded.
 
-    A library that is hit at a bad moment (rich, while it redraws) may end in an error of its own that hides the
-    interrupt; what the person did is then still the cause to tell. A launcher that has lost one process ends the others
-    by SIGTERM: where an error is on its way to be told, the first of these changes nothing, and one that has not found
-    its party yet ends without a word, for there it could not learn what was told.
+    A library that is interrupted at a bad moment (rich, while it redraws) may raise an error of its own that hides the
+    interrupt; the interrupt is then still reported as the cause. A launcher that has lost one process ends the others
+    by SIGTERM: while an error is on its way to be reported, the first SIGTERM changes nothing; a process that has not
+    joined its process group yet ends without a message, since it cannot know what was reported.
 
-    Nor is an interrupt lost where somebody's code drops it, or takes the error that it became for one it can mend: it
-    is raised again as long as the main thread goes on and handles no exception, in which it would be leaving.
+    An interrupt is not lost where other code drops it, or handles the error that it became: it is raised again as long
+    as the main thread continues without handling an exception.
 
-    While :meth:`gracefully` lasts, the first SIGTERM only asks for a good end.
+    Within :meth:`gracefully`, the first SIGTERM only requests a graceful end.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
-        #: the signal that has asked for a good end
+        #: the signal that has requested a graceful end
         self.asked: int | None = None
         self._grace: tuple[Grace, Callable[[], None], Callable[[], bool]] | None = None
-        self._listens = False  # not where a test calls a command
+        self._listens = False  # stays so where a test calls a command
         self._left = False
 
     @property
     def interrupted(self) -> bool:
-        """Whether the person has ended the command; a launcher sends SIGTERM because of an error that is told."""
+        """Whether the user has ended the command; a launcher sends SIGTERM because of an error that is reported."""
         return self.first == signal.SIGINT or (self.first is not None and not env.is_launched())
 
     @property
@@ -62,7 +62,7 @@ class Signals:
         return self.asked or self.first or signal.SIGINT
 
     def listen(self) -> None:
-        """Take both signals from now on; under a launcher SIGTERM only with :meth:`join`."""
+        """Handle both signals from now on; under a launcher, SIGTERM only after :meth:`join`."""
         self._listens = True
         sys.unraisablehook = self._unraised
         signal.signal(signal.SIGINT, self._raise)
@@ -70,18 +70,18 @@ class Signals:
             signal.signal(signal.SIGTERM, self._raise)
 
     def join(self) -> None:
-        """Take a launcher's SIGTERM, too, from now on."""
+        """Handle SIGTERM under a launcher, too, from now on."""
         if self._listens:
             signal.signal(signal.SIGTERM, self._raise)
 
     @contextmanager
     def gracefully(self, grace: Grace, ask: Callable[[], None], ready: Callable[[], bool]) -> Iterator[None]:
-        """While it lasts, the first of the signals asks for a good end; one more, or the time, interrupts.
+        """Within the context, the first signal requests a graceful end; a second one, or the time limit, interrupts.
 
         Args:
-            grace: the signals, and the time.
-            ask: asks for the end.
-            ready: whether there is something to end well; else the first interrupts, too.
+            grace: the signals, and the time limit.
+            ask: requests the end.
+            ready: whether there is something to save; else the first signal interrupts, too.
         """
         before = {number: signal.getsignal(number) for number in grace.numbers}
         if self._listens and grace.seconds:
@@ -97,7 +97,7 @@ class Signals:
                     signal.signal(number, handler)
 
     def leave_to(self, handler: signal.Handlers) -> None:
-        """Have both handled so from now on: this process is about to end."""
+        """Install another handler for both signals: this process is about to end."""
         self._left = True
         if self._listens:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -105,45 +105,45 @@ class Signals:
             signal.signal(signal.SIGTERM, handler)
 
     def _unraised(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised while it collects something."""
+        """Repeat an interrupt that Python has dropped because it was raised in a destructor."""
         if self.first is None or ignored.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(ignored)
             return
-        self._ask_in(_AGAIN_S)
+        self._check_in(_AGAIN_S)
 
     def _raise(self, number: int, frame: object) -> None:
         if self._is_gentle(number):
             assert self._grace is not None
             self.asked = number
-            self._ask_in(self._grace[0].seconds)
+            self._check_in(self._grace[0].seconds)
             self._grace[1]()
             return
         first, self.first = self.first is None, self.first or number
-        self._ask_in(_ASKED_S)
-        ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through what is still to be left
+        self._check_in(_CHECK_S)
+        ending = isinstance(sys.exc_info()[1], RoundelayError)  # on its way out, through contexts still to be left
         if not (first and ending and number == signal.SIGTERM and env.is_launched()):
             raise KeyboardInterrupt
 
     def _is_gentle(self, number: int) -> bool:
-        """Whether a signal asks for a good end, and there is time and something for it."""
+        """Whether a signal requests a graceful end, and there are time and something to save."""
         if self._grace is None or self.asked is not None or self.first is not None:
             return False
         grace, _, ready = self._grace
         return grace.seconds > 0 and number in grace.numbers and ready()
 
-    def _ask_in(self, seconds: float) -> None:
-        signal.signal(signal.SIGALRM, self._asked)  # each time: somebody's time limit may have put his own there
+    def _check_in(self, seconds: float) -> None:
+        signal.signal(signal.SIGALRM, self._check)  # each time: other code may have installed its own handler
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
-    def _asked(self, number: int, frame: object) -> None:
-        """Whether the command goes on as if nothing had been."""
-        if self._left:  # this one was under way then
+    def _check(self, number: int, frame: object) -> None:
+        """Interrupt again if the main thread continues without handling an exception."""
+        if self._left:  # the timer had fired already
             return
         self.first = self.first or self.asked
-        self._ask_in(_ASKED_S)
+        self._check_in(_CHECK_S)
         if sys.exc_info()[1] is None:
             raise KeyboardInterrupt
 
 
 SIGNALS = Signals()
-"""This process's."""
+"""The handlers of this process."""

@@ -1,4 +1,4 @@
-"""Results of ``simulate`` and ``verify``, for people and as JSON."""
+"""Results of ``simulate`` and ``verify``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundelay.ir.plan import Plan
 from roundelay.simulator import Simulation
 
 _COLUMNS = """
-in flight: forwards waiting for their backward; tapes: bytes they hold, and what second halves wait for;
+in flight: forwards waiting for their backward; tapes: bytes they hold, and what deferred weight gradients need;
 messages: on the way or unread; crossed: updates between a forward's weights and its batch;
 versions: of the weights, alive at one time"""
 
@@ -43,12 +43,12 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
 
 
 def _weight_bytes(plan: Plan) -> list[int]:
-    """Of each worker's stages."""
+    """Bytes of parameters by worker."""
     return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in plan.worker_stages]
 
 
 def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
-    """A simulation as a table."""
+    """Print a simulation as a table."""
     weights = _weight_bytes(plan)
     rows = [
         [
@@ -104,20 +104,20 @@ def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_verification(plan: Plan, result: Verification) -> None:
-    """A verification as a few lines."""
+    """Print a verification as a table and a few lines."""
     sides = [
         [f"worker {w['worker']}", str(w["pid"]), str(w["thread"]), str(w["bytes_received"])]
         for w in verification_json(plan, result)["workers"]
     ]
     sides.append(["reference", str(result.reference_pid), "-", "0"])
-    who = counted(plan.num_workers, "worker")
-    title = f"{plan.rule} on {who} over {plan.transport}, beside the one-process reference"
+    workers = counted(plan.num_workers, "worker")
+    title = f"{plan.rule} on {workers} over {plan.transport}, compared with the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
     stdout.print()
     if result.fidelity is not None:
         stdout.print(str(result.fidelity), markup=False)
     if not result.difference:
-        what = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
-        stdout.print(f"run = reference: bit-equal: {what}", markup=False)
+        compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
+        stdout.print(f"run = reference: bit-equal: {compared}", markup=False)
     else:
         stdout.print(f"run DIFFERENT from reference after {result.steps} steps: {result.difference}", markup=False)

@@ -1,78 +1,59 @@
-"""A real fork with a backward in it, as every run of processes has: some builds of torch allow none.
+"""Runs a backward in a forked process, as every run with worker processes does: some builds of torch do not allow it.
 
-Tried in a child, which does what a run's first process does (start autograd, have torch register the devices that its
-exporter pretends, compute a gradient) and then forks one that computes a gradient, as a worker does.
+A child does what a run's main process does (start autograd, have torch register the devices that ``torch.export``
+pretends to have) and then forks a process that computes a gradient, as a worker does.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import time
+import select
+import signal
 from collections.abc import Callable
 from typing import Any
 
-_SECONDS = 20.0
-
-_WELL, _FAILED = 0, 1
+_WORKER_S, _MAIN_S = 20.0, 30.0
+"""Seconds after which the worker, and the process that forks it, is considered hung."""
 
 
 def forked_backward_error() -> str:
-    """Why a forked process cannot compute a gradient; empty if it can, or where nothing can be forked."""
-    if not hasattr(os, "fork"):
-        return ""
-    reading, writing = os.pipe()
-    try:
-        status = _status_of(lambda: _as_a_run(writing))
-        os.close(writing)
-        writing = -1
-        why = os.read(reading, 4096).decode(errors="replace")
-    finally:
-        os.close(reading)
-        if writing >= 0:
-            os.close(writing)
-    if status == _WELL:
-        return ""
-    return why or ("it hangs" if status is None else f"it ends with {status}")
+    """Why a forked process cannot compute a gradient; empty if it can."""
+    return _error_in_child(_as_main_process, _MAIN_S)
 
 
-def _as_a_run(writing: int) -> None:
+def _as_main_process() -> str:
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     safety: Any = importlib.import_module("roundelay.fork_safety")
     pretend: Callable[[], object] = getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)
-    pretend()  # as torch.export does where it sees no GPU, and has this function: it is private
-    if safety.STARTED_WITHOUT_DEVICES:  # else a run computes gradients in children only
+    pretend()  # as torch.export does where there is no GPU; private, so it may be missing
+    if safety.STARTED_WITHOUT_DEVICES:  # else a run computes gradients in forked processes only
         safety.one_backward()
-
-    def worker() -> None:
-        try:
-            safety.one_backward()
-        except Exception as error:
-            os.write(writing, f"{type(error).__name__}: {' '.join(str(error).split())}".encode()[:300])
-            raise
-
-    status = _status_of(worker)
-    if status != _WELL:
-        raise ChildProcessError(f"the worker's part ended with {status}")
+    return _error_in_child(lambda: safety.one_backward() or "", _WORKER_S)
 
 
-def _status_of(live: Callable[[], None]) -> int | None:
-    """How a forked child ends that does this: 0, a number, minus a signal's; None if it hangs, and is killed."""
-    pid = os.fork()
-    if not pid:
-        code = _FAILED
-        try:
-            live()
-            code = _WELL
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return None
+def _error_in_child(function: Callable[[], str], limit_s: float) -> str:
+    """Call a function in a forked child; returns the error that it returns or raises, or how the child ended."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as received, open(writing, "wb", buffering=0) as sent:
+        pid = os.fork()
+        if not pid:
+            try:
+                sent.write(_error_of(function).encode()[:300])
+            finally:
+                os._exit(0)
+        sent.close()
+        in_time = bool(select.select([received], [], [], limit_s)[0])  # readable at the child's end, too
+        error = received.readall().decode(errors="replace") if in_time else "it hangs"
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return error or (f"it ends with {code}" if code else "")
+
+
+def _error_of(function: Callable[[], str]) -> str:
+    try:
+        return function()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"

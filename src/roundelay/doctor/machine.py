@@ -1,27 +1,53 @@
-"""The machine as plain data: everything that the checks judge."""
+"""The machine as plain data, and the functions that read it. What cannot be read counts as absent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import os
+import resource
+import shutil
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
+import psutil
+
+from roundelay import env
+from roundelay.doctor.fork_probe import forked_backward_error
+from roundelay.errors import UsageError
 from roundelay.launchers import Launched
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+_NO_LIMIT = 1 << 62
+"""Version 1 of control groups writes a number near 2^63 where there is no limit."""
+
+_COMPILERS = ("g++", "clang++", "c++")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_LOOPBACK_S = 1.0
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """Torch as it is installed.
+    """The installed torch.
 
     Args:
-        version: None if it cannot be imported.
+        version: None if torch cannot be imported.
         error: why not.
         distributed: whether this build has ``torch.distributed``.
-        gloo: whether that has gloo.
-        nccl: whether that has NCCL.
-        cuda: version of CUDA that it was built for; None if for none.
-        devices: name and bytes of memory of every CUDA device that it can use.
-        device_error: why it can use none, where it says so.
-        lowered_error: why the processor cannot compute an LSTM that autocast lowers to bf16, where it cannot.
+        gloo: whether it has gloo.
+        nccl: whether it has NCCL.
+        cuda: version of CUDA that it was built for; None if it was built without.
+        devices: name and bytes of memory of every CUDA device that torch can use.
+        device_error: torch's own message where it can use none.
+        bf16_lstm_error: why the CPU cannot compute an LSTM that autocast casts to bf16; empty if it can.
     """
 
     version: str | None = None
@@ -32,41 +58,12 @@ class Torch:
     cuda: str | None = None
     devices: tuple[tuple[str, int], ...] = ()
     device_error: str = ""
-    lowered_error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """Cores: of the machine, those this process may run on, and the share of time that its cgroup has (None: all)."""
-
-    total: int
-    allowed: int
-    quota: float | None
-
-    @property
-    def usable(self) -> float:
-        """How many this process can keep busy."""
-        return float(self.allowed) if self.quota is None else min(float(self.allowed), self.quota)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes of the machine, bytes to be had now, and the cgroup's limit; None where the system does not tell."""
-
-    total: int | None
-    available: int | None
-    limit: int | None
-
-    @property
-    def usable(self) -> int | None:
-        """Bytes that a run can count on."""
-        known = [one for one in (self.available, self.limit) if one is not None]
-        return min(known, default=None)
+    bf16_lstm_error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Bytes of a file system, those that are free, and whether this process may write there."""
+    """A file system: its size and free space in bytes, and whether this process may write there."""
 
     path: str
     total: int
@@ -76,50 +73,209 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Everything that was read.
+    """Everything that the checks judge.
 
     Args:
-        python: version.
-        commands_error: why Roundelay's commands cannot be loaded; empty if they can.
-        torch: torch.
-        packages: optional package to its version; None where it is missing.
+        commands_error: why Roundelay's commands cannot be imported; empty if they can.
+        torch: the installed torch.
         compiler: path of a C++ compiler.
-        glibc: version of the C library, if it is glibc.
         settings: environment variables that matter and are set.
-        launched: how a launcher started this process.
-        launch_error: (got, remedy) where its variables cannot be used.
-        interfaces: names of the network's interfaces.
-        cpu: the processor's name.
-        cores: its cores.
-        memory: its memory.
-        driver: whether an NVIDIA driver is there.
-        fork: whether processes can be forked.
-        fork_error: why a forked one could not compute a gradient when it was tried; empty if it could.
+        launched: how a launcher started this process; None if none did.
+        refused: ``launcher`` or ``variables``, to (got, remedy) of environment variables that a run would refuse.
+        interfaces: names of the network interfaces.
+        cores: of the machine.
+        allowed_cores: cores that this process may run on.
+        core_quota: cores' worth of time that its control group may use; None: all.
+        memory: bytes of the machine.
+        free_memory: bytes that are available now.
+        memory_limit: bytes that its control group may use; None: all.
+        driver: whether an NVIDIA driver is loaded.
+        fork_error: why a forked process could not compute a gradient; empty if it could.
         loopback_error: why loopback cannot be used; empty if it can.
-        shm: ``/dev/shm``.
-        folder: the current folder.
+        shm: ``/dev/shm``; None if there is none.
+        folder: the current folder; None if it was removed.
         files: how many files a process may have open; None: any number.
-        processes: how many processes and threads this person may have; None: any number.
+        processes: how many processes and threads the user may have; None: any number.
     """
 
-    python: tuple[int, int, int]
     commands_error: str
     torch: Torch
-    packages: Mapping[str, str | None] = field(hash=False)
     compiler: str | None
-    glibc: str | None
     settings: Mapping[str, str] = field(hash=False)
     launched: Launched | None
-    launch_error: tuple[str, str] | None
+    refused: Mapping[str, tuple[str, str]] = field(hash=False)
     interfaces: tuple[str, ...]
-    cpu: str
-    cores: Cores
-    memory: Memory
+    cores: int
+    allowed_cores: int
+    core_quota: float | None
+    memory: int
+    free_memory: int
+    memory_limit: int | None
     driver: bool
-    fork: bool
     fork_error: str
     loopback_error: str
     shm: Space | None
-    folder: Space
+    folder: Space | None
     files: int | None
     processes: int | None
+
+
+def read_machine(commands_error: str = "") -> Machine:
+    """Read this machine; it takes some milliseconds once torch is imported.
+
+    Args:
+        commands_error: why Roundelay's commands could not be imported, if they could not.
+    """
+    torch, settings, memory = read_torch(), env.settings(), psutil.virtual_memory()
+    compilers = map(shutil.which, filter(None, (settings.get("CXX"), *_COMPILERS)))
+    launched, refused = _environment()
+    return Machine(
+        commands_error=commands_error,
+        torch=torch,
+        compiler=next(filter(None, compilers), None),
+        settings=settings,
+        launched=launched,
+        refused=refused,
+        interfaces=_or(lambda: tuple(psutil.net_if_addrs()), ()),
+        cores=psutil.cpu_count() or 1,
+        allowed_cores=_or(lambda: len(psutil.Process().cpu_affinity()), psutil.cpu_count() or 1),
+        core_quota=core_quota(),
+        memory=memory.total,
+        free_memory=memory.available,
+        memory_limit=memory_limit(),
+        driver=_DRIVER.exists(),
+        fork_error="" if torch.version is None else _error_of(forked_backward_error),
+        loopback_error=_error_of(_use_loopback),
+        shm=_or(lambda: _space(Path("/dev/shm")), None),
+        folder=_or(lambda: _space(Path.cwd()), None),
+        files=_limit(resource.RLIMIT_NOFILE),
+        processes=_limit(resource.RLIMIT_NPROC),
+    )
+
+
+def read_torch(name: str = "torch") -> Torch:
+    """Read the installed torch, as far as it can be imported and called."""
+    try:
+        torch: Any = importlib.import_module(name)
+        version = str(torch.__version__)
+    except Exception as error:  # a broken library can fail in any way
+        return Torch(error=f"{type(error).__name__}: {error}")
+    distributed = _or(lambda: bool(torch.distributed.is_available()), False)
+    devices, device_error = _devices(torch)
+    return Torch(
+        version=version,
+        distributed=distributed,
+        gloo=distributed and _or(lambda: bool(torch.distributed.is_gloo_available()), False),
+        nccl=distributed and _or(lambda: bool(torch.distributed.is_nccl_available()), False),
+        cuda=_or(lambda: torch.version.cuda, None),
+        devices=devices,
+        device_error=device_error,
+        bf16_lstm_error=_bf16_lstm_error(torch),
+    )
+
+
+def _devices(torch: Any) -> tuple[tuple[tuple[str, int], ...], str]:
+    """CUDA devices, and torch's warnings or error about them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            names = tuple((str(device.name), int(device.total_memory)) for device in devices)
+            return names, "; ".join(str(warning.message) for warning in caught)
+        except Exception as error:
+            return (), f"{type(error).__name__}: {error}"
+
+
+def _bf16_lstm_error(torch: Any) -> str:
+    """Run an LSTM in bf16: oneDNN has no kernel for it on some CPUs, and torch has no query for that."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).split('.')[0]}"
+
+
+def _environment() -> tuple[Launched | None, dict[str, tuple[str, str]]]:
+    """The launcher, and which of its variables and of Roundelay's own a run would refuse."""
+    launched, refused = None, {}
+    try:
+        launched = env.launched()
+    except UsageError as error:
+        refused["launcher"] = error.got, error.remedy
+    for check in (env.level, env.check_malloc):
+        try:
+            check()
+        except UsageError as error:
+            refused["variables"] = f"{error.subject}: {error.got}", f"Set it to {error.expected}, or unset it."
+    return launched, refused
+
+
+def _or(read: Callable[[], Value], absent: Value) -> Value:
+    try:
+        return read()
+    except Exception:  # reading goes on, whatever fails
+        return absent
+
+
+def _error_of(function: Callable[[], str | None]) -> str:
+    try:
+        return function() or ""
+    except OSError as error:
+        return str(error)
+
+
+def _use_loopback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S).close()
+
+
+def _space(path: Path) -> Space:
+    usage = psutil.disk_usage(str(path))
+    return Space(path=str(path), total=usage.total, free=usage.free, writable=os.access(path, os.W_OK))
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def core_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """Cores' worth of time that this process's control groups may use; None if there is no limit.
+
+    Containers see all cores and all memory of their host. Both versions of the kernel's interface are read
+    (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/).
+    """
+    quotas = []
+    for folder in _groups("cpu", root, membership):
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            quotas.append(int(quota) / int(period))  # "max" is no number: no limit
+        with suppress(OSError, ValueError):
+            micros = int((folder / "cpu.cfs_quota_us").read_text())
+            period = (folder / "cpu.cfs_period_us").read_text()
+            quotas += [micros / int(period)] if micros > 0 else []
+    return min(quotas, default=None)
+
+
+def memory_limit(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """Bytes that this process's control groups may use; None if there is no limit."""
+    limits = []
+    for folder in _groups("memory", root, membership):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text()))
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """Folders of the groups that this process is in, and of all groups that contain them: the tightest limit counts.
+
+    In a container the path that the kernel reports may not be mounted; the folders of it that exist are read.
+    """
+    for line in _or(lambda: membership.read_text().splitlines(), list[str]()):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            base = root if number == "0" else root / controller
+            group = base / path.lstrip("/")
+            yield from (folder for folder in (group, *group.parents) if folder == base or base in folder.parents)

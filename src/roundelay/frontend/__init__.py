@@ -1,6 +1,6 @@
-"""From an ordinary ``nn.Module`` to a logical graph and stage functions: the one place that knows how torch traces.
+"""From an ordinary ``nn.Module`` to a logical graph and stage functions, by ``torch.export``.
 
-Nothing outside of this package may know that ``torch.export`` and ``torch.fx`` stand behind it.
+No module outside this package depends on ``torch.export`` or ``torch.fx``.
 """
 
 from roundelay.frontend.capture import Captured, capture

@@ -1,7 +1,7 @@
-"""Modules that a model checkpoints by itself, by ``torch.utils.checkpoint`` with ``use_reentrant=False``.
+"""Detect modules that a model checkpoints itself, with ``torch.utils.checkpoint`` and ``use_reentrant=False``.
 
-``torch.export`` follows the function that is checkpointed and leaves the checkpointing behind. So it is noted while the
-model is exported whose module's function that was; a plan can say the same with ``recompute``.
+``torch.export`` traces the checkpointed function and drops the checkpointing. So the module of each such function is
+recorded during export; a plan can checkpoint the same modules with ``recompute``.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any
 import torch.utils.checkpoint
 
 _INNER = "_checkpoint_without_reentrant_generator"
-"""What torch calls for every checkpoint with ``use_reentrant=False``: the function is its first argument."""
+"""torch's function behind every checkpoint with ``use_reentrant=False``; its first argument is the user's function."""
 
 
 @contextmanager
-def noting_checkpoints(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Note which modules of ``model`` are checkpointed in this block, by path, each once, in order of their calls.
+def recording_checkpoints(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Record the paths of modules of ``model`` that are checkpointed within the block, in order of their first calls.
 
-    A function that is no module's own (a lambda, say) is not known to belong to one, and is not among them.
+    Functions that do not belong to a module (a lambda, say) are ignored.
     """
     paths = {module: path for path, module in model.named_modules()}
-    found: list[str] = []
-    torch_s_own: Any = getattr(torch.utils.checkpoint, _INNER, None)
+    recorded: list[str] = []
+    original: Any = getattr(torch.utils.checkpoint, _INNER, None)
 
-    def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording(function: Any, *args: Any, **kwargs: Any) -> Any:
         module = _module_of(function)
         path = "" if module is None else paths.get(module, "")
-        if path and path not in found:
-            found.append(path)
-        return torch_s_own(function, *args, **kwargs)
+        if path and path not in recorded:
+            recorded.append(path)
+        return original(function, *args, **kwargs)
 
-    if torch_s_own is None:
-        yield found
+    if original is None:
+        yield recorded
         return
-    setattr(torch.utils.checkpoint, _INNER, noting)
+    setattr(torch.utils.checkpoint, _INNER, recording)
     try:
-        yield found
+        yield recorded
     finally:
-        setattr(torch.utils.checkpoint, _INNER, torch_s_own)
+        setattr(torch.utils.checkpoint, _INNER, original)
 
 
 def _module_of(function: Any) -> torch.nn.Module | None:
-    """The module that a function is, is bound to, or gets as its first argument."""
+    """The module that a function is, is bound to, or has bound as its first argument."""
     if isinstance(function, torch.nn.Module):
         return function
     first: Any = getattr(function, "__self__", None)

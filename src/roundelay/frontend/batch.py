@@ -1,4 +1,4 @@
-"""Batches as the person's loader gives them: rows, micro-batches, and named tensor leaves."""
+"""Batches as the user's loader yields them: named tensor leaves, rows, and how they are cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from roundelay.errors import JobError
 Batch = Any
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-"""Layouts of tensors that have no rows to cut."""
+"""Tensor layouts that cannot be cut by rows."""
 
 
 def leaves(batch: Batch) -> dict[str, torch.Tensor]:
-    """Tensor leaves of a batch by their path: ``x`` for ``batch["x"]``, ``0`` for ``batch[0]``, ``a.0`` when nested.
+    """Return a batch's tensors by path: ``x`` for ``batch["x"]``, ``0`` for ``batch[0]``, ``a.0`` when nested.
 
     Raises:
         JobError: the batch holds no tensor, or is of an unknown kind.
     """
-    found: dict[str, torch.Tensor] = {}
-    _collect(batch, "", found)
-    if not found:
+    tensors: dict[str, torch.Tensor] = {}
+    _collect(batch, "", tensors)
+    if not tensors:
         raise JobError(
             "the batch",
             got=f"a {type(batch).__name__} without any tensor",
@@ -35,18 +35,18 @@ def leaves(batch: Batch) -> dict[str, torch.Tensor]:
             if hasattr(batch, "__dict__")
             else "Let batches(epoch) yield dicts or tuples of tensors, for example from a DataLoader.",
         )
-    return found
+    return tensors
 
 
-def _collect(part: Any, path: str, found: dict[str, torch.Tensor]) -> None:
+def _collect(part: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:
     if isinstance(part, torch.Tensor):
-        found[path] = part
+        tensors[path] = part
     elif isinstance(part, Mapping):
         for key, value in part.items():
-            _collect(value, f"{path}.{key}" if path else str(key), found)
+            _collect(value, f"{path}.{key}" if path else str(key), tensors)
     elif isinstance(part, (tuple, list)):
         for i, value in enumerate(part):
-            _collect(value, f"{path}.{i}" if path else str(i), found)
+            _collect(value, f"{path}.{i}" if path else str(i), tensors)
 
 
 def replace(
@@ -57,14 +57,14 @@ def replace(
     *,
     whole: Callable[[Any], bool] = lambda part: False,
 ) -> Batch:
-    """A batch of the same layout with every tensor leaf replaced by ``make(path, leaf)``.
+    """Return a batch of the same layout with every tensor replaced by ``make(path, tensor)``.
 
     Args:
         batch: a batch, or a part of one.
-        make: makes what stands for a tensor.
-        other: makes what stands for any other leaf; by default these stay.
+        make: replaces a tensor.
+        other: replaces any other leaf; by default these stay.
         path: of the part.
-        whole: tells of a container below the batch whether it is taken for a leaf.
+        whole: whether a container within the batch counts as a leaf.
     """
     if isinstance(batch, torch.Tensor):
         return make(path, batch)
@@ -76,26 +76,38 @@ def replace(
         }
         if not isinstance(batch, MutableMapping) or type(batch) is dict:
             return named
-        made = copy.copy(batch)  # keeps what the kind can do, such as batch.labels
-        made.update(named)
-        return made
+        replaced = copy.copy(batch)  # keeps the attributes of its class, such as batch.labels
+        replaced.update(named)
+        return replaced
     if isinstance(batch, (tuple, list)):
-        parts = [
+        items = [
             replace(value, make, other, f"{path}.{i}" if path else str(i), whole=whole) for i, value in enumerate(batch)
         ]
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*parts)
-        return type(batch)(parts)
+            return type(batch)(*items)
+        return type(batch)(items)
     return batch if other is None else other(path, batch)
 
 
 def fresh(batch: Batch) -> Batch:
-    """The same tensors in containers of their own: ``inputs`` may take things out of a batch, or put things in."""
+    """Return the same tensors in new containers, which ``inputs`` may change."""
     return replace(batch, lambda _, leaf: leaf)
 
 
+def copy_batch(batch: Batch) -> Batch:
+    """A batch with copies of all tensors and arrays; a tensor that occurs twice occurs twice in the copy."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+
+
 def num_rows(batch: Batch) -> int:
-    """Rows of a batch: the size of dimension 0 of its tensors, the largest where they differ.
+    """The number of rows of a batch: the size of dimension 0 of its tensors, the largest if they differ.
 
     Raises:
         JobError: there is no row, or a tensor is sparse.
@@ -118,9 +130,9 @@ def in_step(batch: Batch) -> bool:
 
 
 def _sizes(batch: Batch) -> dict[str, int]:
-    """Size of dimension 0 of every tensor that has dimensions, by path."""
-    found = leaves(batch)
-    for path, leaf in found.items():
+    """The size of dimension 0 of every tensor that has dimensions, by path."""
+    tensors = leaves(batch)
+    for path, leaf in tensors.items():
         if leaf.layout in SPARSE:
             raise JobError(
                 f"batch field {path!r}",
@@ -128,20 +140,20 @@ def _sizes(batch: Batch) -> dict[str, int]:
                 expected="tensors that hold every value, which can be cut by rows and sent",
                 remedy="Let batches(epoch) yield x.to_dense(), or its indices and values as tensors of their own.",
             )
-    return {path: leaf.size(0) for path, leaf in found.items() if leaf.ndim}
+    return {path: leaf.size(0) for path, leaf in tensors.items() if leaf.ndim}
 
 
 def split(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[Batch]:
-    """Cut a batch into micro-batches whose rows differ by at most one, larger ones first.
+    """Cut a batch into micro-batches whose numbers of rows differ by at most one, larger ones first.
 
-    Lists, tuples and arrays that hold no tensor and are as long as the batch, such as its texts, are cut with it. All
-    else, tensors without dimensions among it, goes into every micro-batch. A batch whose tensors have different numbers
-    of rows is left whole.
+    Lists, tuples and arrays without tensors that have an item per row, such as texts, are cut too. Everything else,
+    zero-dimensional tensors included, goes into every micro-batch. A batch whose tensors have different numbers of rows
+    is not cut.
 
     Args:
         batch: the batch.
-        num_micro_batches: how many to make of it at most.
-        min_rows: rows of a micro-batch, at least, of a batch that has as many.
+        num_micro_batches: the number of micro-batches, at most.
+        min_rows: the least number of rows of a micro-batch, unless the batch has fewer.
 
     Raises:
         JobError: it is to be cut, and its tensors have different numbers of rows.
@@ -155,7 +167,7 @@ def split(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[Batch
 
 
 def part_rows(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[int]:
-    """Rows of each micro-batch that :func:`split` makes of a batch.
+    """The number of rows of each micro-batch that :func:`split` returns.
 
     Raises:
         JobError: as :func:`split`.
@@ -172,7 +184,7 @@ def part_rows(batch: Batch, num_micro_batches: int, min_rows: int = 1) -> list[i
 
 
 def split_rows(rows: int, num_micro_batches: int, min_rows: int = 1) -> list[int]:
-    """Rows of each micro-batch of a batch of ``rows``: as many as asked for, unless one had less than ``min_rows``."""
+    """Distribute ``rows`` over micro-batches: fewer than requested if one had less than ``min_rows``."""
     count = max(1, min(num_micro_batches, rows // min_rows))
     return [rows // count + (i < rows % count) for i in range(count)]
 
@@ -188,12 +200,12 @@ def _rows(batch: Batch, start: int, size: int, rows: int) -> Batch:
 
 
 def rows_between(batch: Batch, start: int, size: int) -> Batch:
-    """``size`` rows of a batch from row ``start`` on."""
+    """Return ``size`` rows of a batch, from row ``start``."""
     return _rows(batch, start, size, num_rows(batch))
 
 
 def twice(batch: Batch) -> Batch:
-    """A batch of one row with its row a second time."""
+    """Return a batch of one row with that row repeated."""
 
     def of_other(_: str, leaf: Any) -> Any:
         if not in_rows(leaf, 1):
@@ -207,14 +219,14 @@ def twice(batch: Batch) -> Batch:
 
 
 def in_rows(part: Any, rows: int) -> bool:
-    """Whether a part of a batch that holds no tensor has an item for every row."""
+    """Whether a part of a batch without tensors has an item for every row."""
     if isinstance(part, np.ndarray):
         return part.ndim > 0 and len(part) == rows
     return type(part) in (list, tuple) and len(part) == rows and without_tensors(part)
 
 
 def without_tensors(part: Any) -> bool:
-    """Whether a part of a batch is a container that holds no tensor, at any depth."""
+    """Whether a part of a batch is a container without tensors at any depth."""
     if isinstance(part, Mapping):
         return all(map(_no_tensor, part.values()))
     return isinstance(part, (tuple, list)) and ({*map(type, part)} <= _PLAIN or all(map(_no_tensor, part)))
@@ -230,10 +242,9 @@ def _no_tensor(part: Any) -> bool:
 
 
 def layout(batch: Batch) -> Any:
-    """What two batches have in common where a loss can tell no difference but by the values of their tensors.
+    """Return a batch's structure as a loss may depend on it: keys, lengths of lists and tuples, and what is None.
 
-    That are the keys of mappings, the lengths of lists and tuples, and what is None; of containers without tensors, and
-    of other leaves, a loss is shown nothing.
+    Tensors, other leaves and containers without tensors are represented by placeholders.
     """
     if isinstance(batch, torch.Tensor) or batch is None:
         return batch is None

@@ -1,20 +1,19 @@
-"""Segments compiled by torch's inductor, for exactly the shapes that they were compiled for.
+"""Segments compiled by torch's inductor, used for exactly the shapes that they were compiled for.
 
-A segment's graph goes to ``compile_fx``, the back end of ``torch.compile``, without the front end: it is a graph
-already, so nothing has to be traced, guarded or recompiled behind anybody's back. The result is called under autograd
-like the piece itself, so tape, backward modes and weights as arguments stay what they are.
+A segment's graph goes straight to ``compile_fx``, the back end of ``torch.compile``: as it is a graph already, nothing
+has to be traced or guarded, and nothing is recompiled implicitly. The result is called under autograd like the graph
+itself, so tape, backward modes and weights as arguments work unchanged.
 
-Every compilation happens in :meth:`CompiledSegment.learn`, before workers start. Afterwards a call whose tensors have
-other shapes than those learned (a short batch at an epoch's end) is computed by the uncompiled piece. Which of the two
-it is depends on the shapes alone, so a run and its reference take the same one.
+All compilation happens in :meth:`CompiledSegment.compile`, before workers start. A later call with other shapes (a
+short batch at an epoch's end) runs the uncompiled graph. The choice depends on the shapes alone, so a run and its
+reference make the same one.
 
-The tape of ``mixed`` must hold what the forward computed: there every value that backward needs is saved. In the other
-modes torch's min-cut partitioner may have backward compute cheap values again, from the same weights.
+In ``mixed`` the tape must hold what the forward computed, so every value that the backward needs is saved. In the other
+modes torch's min-cut partitioner may have the backward recompute cheap values, from the same weights.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,13 +32,13 @@ Key = tuple[Any, ...]
 
 @final
 class CompiledSegment:
-    """One segment: compiled where its shapes have been learned, the plain piece elsewhere.
+    """A segment's function: compiled for the shapes that it was compiled for, uncompiled for all others.
 
     Args:
-        piece: the segment as a graph of parameters, buffers, inputs and the draw key.
-        plain: what computes it uncompiled, in the precision of the plan.
-        autocast: makes the context in which the compiler sees that precision's casts, and compiles them in.
-        saves_all: the tape holds all that backward needs, and nothing is computed again.
+        piece: the segment as a graph of parameters, buffers, inputs and the RNG key.
+        plain: computes it uncompiled, in the precision of the plan.
+        autocast: creates the autocast context in which it is compiled.
+        saves_all: whether the tape holds everything that the backward needs, and nothing is recomputed.
     """
 
     def __init__(
@@ -51,46 +50,46 @@ class CompiledSegment:
         saves_all: bool,
     ) -> None:
         self.piece, self.plain, self.autocast, self.saves_all = piece, plain, autocast, saves_all
-        #: shapes of a call's tensors to the compiled function
-        self.known: dict[Key, Call] = {}
+        #: key of a call's arguments to the compiled function
+        self.compiled: dict[Key, Call] = {}
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        """Call it; see :attr:`roundelay.frontend.segment.Segment.call`."""
-        made = self.known.get(_key(args))
-        results: Sequence[Any] = self.plain(*args) if made is None else made(*_tensors(args))
+        """Call the segment; see :attr:`roundelay.frontend.segment.Segment.call`."""
+        function = self.compiled.get(_key(args))
+        results: Sequence[Any] = self.plain(*args) if function is None else function(*_tensors(args))
         return results
 
-    def learn(self, *args: Any) -> Sequence[Any]:
-        """Call it, compiled for these shapes from now on.
+    def compile(self, *args: Any) -> Sequence[Any]:
+        """Compile the segment for the shapes of these arguments unless it is already, and call it.
 
         Raises:
             CaptureError: it cannot be compiled.
         """
         key = _key(args)
-        made = self.known.get(key) or self._compiled(args)
+        function = self.compiled.get(key) or self._compile(args)
         try:
-            results = made(*_tensors(args))
+            results = function(*_tensors(args))
         except Exception as error:  # some operators compile, and fail when they are called
             raise self._failed(error) from error
-        self.known[key] = made
+        self.compiled[key] = function
         return results
 
-    def _compiled(self, args: Sequence[Any]) -> Call:
-        odd = next((node for node in self.piece.graph.nodes if node.target is keyed_call), None)
-        if odd is not None:
-            raise self._refused(f"the random operation {odd.args[0]}, whose numbers only the uncompiled operator draws")
-        graph = _bound(self.piece, args)
+    def _compile(self, args: Sequence[Any]) -> Call:
+        random = next((node for node in self.piece.graph.nodes if node.target is keyed_call), None)
+        if random is not None:
+            raise self._refused(f"the random operation {random.args[0]}, which runs uncompiled only")
+        graph = _with_constants(self.piece, args)
         try:
             with warnings.catch_warnings(), torch.enable_grad():
-                warnings.simplefilter("ignore")  # of torch's to torch: deprecations within inductor
-                from torch._inductor.compile_fx import compile_fx  # imports for seconds: only who compiles waits
+                warnings.simplefilter("ignore")  # deprecations within inductor
+                from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
                 with _settings(self.saves_all), self.autocast():
-                    made: Any = compile_fx(graph, _tensors(args))
-        except Exception as error:  # whatever torch, the compiler or an operator without a lowering says
+                    compiled: Any = compile_fx(graph, _tensors(args))
+        except Exception as error:  # whatever torch, the compiler or an operator without a lowering raises
             raise self._failed(error) from error
-        called: Call = made
-        return called
+        function: Call = compiled
+        return function
 
     def _failed(self, error: Exception) -> BaseException:
         if hides_interrupt(error):
@@ -108,7 +107,7 @@ class CompiledSegment:
 
 
 def check_compiler() -> None:
-    """See that there is a C++ compiler, for which inductor writes.
+    """Check that there is a C++ compiler, which inductor needs.
 
     Raises:
         PlanError: there is none.
@@ -117,7 +116,7 @@ def check_compiler() -> None:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except Exception as error:  # torch has an error of its own for it, the system others
+    except Exception as error:  # an error of torch's own, or of the system
         raise PlanError(
             "compile = true in the plan, or --compile",
             got=f"no C++ compiler: {str(error).strip()[:300] or type(error).__name__}",
@@ -127,44 +126,34 @@ def check_compiler() -> None:
 
 
 def _key(args: Sequence[Any]) -> Key:
-    """What code is specialised on: layout of every tensor, value of everything else but the key of random numbers."""
+    """What compiled code is specialised on: the layout of every tensor and every other value but the RNG key."""
     return tuple(
         (arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, torch.Tensor) else arg for arg in args[:-1]
     )
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of a call; the draw key is one of them, or it would be part of the code."""
-    draw: RngKey = args[-1]
-    return [*(arg for arg in args[:-1] if isinstance(arg, torch.Tensor)), draw.tensor()]
+    """The tensors of a call; the RNG key becomes one of them, as otherwise it would be compiled in."""
+    rng_key: RngKey = args[-1]
+    return [*(arg for arg in args[:-1] if isinstance(arg, torch.Tensor)), rng_key.tensor()]
 
 
-def _bound(piece: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
-    """A copy of the piece in which inputs that are no tensors (sizes) are constants."""
-    graph = copy.deepcopy(piece.graph)
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, arg in zip(places[:-1], args[:-1], strict=True):
-        if not isinstance(arg, torch.Tensor):
-            _substitute(node, arg)
-            graph.erase_node(node)
+def _with_constants(piece: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
+    """Return a copy of the graph in which inputs that are no tensors (sizes) are constants."""
+    graph, arguments = torch.fx.Graph(), iter(args)
+    env: dict[torch.fx.Node, Any] = {}
+    for node in piece.graph.nodes:
+        arg = next(arguments) if node.op == "placeholder" else None
+        constant = node.op == "placeholder" and not isinstance(arg, torch.Tensor | RngKey)
+        env[node] = arg if constant else graph.node_copy(node, lambda n: env[n])
     return torch.fx.GraphModule(piece, graph)
-
-
-def _substitute(node: torch.fx.Node, value: Any) -> None:
-    """Put a value in the place of a node, wherever it is used."""
-
-    def of(other: torch.fx.Node) -> Any:
-        return value if other is node else other
-
-    for user in list(node.users):
-        user.args, user.kwargs = torch.fx.node.map_arg((user.args, user.kwargs), of)
 
 
 @contextmanager
 def _settings(saves_all: bool) -> Iterator[None]:
-    """Compile in this process and thread alone, forward and backward at once, and leave no thread behind.
+    """Compile in this process and thread only, forward and backward together, and leave no thread running.
 
-    Inductor's helper processes and tqdm's monitor thread would live on beside workers that are forked later.
+    Inductor's helper processes and tqdm's monitor thread would otherwise outlive this and meet later forks of workers.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -186,12 +175,12 @@ def _settings(saves_all: bool) -> Iterator[None]:
 
 
 def _keep_all() -> Any:
-    """A partitioner that has backward compute nothing again."""
+    """Return a partitioner with which the backward recomputes nothing."""
     from torch._functorch.partitioners import default_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class KeepAll(CustomPartitionerFn):
-        """torch's own plain one."""
+        """torch's default partition, which saves every value that the backward needs."""
 
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
             kwargs.pop("compiler", None)

@@ -1,9 +1,9 @@
-"""Whether what a forward or a loss changes beside its result is read by the next call.
+"""Refuse a forward or a loss that depends on what an earlier call has left in an attribute or a variable.
 
 A balance loss that a layer leaves in an attribute is only written; a counter by which a temperature falls is read, and
-a captured graph would hold its first value for ever. Both change a slot. Which it is shows by calling the person's own
-model and loss on one batch before and after a call on another, from the same weights, buffers and random state: if they
-compute something else, or if they do with other numbers in the slots, then the slot is a state.
+a captured graph would hold its first value for ever. To tell them apart, the user's model and loss are called on one
+batch before and after a call on another, from the same weights, buffers and random state. If the results differ, or
+differ with other numbers in the changed slots, then such a slot is state.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.reachable_state import Change, ReachableState, set_at
-from roundelay.frontend.source_lines import line_of_change
+from roundelay.frontend.reachable_state import Change, ReachableState, SlotId
+from roundelay.frontend.source_lines import line_of_change, set_at
 
 STEPS = (1, 10, 100, 1_000, 10_000, 1_000_000)
-"""What is added to numbers: schedules that count their calls change somewhere."""
+"""Added to changed numbers: a schedule that counts its calls reacts to one of them."""
 
 Call = Callable[[], Any]
 
@@ -30,105 +30,82 @@ def refuse_state(
     call: Call,
     other: Call,
     roots: Sequence[tuple[str, Any]],
-    of_loss: Collection[tuple[int, str, Any]],
+    of_loss: Collection[SlotId],
 ) -> None:
-    """Refuse code whose next call reads what the last one has left. Its state is as it was afterwards.
+    """Refuse code in which one call reads what the previous one has left; all state is restored.
 
     Args:
-        model: whose buffers come back after each call.
-        call: the person's model and loss on one batch; what it returns is compared.
+        model: the model; its buffers are restored after each call.
+        call: the user's model and loss on one batch; its results are compared.
         other: the same on another batch.
-        roots: from where changes are looked for.
-        of_loss: slots that the loss changes, and not the forward.
+        roots: where the search for changes starts.
+        of_loss: slots that the loss changes and the forward does not.
 
     Raises:
-        CaptureError: the forward does.
-        JobError: the loss does.
+        CaptureError: the forward is such code.
+        JobError: the loss is.
     """
-    world = ReachableState(roots, model)
-    changes: list[Change] = []
-    where = ""
+    state = ReachableState(roots, model)
     try:
-        found = _state(model, call, other, world, changes)
-        if found is not None:
-            world.restore()
-            where = line_of_change(changes[found], other) or set_at(changes[found])
+        change = _state(model, call, other, state)
+        if change is not None:
+            state.restore()
+            where = line_of_change(change, other) or set_at(change)
     finally:
-        world.restore()
-    if found is not None:
-        raise _refusal(changes[found], where, changes[found].slot.place in of_loss)
+        state.restore()
+    if change is not None:
+        raise _refusal(change, where, change.slot.place in of_loss)
 
 
-def _state(model: torch.nn.Module, call: Call, other: Call, world: ReachableState, changes: list[Change]) -> int | None:
-    """The number among the changes that one call makes of one that the next call reads; None if there is none."""
+def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableState) -> Change | None:
+    """A change by the call ``other`` that the next call reads, None if there is none."""
     first = _computed(model, call)
-    world.restore()
+    state.restore()
     _computed(model, other)
-    changes += world.changes()
-    if not changes:
+    if not (changes := state.changes()):
         return None
-    try:
-        same = _same(first, _computed(model, call))
-    except Exception:  # the person's own code, on what the other call has left: it has read it
-        same = False
-    if not same:
-        alone = (i for i, change in enumerate(changes) if _differs(model, call, world, first, [change], _after))
-        return next(alone, 0)
-    places = [i for i, change in enumerate(changes) if _is_number(change.before)]
-    for step in STEPS if places else ():
 
-        def moved(change: Change, step: int = step) -> Any:
-            return change.before + step
+    def differs(values: Sequence[tuple[Change, Any]] | None) -> bool:
+        """Whether the results differ with only these values in their slots; None: with what ``other`` has left."""
+        if values is not None:
+            state.restore()
+            for change, value in values:
+                change.slot.write(value)
+        try:
+            return not _same(first, _computed(model, call))
+        except Exception:  # raised by user code on an unexpected value: so it was read
+            return True
 
-        if _differs(model, call, world, first, [changes[i] for i in places], moved):
-            return next((i for i in places if _differs(model, call, world, first, [changes[i]], moved)), places[0])
+    if differs(None):
+        return next((change for change in changes if differs([(change, change.after)])), changes[0])
+    numbers = [change for change in changes if _is_number(change.before)]
+    for step in STEPS if numbers else ():
+        moved = [(change, change.before + step) for change in numbers]
+        if differs(moved):
+            return next((one[0] for one in moved if differs([one])), numbers[0])
     return None
 
 
 def _refusal(change: Change, where: str, of_loss: bool) -> RoundelayError:
-    """What is told of such a state."""
+    """The error for such a slot."""
     slot = change.slot
     kind = JobError if of_loss else CaptureError
     subject = f"{slot.path}, which the {'loss' if of_loss else 'forward'} sets{', ' + where if where else ''}"
     got = "a state that the next call reads"
     if slot.kind == "state":
-        got = "a generator of random numbers of its own, by which each call draws"
-        remedy = "Draw by torch's default generator, which each place draws by with the run's seed."
+        got = "a random number generator of its own, from which each call draws"
+        remedy = "Draw from torch's default generator, whose numbers are keyed by the run's seed."
     elif of_loss:
-        remedy = (
-            "Give what changes from update to update as a tensor in the batch, or keep it in a buffer of the model "
-        )
-        remedy += "that forward changes and returns."
+        remedy = "Give what changes from update to update as a tensor in the batch, or keep it in a buffer of the "
+        remedy += "model that forward changes and returns."
     elif _is_number(change.before) or isinstance(change.before, bool):
         remedy = f'Keep it in a buffer: self.register_buffer("{slot.key}", torch.tensor({change.before!r})) in '
         remedy += f"__init__, and self.{slot.key} = self.{slot.key} + 1 in forward, with torch operations on it."
     else:
         remedy = f'Keep it in a buffer of a fixed size: self.register_buffer("{slot.key}", torch.zeros(...)) in '
         remedy += "__init__; forward may replace it."
-    expected = "a result of its arguments, weights and buffers alone: stages hold nothing else from batch to batch"
+    expected = "a result that depends on its arguments, weights and buffers alone: stages keep nothing else"
     return kind(subject, got=got, expected=expected, remedy=remedy)
-
-
-def _after(change: Change) -> Any:
-    return change.after
-
-
-def _differs(
-    model: torch.nn.Module,
-    call: Call,
-    world: ReachableState,
-    first: list[Any],
-    changes: Sequence[Change],
-    value: Callable[[Change], Any],
-) -> bool:
-    """Whether a call computes something else where only these slots hold another value."""
-    world.restore()
-    for change in changes:
-        change.slot.write(value(change))
-    try:
-        return not _same(first, _computed(model, call))
-    except Exception:  # the person's own code, on a number that it does not expect: it has read it
-        return True
 
 
 def _is_number(value: Any) -> bool:
@@ -136,16 +113,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _computed(model: torch.nn.Module, call: Call) -> list[Any]:
-    """What a call computes, from the same random state and buffers."""
+    """Leaves of a call's result, from a fixed random state and the current buffers."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _buffers_kept(model):
         torch.manual_seed(0)
-        found = pytree.tree_leaves(call())
-        return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        leaves = pytree.tree_leaves(call())
+        return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 @contextmanager
 def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Buffers have their values back afterwards, and are the ones that they were."""
+    """Restore the buffers afterwards: the same tensors with the same values."""
     kept = [(held, name, buffer) for m in model.modules() for held in (m._buffers,) for name, buffer in held.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
     try:

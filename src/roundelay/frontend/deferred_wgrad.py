@@ -1,16 +1,15 @@
-"""Operators that can owe their weights' gradients: each runs without them, and writes down how to compute them later.
+"""Operators with deferred weight gradients: each runs its forward and records how to compute the gradients later.
 
-Forward and formula follow torch's own, way by way: which kernel is called, on what layout, in which order a bias is
-summed. That is what makes the bits those of autograd, and what ``tests/frontend/test_split_backward.py`` holds. Under
-autocast each first casts what it is given, as autocast would for the whole operator, so that the formula gets the
-operands that autograd would; :func:`roundelay.frontend.split_backward.settle` casts what comes of it back.
+Forward and weight gradient follow torch's own implementation, branch by branch: which kernel is called, on which
+layout, in which order a bias is summed. So the bits equal autograd's, as ``tests/frontend/test_split_backward.py``
+tests. Under autocast each operator first casts its arguments as autocast would, so that the weight gradient has the
+operands it has in autograd; :func:`roundelay.frontend.split_backward.settle` casts the result back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,29 +20,29 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class PendingWgrad:
-    """The weight gradients of one operation, until the second half computes them.
+    """The weight gradients of one operation that the second half of a backward still has to compute.
 
     Args:
-        weights: of which gradients are owed: parameters, or what the piece has made of them alone.
-        read: tensors that wait for the second half.
-        due: gradient of the output -> those of ``weights``.
-        place: where in autograd's graph that gradient passes; None once it has.
-        gradient: it, between the halves; None if none has arrived.
+        weights: whose gradients are pending: parameters, or values derived from parameters only.
+        saved: tensors kept for the second half.
+        compute: gradient of the output -> gradients of ``weights``.
+        edge: where in the autograd graph the output's gradient passes; None after the first half.
+        grad_output: the output's gradient, between the halves; None if there is none.
     """
 
     weights: tuple[torch.Tensor, ...]
-    read: tuple[torch.Tensor, ...]
-    due: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    place: GradientEdge | None
-    gradient: torch.Tensor | None = None
+    saved: tuple[torch.Tensor, ...]
+    compute: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    edge: GradientEdge | None
+    grad_output: torch.Tensor | None = None
 
 
-def _wanting(x: torch.Tensor) -> torch.Tensor:
-    """The input, wanting a gradient: kernels may choose their way by that, and the output must have its place."""
+def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
+    """Return the input requiring a gradient: kernels may depend on that, and the output needs an edge in the graph."""
     return x if x.requires_grad else x.detach().requires_grad_()
 
 
-def _plain(weight: torch.Tensor | None) -> torch.Tensor | None:
+def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.detach()
 
 
@@ -60,68 +59,66 @@ def _is_cast(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
-def _note(
-    owed: list[PendingWgrad],
-    made: torch.Tensor,
+def _defer(
+    pending: list[PendingWgrad],
+    output: torch.Tensor,
     weights: Sequence[torch.Tensor | None],
-    read: Sequence[torch.Tensor],
-    due: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    saved: Sequence[torch.Tensor],
+    compute: Callable[[torch.Tensor], Sequence[torch.Tensor]],
 ) -> torch.Tensor:
-    """Write down what ``made`` owes."""
-    wanted = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
-    owed.append(PendingWgrad(wanted, tuple(read), due, get_gradient_edge(made)))
-    return made
+    """Append the pending weight gradients of ``output``, and return it."""
+    trained = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
+    pending.append(PendingWgrad(trained, tuple(saved), compute, get_gradient_edge(output)))
+    return output
 
 
 def _linear(
-    owed: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    pending: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``aten.linear``: (..., in), (out, in), (out) to (..., out), by the ways that it takes for a trained weight."""
-    x, plain, shift = _cast(_wanting(x), weight.detach(), _plain(bias))
-    if x.ndim == 2 or (shift is not None and x.is_contiguous()):
-        made = aten.linear.default(x, plain, shift)
+    """``aten.linear``: (..., in), (out, in), (out) to (..., out), by the branch that it takes for a trained weight."""
+    x, detached, bias_cast = _cast(_requiring_grad(x), weight.detach(), _detached(bias))
+    if x.ndim == 2 or (bias_cast is not None and x.is_contiguous()):
+        output = aten.linear.default(x, detached, bias_cast)
     else:
-        made = _folded(x, plain.t())
-        made = made if shift is None else made + shift
-    flat = x.ndim == 2 or x.is_contiguous()  # then the bias is added to rows, else to the tensor as it is
-    due = partial(_linear_due, x.detach(), _by_columns(plain.t()), _shape(bias), flat)
-    return _note(owed, made, (weight, bias), (x,), due)
+        output = _folded(x, detached.t())
+        output = output if bias_cast is None else output + bias_cast
+    flat = x.ndim == 2 or x.is_contiguous()  # then the bias is added to the rows, else to the unflattened tensor
+    saved, columns, bias_shape = x.detach(), _column_major(detached.t()), _trained_shape(bias)
+
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        rows = _rows(grad)
+        wgrads = [_wgrad(rows, _rows(saved), columns).t()]
+        return wgrads if bias_shape is None else [*wgrads, (rows if flat else grad).sum_to_size(bias_shape)]
+
+    return _defer(pending, output, (weight, bias), (x,), compute)
 
 
-def _linear_due(
-    x: torch.Tensor, columns: bool, bias: torch.Size | None, flat: bool, grad: torch.Tensor
-) -> list[torch.Tensor]:
-    rows, read = _rows(grad), _rows(x)
-    made = [rows.t().mm(read) if columns else read.t().mm(rows).t()]
-    return made if bias is None else [*made, (rows if flat else grad).sum_to_size(bias)]
-
-
-def _matmul(owed: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _matmul(pending: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.matmul`` and ``aten.mm`` with a matrix: (..., n), (n, m) to (..., m)."""
-    x, plain = _cast(_wanting(x), weight.detach())
-    due = partial(_matmul_due, x.detach(), _by_columns(plain))
-    return _note(owed, _folded(x, plain), (weight,), (x,), due)
+    x, detached = _cast(_requiring_grad(x), weight.detach())
+    saved, columns = x.detach(), _column_major(detached)
+
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        return [_wgrad(_rows(grad), _rows(saved), columns)]
+
+    return _defer(pending, _folded(x, detached), (weight,), (x,), compute)
 
 
-def _matmul_due(x: torch.Tensor, columns: bool, grad: torch.Tensor) -> list[torch.Tensor]:
-    return [_second(_rows(grad), _rows(x), columns)]
-
-
-def _addmm(owed: list[PendingWgrad], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _addmm(pending: list[PendingWgrad], bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.addmm``: (m), (k, n), (n, m) to (k, m)."""
-    x, plain, shift = _cast(_wanting(x), weight.detach(), bias.detach())
-    made = aten.addmm.default(shift, x, plain)
-    due = partial(_addmm_due, x.detach(), _by_columns(plain), _shape(bias))
-    return _note(owed, made, (bias, weight), (x,), due)
+    x, detached, bias_cast = _cast(_requiring_grad(x), weight.detach(), bias.detach())
+    output = aten.addmm.default(bias_cast, x, detached)
+    saved, columns, bias_shape = x.detach(), _column_major(detached), _trained_shape(bias)
 
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        wgrads = [_wgrad(grad, saved, columns)]
+        return wgrads if bias_shape is None else [grad.sum_to_size(bias_shape), *wgrads]
 
-def _addmm_due(x: torch.Tensor, columns: bool, bias: torch.Size | None, grad: torch.Tensor) -> list[torch.Tensor]:
-    made = [_second(grad, x, columns)]
-    return made if bias is None else [grad.sum_to_size(bias), *made]
+    return _defer(pending, output, (bias, weight), (x,), compute)
 
 
 def _folded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(..., n) times (n, m) as one product of two matrices: what ``matmul`` does for a weight that is trained."""
+    """(..., n) times (n, m) as one product of two matrices, as ``matmul`` computes it for a trained weight."""
     if x.ndim == 2:
         return x.mm(weight)
     return _rows(x).mm(weight).view(*x.shape[:-1], weight.size(-1))
@@ -132,34 +129,34 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.size(-1))
 
 
-def _by_columns(weight: torch.Tensor) -> bool:
-    """Whether a product's second matrix lies in memory column by column; autograd has its gradient do the same."""
+def _column_major(weight: torch.Tensor) -> bool:
+    """Whether a product's second matrix is stored column by column; autograd lays out its gradient alike."""
     return weight.stride() == (1, weight.size(0))
 
 
-def _second(grad: torch.Tensor, first: torch.Tensor, columns: bool) -> torch.Tensor:
-    """Gradient of a product's second matrix."""
+def _wgrad(grad: torch.Tensor, first: torch.Tensor, columns: bool) -> torch.Tensor:
+    """The gradient of a product's second matrix."""
     return grad.t().mm(first).t() if columns else first.t().mm(grad)
 
 
-def _shape(bias: torch.Tensor | None) -> torch.Size | None:
+def _trained_shape(bias: torch.Tensor | None) -> torch.Size | None:
     return bias.shape if bias is not None and bias.requires_grad else None
 
 
 def _embedding(
-    owed: list[PendingWgrad], weight: torch.Tensor, rows: torch.Tensor, padding: int = -1, by_frequency: bool = False
+    pending: list[PendingWgrad], weight: torch.Tensor, rows: torch.Tensor, padding: int = -1, by_frequency: bool = False
 ) -> torch.Tensor:
     """``aten.embedding``: (n, d), whole numbers (...) to (..., d)."""
-    made = aten.embedding.default(weight.detach(), rows, padding, by_frequency).requires_grad_()
+    output = aten.embedding.default(weight.detach(), rows, padding, by_frequency).requires_grad_()
 
-    def due(grad: torch.Tensor) -> list[torch.Tensor]:
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
         return [aten.embedding_backward.default(grad, rows, weight.size(0), padding, by_frequency, False)]
 
-    return _note(owed, made, (weight,), (rows,), due)
+    return _defer(pending, output, (weight,), (rows,), compute)
 
 
 def _convolution(  # noqa: PLR0913  the operator's own arguments
-    owed: list[PendingWgrad],
+    pending: list[PendingWgrad],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -171,60 +168,54 @@ def _convolution(  # noqa: PLR0913  the operator's own arguments
     groups: int,
 ) -> torch.Tensor:
     """``aten.convolution``: (rows, channels, ...) and its weight to (rows, channels, ...)."""
-    x, plain, shift = _cast(_wanting(x), weight.detach(), _plain(bias))
-    how = (stride, padding, dilation, transposed, output_padding, groups)
-    made = aten.convolution.default(x, plain, shift, *how)
-    read, sizes = x.detach(), None if bias is None else list(bias.shape)
-    wanted = _shape(bias) is not None
+    x, detached, bias_cast = _cast(_requiring_grad(x), weight.detach(), _detached(bias))
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    output = aten.convolution.default(x, detached, bias_cast, *options)
+    saved, sizes = x.detach(), None if bias is None else list(bias.shape)
+    trains_bias = _trained_shape(bias) is not None
 
-    def due(grad: torch.Tensor) -> list[torch.Tensor]:
-        found = aten.convolution_backward.default(grad, read, plain, sizes, *how, [False, True, wanted])
-        return list(found[1 : 2 + wanted])
+    def compute(grad: torch.Tensor) -> list[torch.Tensor]:
+        grads = aten.convolution_backward.default(grad, saved, detached, sizes, *options, [False, True, trains_bias])
+        return list(grads[1 : 2 + trains_bias])
 
-    return _note(owed, made, (weight, bias), (x,), due)
+    return _defer(pending, output, (weight, bias), (x,), compute)
 
 
-def _ahead(nd: int) -> Callable[..., torch.Tensor]:
+def _conv(  # noqa: PLR0913
+    pending: list[PendingWgrad],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> torch.Tensor:
     """``aten.conv1d``, ``conv2d``, ``conv3d``."""
-
-    def run(  # noqa: PLR0913
-        owed: list[PendingWgrad],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> torch.Tensor:
-        how = _each(stride, nd), _each(padding, nd), _each(dilation, nd), False, [0] * nd, groups
-        return _convolution(owed, x, weight, bias, *how)
-
-    return run
+    nd = weight.ndim - 2
+    shapes = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), False, [0] * nd
+    return _convolution(pending, x, weight, bias, *shapes, groups)
 
 
-def _back(nd: int) -> Callable[..., torch.Tensor]:
+def _conv_transpose(  # noqa: PLR0913
+    pending: list[PendingWgrad],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> torch.Tensor:
     """``aten.conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d``."""
-
-    def run(  # noqa: PLR0913
-        owed: list[PendingWgrad],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> torch.Tensor:
-        how = _each(stride, nd), _each(padding, nd), _each(dilation, nd), True, _each(output_padding, nd), groups
-        return _convolution(owed, x, weight, bias, *how)
-
-    return run
+    nd = weight.ndim - 2
+    shapes = _repeat(stride, nd), _repeat(padding, nd), _repeat(dilation, nd), True, _repeat(output_padding, nd)
+    return _convolution(pending, x, weight, bias, *shapes, groups)
 
 
-def _each(value: Any, nd: int) -> list[int]:
-    """One number for every dimension."""
+def _repeat(value: Any, nd: int) -> list[int]:
+    """Return one number for every dimension."""
     values = [value] if isinstance(value, int) else list(value)
     return values * nd if len(values) == 1 else values
 
@@ -234,10 +225,10 @@ class Formula:
     """How one operator is split.
 
     Args:
-        run: a list of :class:`PendingWgrad`, then the operator's arguments, to what it makes.
-        read: which argument is the tensor that it reads.
-        weight: which is the weight.
-        fits: (dimensions of the two, -1 where unknown; arguments) -> whether ``run`` can do it.
+        run: a list of :class:`PendingWgrad` to append to, then the operator's arguments -> its output.
+        read: index of the argument that is the input tensor.
+        weight: index of the argument that is the weight.
+        fits: (dimensions of the two, -1 where unknown; arguments) -> whether ``run`` supports them.
     """
 
     run: Callable[..., torch.Tensor]
@@ -261,14 +252,14 @@ FORMULAS: dict[Any, Formula] = {
     aten.addmm.default: Formula(_addmm, 1, 2, _matrices),
     aten.embedding.default: Formula(_embedding, 1, 0, lambda x, weight, args: len(args) < 5 or args[4] is False),
     aten.convolution.default: Formula(_convolution, 0, 1, _filters),
-    aten.conv1d.default: Formula(_ahead(1), 0, 1, _filters),
-    aten.conv2d.default: Formula(_ahead(2), 0, 1, _filters),
-    aten.conv3d.default: Formula(_ahead(3), 0, 1, _filters),
-    aten.conv_transpose1d.default: Formula(_back(1), 0, 1, _filters),
-    aten.conv_transpose2d.input: Formula(_back(2), 0, 1, _filters),
-    aten.conv_transpose3d.input: Formula(_back(3), 0, 1, _filters),
+    aten.conv1d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv2d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv3d.default: Formula(_conv, 0, 1, _filters),
+    aten.conv_transpose1d.default: Formula(_conv_transpose, 0, 1, _filters),
+    aten.conv_transpose2d.input: Formula(_conv_transpose, 0, 1, _filters),
+    aten.conv_transpose3d.input: Formula(_conv_transpose, 0, 1, _filters),
 }
-"""The operators that are split."""
+"""The operators that can be split."""
 
 ONLY_UNCAST = frozenset({aten.convolution.default})
-"""Those that are not split under autocast, which casts them on some devices and not on others."""
+"""Operators that are not split under autocast, which casts them on some devices and not on others."""

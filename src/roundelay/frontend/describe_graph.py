@@ -1,4 +1,4 @@
-"""Run the graph once on the sample micro-batch, and describe it as plain data."""
+"""Run the exported graph on the sample micro-batch and describe it as plain data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_substitutes import cumulative_batch_norm
-from roundelay.frontend.graph_passes import DRAW, Cleaned, run_nodes
+from roundelay.frontend.graph_passes import DRAW, Cleaned, call_node, run_nodes
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.frontend.recurrent import FLOPS
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
-_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
-"""What export calls the module of an operation that it cannot tell."""
+_UNKNOWN_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""The module path that export gives to an operation whose module it does not know."""
 
 
 def describe_graph(
@@ -30,29 +30,30 @@ def describe_graph(
     reads: LossReads,
     sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int],
 ) -> Graph:
-    """The logical graph.
+    """Build the logical graph.
 
     Args:
         exported: the rewritten model.
-        cleaned: what rewriting found out.
-        draws: positions of the random operations.
+        cleaned: what rewriting has found.
+        draws: operation name to position among the random operations.
         reads: what the loss reads.
         sample: the call's tensors, the batch's leaves, and the number of rows.
     """
     tensors, fields, rows = sample
     flops: dict[str, int] = {}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-        total = [0]
 
-        def count(node: Node) -> None:
-            flops[node.name] = counter.get_total_flops() - total[0]
-            total[0] = counter.get_total_flops()
+        def count(node: Node, args: Any, kwargs: Any) -> Any:
+            before = counter.get_total_flops()
+            value = call_node(node, args, kwargs)
+            flops[node.name] = counter.get_total_flops() - before
+            return value
 
         run_nodes(exported, tensors, count)
     with torch.enable_grad():
-        made, _ = run_nodes(exported, tensors)
+        node_values, _ = run_nodes(exported, tensors)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
-    values = {node.name: _value(node.name, made[node.name]) for node in nodes}
+    values = {node.name: _value(node.name, node_values[node.name]) for node in nodes}
     values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
     values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
     ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
@@ -72,16 +73,16 @@ def describe_graph(
         sample_rows=rows,
         metrics=value_names(reads.metrics),
         min_rows=least_rows(exported.module),
-        labels_per_row=_labels_per_row(exported, made, reads, rows),
-        one_row=on_one_row(exported.module, made, rows),
+        labels_per_row=_labels_per_row(exported, node_values, reads, rows),
+        one_row=on_one_row(exported.module, node_values, rows),
     )
 
 
-def _labels_per_row(exported: Exported, made: dict[str, Any], reads: LossReads, rows: int) -> float:
+def _labels_per_row(exported: Exported, node_values: dict[str, Any], reads: LossReads, rows: int) -> float:
     if reads.labels is None:
         return 0.0
-    counted: Any = exported.module.graph.output_node().args[0]
-    terms = reads.labels.terms if reads.labels.output < 0 else float(made[counted[-1].name])
+    outputs: Any = exported.module.graph.output_node().args[0]
+    terms = reads.labels.terms if reads.labels.output < 0 else float(node_values[outputs[-1].name])
     return terms / rows or 1.0
 
 
@@ -103,10 +104,9 @@ def _value(name: str, value: Any) -> Value:
 def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
     roles = [(n, exported.roles.get(n.name)) for n in node.all_input_nodes if n.op != "get_attr" and n.name != DRAW]
     reads = [value_name(exported, n) for n, role in roles if role is None or role.kind == "input"]
-    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
     return Op(
         name=node.name,
-        target=str(target),
+        target=_target_name(node.target),
         module=_module_path(node),
         reads=tuple(dict.fromkeys(reads)),
         parameters=tuple(dict.fromkeys(r.name for _, r in roles if r is not None and r.kind == "parameter")),
@@ -119,7 +119,7 @@ def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:
 def _module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
-    if path == _NOWHERE:
+    if path == _UNKNOWN_MODULE:
         return ""
     return str(path).removeprefix("model").removeprefix(".")
 
@@ -129,18 +129,17 @@ def _num_bytes(tensor: torch.Tensor | None) -> int:
 
 
 def _parameters(exported: Exported) -> dict[str, Parameter]:
-    found = [role for role in exported.roles.values() if role.kind == "parameter" and role.tensor is not None]
     return {
         r.name: Parameter(r.name, tuple(r.tensor.shape), _num_bytes(r.tensor), r.tensor.requires_grad)
-        for r in found
-        if r.tensor is not None
+        for r in exported.roles.values()
+        if r.kind == "parameter" and r.tensor is not None
     }
 
 
 def _legal_cuts(
     ops: Sequence[Op], outputs: Sequence[str], values: dict[str, Value], cleaned: Cleaned
 ) -> tuple[int, ...]:
-    """Positions where only tensors and numbers cross and no storage is between its birth and its last write."""
+    """Positions where only tensors and numbers cross, and no storage is between its creation and its last write."""
     position = {op.name: i for i, op in enumerate(ops)}
     last_use = {name: len(ops) for name in outputs}
     for i, op in enumerate(ops):
@@ -151,16 +150,16 @@ def _legal_cuts(
         if value.kind == "other" and name in last_use and name in position:
             closed[position[name] : last_use[name]] = [True] * (last_use[name] - position[name])
     for names in cleaned.uncuttable:
-        places = [position[name] for name in names if name in position]  # the others were pruned
-        if places:
-            closed[min(places) : max(places)] = [True] * (max(places) - min(places))
+        positions = [position[name] for name in names if name in position]  # the others were pruned
+        if positions:
+            closed[min(positions) : max(positions)] = [True] * (max(positions) - min(positions))
     return tuple(i for i in range(len(ops) - 1) if not closed[i])
 
 
 def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: LossReads) -> str:
-    """Identity of operations, parameters and what the loss reads; sizes of the sample do not enter."""
+    """Digest of operations, parameters and what the loss reads; independent of the sample's sizes."""
     digest = hashlib.sha256()
-    for line in _lines(exported.module):
+    for line in _node_lines(exported.module):
         digest.update(line.encode())
     for parameter in parameters.values():
         digest.update(f"{parameter.name} {parameter.shape} {parameter.trainable}\n".encode())
@@ -168,18 +167,18 @@ def _fingerprint(exported: Exported, parameters: dict[str, Parameter], reads: Lo
     return digest.hexdigest()[:24]
 
 
-def _lines(module: torch.fx.GraphModule) -> Iterator[str]:
-    """Every operation of a graph, and of the graphs that its operations run."""
+def _node_lines(module: torch.fx.GraphModule) -> Iterator[str]:
+    """Yield a line for every node of a graph, and of the graphs that its operations run."""
     for node in module.graph.nodes:
-        target = node.target if node.op != "call_function" else _name(node.target)
+        target = node.target if node.op != "call_function" else _target_name(node.target)
         args, kwargs = torch.fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda n: n.name)
         yield f"{node.op} {node.name} {target} {args} {kwargs}\n"
         inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(inner, torch.fx.GraphModule):
-            yield from _lines(inner)
+            yield from _node_lines(inner)
 
 
-def _name(target: Any) -> str:
+def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
 
 
@@ -187,17 +186,17 @@ aten = torch.ops.aten
 
 
 def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is a BatchNorm that takes statistics over its input, ``args[0]`` of rows x channels x ..."""
+    """Whether an operation is a BatchNorm that takes statistics of its input ``args[0]``, (rows, channels, ...)."""
     return target is cumulative_batch_norm or (target is aten.batch_norm.default and bool(args[5]))
 
 
 def least_rows(module: torch.fx.GraphModule) -> int:
-    """Rows that a part of a batch has at least: two where statistics are taken over them."""
+    """The least number of rows of a micro-batch: two if a BatchNorm takes statistics over them."""
     return 2 if any(takes_statistics(node.target, node.args) for node in _operations(module)) else 1
 
 
 def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: int) -> str:
-    """Why one row alone cannot be trained on, in torch's words; empty if it can.
+    """Return torch's error message for training on a single row; empty if that is possible.
 
     Args:
         module: the graph.
@@ -214,6 +213,6 @@ def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: in
 
 
 def _operations(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Every operation of a graph, and of the graphs that its operations run."""
+    """All operations of a graph, and of the graphs that its operations run."""
     graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if node.op == "call_function"]

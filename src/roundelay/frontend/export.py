@@ -1,7 +1,7 @@
-"""``torch.export`` of an unmodified model, and what to tell a person when it fails.
+"""``torch.export`` of an unmodified model, with readable errors when it fails.
 
-The result is the training graph as export gives it: parameters, buffers, constants and the call's tensors are
-placeholders; linear, attention, convolution and LSTM stay single operations.
+The result is the training graph as exported: parameters, buffers, constants and the call's tensors are placeholders;
+linear, attention, convolution and LSTM stay single operations.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,12 +20,12 @@ import torch.fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from roundelay.deferred_signals import Interrupts, hides_interrupt, inside_torch
+from roundelay.deferred_signals import DeferredSignals, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
-from roundelay.frontend import export_substitutes
-from roundelay.frontend.export_adapter import CallShape, ExportAdapter, OutputShape, Roots, Seen, Unready
+from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, OutputShape, Roots, Seen
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
-from roundelay.frontend.recurrent import StandingIn, put_back
+from roundelay.frontend.export_substitutes import substitute
+from roundelay.frontend.recurrent import StandingIn
 from roundelay.frontend.source_lines import users_line_of
 
 PREFIX = "model."
@@ -50,10 +51,10 @@ class Exported:
     Args:
         module: owns ``module.graph`` and the sub-graphs of higher-order operations.
         roles: placeholder name to its role.
-        seen: layout of the model's result, and what the forward changes beside.
-        sizes: for each tensor of the call, the sizes that export has fixed; None where others will do.
-        guard: takes the call's tensors and raises AssertionError where their sizes would have led the model another
-            way than the exported one: besides fixed sizes, bounds (``x.size()[0] >= 4``) and relations.
+        seen: layout of the model's result, and the forward's side effects.
+        sizes: for each tensor of the call, the sizes that export has fixed; None where a size may vary.
+        guard: takes the call's tensors and raises AssertionError if their sizes would take other branches of the model
+            than the exported ones: besides fixed sizes, bounds (``x.size()[0] >= 4``) and relations.
     """
 
     module: torch.fx.GraphModule
@@ -70,100 +71,79 @@ class Exported:
 
 
 def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor], roots: Roots = ()) -> Exported:
-    """Export ``model`` for calls like this one, every size of every tensor free to vary where the model allows it.
+    """Export ``model`` for calls like this one, with every size dynamic where the model allows it.
 
     Args:
         model: the model.
         call: how it is called.
         tensors: the call's.
-        roots: from where to look for what a forward changes; by default the model.
+        roots: where the search for side effects of the forward starts; by default the model.
 
     Raises:
-        CaptureError: naming the module, the line and the remedy; also where export would lose something of it.
-        Unready: the forward sets a buffer that is None.
+        CaptureError: the model cannot be exported, or export would lose a part of it.
+        LazyBuffer: the forward sets a buffer that is None.
     """
     refuse_parts(model)
-    face = ExportAdapter(model, call, roots)
-    before = sys.exc_info()[1]
+    adapter = ExportAdapter(model, call, roots)
+    handled = sys.exc_info()[1]
     failures: list[Exception] = []
-    for sizes in (_every_size, _rows_only, _no_size):
-        dynamic = {"leaves": tuple(sizes(tensor) for tensor in tensors)}
+    for dims in (None, 1, 0):  # every size dynamic, the number of rows, none
+        dynamic = {"leaves": tuple(dict.fromkeys(range(t.ndim)[:dims], torch.export.Dim.AUTO) for t in tensors)}
         with (
             _attributes_kept(model),
             _watch_modules(model) as running,
             _quiet(),
-            Interrupts(inside_torch) as interrupts,
+            DeferredSignals(inside_torch) as interrupts,
             StandingIn(interrupts.handle),  # it may raise where an operation may
         ):
             try:
-                program = torch.export.export(face, tuple(tensors), strict=False, dynamic_shapes=dynamic)
-            except (CaptureError, Unready):
+                program = torch.export.export(adapter, tuple(tensors), strict=False, dynamic_shapes=dynamic)
+            except (CaptureError, LazyBuffer):
                 raise
-            except Exception as error:  # whatever the person's forward raises
-                if hides_interrupt(error, before):
+            except Exception as error:  # whatever the user's forward raises
+                if hides_interrupt(error, handled):
                     raise KeyboardInterrupt from error
                 failures.append(error)
-                if running.failed_at is None:
-                    running.failed_at = ""
                 where = running.failed_at
                 continue
-        if face.output_shape is None:
+        if adapter.output_shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
-        put_back(program.graph_module)
-        export_substitutes.put_back(program.graph_module)
+        substitute(program.graph_module)
         refuse_sparse(program.graph)
         refuse_vmap(program.graph)
         roles = _roles(program, model)
-        return Exported(program.graph_module, roles, face.seen, _sizes(program), _guard(program))
+        return Exported(program.graph_module, roles, adapter.seen, _sizes(program), _guard(program))
     refuse_failing(model, call, tensors)
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
-def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.ndim), torch.export.Dim.AUTO)
-
-
-def _rows_only(tensor: torch.Tensor) -> dict[int, Any]:
-    return {0: torch.export.Dim.AUTO} if tensor.ndim else {}
-
-
-def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return {}
+_FILTERS: dict[str, Callable[[logging.LogRecord], bool]] = {
+    # a long message on an inequality of sizes that torch cannot simplify, and checks as it is
+    "torch.fx.experimental.symbolic_shapes": lambda r: not r.getMessage().startswith("Failed to reduce inequalities"),
+    # the traceback of an operation's error, which is raised as well
+    "torch._subclasses.fake_tensor": lambda r: r.exc_info is None,
+}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch tells of exports that go well, and of an error before it raises it."""
-    sizes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    operations = logging.getLogger("torch._subclasses.fake_tensor")
-    sizes.addFilter(_matters)
-    operations.addFilter(_is_no_error)
+    """Suppress torch's log messages and warnings about successful exports, and about errors that it raises anyway."""
+    for name, accepts in _FILTERS.items():
+        logging.getLogger(name).addFilter(accepts)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="The tensor attributes? .* assigned during export"
-            )  # recurrent layers
+        with warnings.catch_warnings():  # of recurrent layers
+            warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
             yield
     finally:
-        sizes.removeFilter(_matters)
-        operations.removeFilter(_is_no_error)
-
-
-def _matters(record: logging.LogRecord) -> bool:
-    """An inequality of sizes that it cannot simplify (pooling rounds up) it checks as it is, after a long traceback."""
-    return not record.getMessage().startswith("Failed to reduce inequalities")
-
-
-def _is_no_error(record: logging.LogRecord) -> bool:
-    """An operation that cannot take what it gets: pages of torch's own lines for what is raised and told."""
-    return record.exc_info is None
+        for name, accepts in _FILTERS.items():
+            logging.getLogger(name).removeFilter(accepts)
 
 
 @contextmanager
 def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Every module has the very objects in its attributes that it had: export puts copies of containers there.
+    """Restore every module's attributes afterwards: export replaces containers by copies.
 
-    A list that two modules share would be two lists.
+    Without this, a list that two modules share would become two lists.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
@@ -180,24 +160,23 @@ class _Running:
 
     def __init__(self) -> None:
         self.stack: list[str] = []
-        self.failed_at: str | None = None
+        self.failed_at = ""
+
+    def enter(self, name: str, _module: torch.nn.Module, _args: Any) -> None:
+        self.stack.append(name)
+        self.failed_at = name
+
+    def leave(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
+        self.stack.pop()
+        self.failed_at = self.stack[-1] if self.stack else ""
 
 
 @contextmanager
 def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
-    running = _Running()
-    handles = []
+    running, handles = _Running(), list[Any]()
     for name, module in model.named_modules():
-
-        def enter(_module: torch.nn.Module, _args: Any, name: str = name) -> None:
-            running.stack.append(name)
-            running.failed_at = name
-
-        def leave(_module: torch.nn.Module, _args: Any, _result: Any) -> None:
-            running.stack.pop()
-            running.failed_at = running.stack[-1] if running.stack else None
-
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles.append(module.register_forward_pre_hook(partial(running.enter, name)))
+        handles.append(module.register_forward_hook(running.leave))
     try:
         yield running
     finally:
@@ -206,7 +185,7 @@ def _watch_modules(model: torch.nn.Module) -> Iterator[_Running]:
 
 
 def refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor]) -> None:
-    """Raise what the call raises without any export; not known of a model whose weights are still to come.
+    """Call the model without export and refuse one that fails; does nothing if weights are on the meta device.
 
     Raises:
         CaptureError: the model's own forward fails on these tensors; naming the module and the line.
@@ -218,11 +197,11 @@ def refuse_failing(model: torch.nn.Module, call: CallShape, tensors: list[torch.
     with _watch_modules(model) as running:
         try:
             torch.func.functional_call(model, buffers, args, kwargs)
-        except Exception as error:  # whatever the person's forward raises
-            raise _not_exportable(model, running.failed_at or "", error, alone=True) from error
+        except Exception as error:  # whatever the user's forward raises
+            raise _not_exportable(model, running.failed_at, error, in_eager=True) from error
 
 
-def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone: bool = False) -> CaptureError:
+def _not_exportable(model: torch.nn.Module, where: str, error: Exception, in_eager: bool = False) -> CaptureError:
     kind = type(model.get_submodule(where)).__name__
     module = f"module {where!r} ({kind}) of the model" if where else f"the model ({kind})"
     if isinstance(error, TypeError) and "forward()" in str(error):
@@ -234,18 +213,18 @@ def _not_exportable(model: torch.nn.Module, where: str, error: Exception, alone:
         )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     subject, got = f"{module}{users_line_of(error)}", f"{type(error).__name__}: {first_line[:300]}"
-    if alone:
+    if in_eager:
         return CaptureError(
             subject,
             got=got,
-            expected="a forward that takes the job's first batch, with its row twice if it has but one",
-            remedy="It fails without Roundelay, too: call the model on such a batch by hand, and mend the model, the "
+            expected="a forward that takes the job's first batch, with its row repeated if it has only one",
+            remedy="It fails without Roundelay, too: call the model on such a batch by hand, and fix the model, the "
             "batch or Job(inputs=...).",
         )
     return CaptureError(
         subject,
         got=got,
-        expected="a forward that torch.export can follow: no Python branch on tensor values, no call that leaves torch",
+        expected="a forward that torch.export can trace: no Python branch on tensor values, no call that leaves torch",
         remedy="Replace the branch by torch.where or torch.cond, move data-dependent code into the loss or the data "
         "loader, and check with torch.export.export(model, args, strict=False).",
     )
@@ -258,7 +237,7 @@ def _sizes(program: torch.export.ExportedProgram) -> tuple[tuple[int | None, ...
 
 
 def _guard(program: torch.export.ExportedProgram) -> Callable[[Sequence[torch.Tensor]], None]:
-    """What export has assumed of the sizes, as the exported module itself would check it."""
+    """The exported module's own check of its assumptions on sizes."""
     module = program.module()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in module.graph.nodes:
@@ -269,12 +248,12 @@ def _guard(program: torch.export.ExportedProgram) -> Callable[[Sequence[torch.Te
 
 
 def first_of_storages(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters that lie where an earlier one does (``b.weight.data = a.weight.data``), and the name of that one.
+    """Parameters that share the memory of an earlier one (``b.weight.data = a.weight.data``), with that one's name.
 
     Raises:
-        CaptureError: two lie in each other's memory in part.
+        CaptureError: two overlap in part.
     """
-    found: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     spans: dict[int, list[tuple[int, int, str, torch.nn.Parameter]]] = {}
     for name, p in model.named_parameters():
         if p.is_meta or p.layout is not torch.strided or not p.numel():
@@ -285,21 +264,18 @@ def first_of_storages(model: torch.nn.Module) -> dict[str, str]:
         for begin, end, other, tensor in others:
             if start < end and begin < stop:
                 if (begin, tensor.size(), tensor.stride()) != (start, p.size(), p.stride()):
-                    raise _overlap(other, name)
-                found[name] = other
+                    raise CaptureError(
+                        f"parameters {other!r} and {name!r}",
+                        got="two different views of the same memory, both trained",
+                        expected="parameters each in memory of its own, or one parameter under two names",
+                        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or "
+                        "its transpose.",
+                    )
+                first_names[name] = other
                 break
         else:
             others.append((start, stop, name, p))
-    return found
-
-
-def _overlap(one: str, two: str) -> CaptureError:
-    return CaptureError(
-        f"parameters {one!r} and {two!r}",
-        got="two windows into the same memory, which both are trained",
-        expected="parameters each in memory of its own, or one and the same parameter under two names",
-        remedy="Make one of them the parameter, and compute the other from it in forward: its view, or its transpose.",
-    )
+    return first_names
 
 
 def _roles(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Role]:

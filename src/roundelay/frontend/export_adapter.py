@@ -1,13 +1,13 @@
-"""The face of a model towards export: flat tensor leaves in, flat tensor leaves out.
+"""Adapt a model to ``torch.export``: flat tensor leaves in, flat tensor leaves out.
 
-Export understands only registered containers, but models return others (a transformer's key-value cache). The face
-takes the call's tensors as a flat list, calls the model exactly as the person would, and keeps of the result the
-tensors that sit in known containers; everything else is remembered as it was.
+Export supports only registered containers, but models return others (a transformer's key-value cache). The adapter
+takes the call's tensors as a flat list, calls the model exactly as the user would, and returns the tensors in known
+containers of the result; all other leaves are stored as they are.
 
-What the forward changes beside is part of its result, too. A buffer that it replaces (``self.n = self.n + 1``) is
-written into the first one's memory, which a graph can say. Tensors that it leaves in attributes, dicts and lists, of
-which a loss may read (a balance loss of experts, features that a hook keeps), follow the result's; the places are put
-back as they were.
+Side effects of the forward become part of its result. A buffer that it replaces (``self.n = self.n + 1``) is written
+into the first one's memory, which a graph can express. Tensors that it leaves in attributes, dicts and lists, which a
+loss may read (a balance loss of experts, features kept by a hook), follow those of the result; these slots are
+restored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from torch.utils import _pytree as pytree
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.export_checks import refuse_own_backwards, refusing_draws, refusing_tensor_hooks
-from roundelay.frontend.reachable_state import MISSING, Change, ReachableState, StateSlot, set_at
-from roundelay.frontend.trace_guards import owners_of, traced_as_trained
+from roundelay.frontend.reachable_state import Change, ReachableState, StateSlot
+from roundelay.frontend.slot_values import MISSING
+from roundelay.frontend.source_lines import set_at
+from roundelay.frontend.trace_guards import guarded_trace, owners_of
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called when the job does not say: all of a tuple but its last, or all of a mapping.
+    """The model's (args, kwargs) without ``Job(inputs=...)``: all of a tuple but its last item, or all of a mapping.
 
     Raises:
         JobError: the batch is neither.
@@ -48,11 +50,11 @@ def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How one call of the model is laid out: its container, and the leaves that are not tensors.
+    """Layout of one call of the model: its containers, and the leaves that are not tensors.
 
     Args:
         spec: pytree of (args, kwargs).
-        constants: leaf index to the constant that stands there.
+        constants: leaf index to the constant at that leaf.
     """
 
     spec: pytree.TreeSpec
@@ -62,7 +64,7 @@ class CallShape:
     def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], CallShape]:
         """Tensor leaves of a call, in order, and the rest of it."""
         if not kwargs and {*map(type, args)} <= {torch.Tensor}:
-            return list(args), _plain(len(args))
+            return list(args), _positional(len(args))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
@@ -80,17 +82,17 @@ class CallShape:
         return self is other or (self.spec == other.spec and self.differing(other) is None)
 
     def differing(self, other: CallShape) -> tuple[str, Any, Any] | None:
-        """A leaf of two calls of the same layout that is no tensor and not the same: its name, here and there."""
+        """The first constant in which two calls of the same layout differ: its name, value here, value in ``other``."""
         if self is other or self.spec != other.spec:
             return None
         for i in sorted({*self.constants, *other.constants}):
             one, two = self.constants.get(i, _TENSOR), other.constants.get(i, _TENSOR)
-            if not _same(one, two):
+            if not _same_constant(one, two):
                 return self.named(i), one, two
         return None
 
     def named(self, place: int) -> str:
-        """What a leaf is called, for people: ``argument 1``, ``argument 'scale'``."""
+        """The argument of a leaf, for error messages: ``argument 1``, ``argument 'scale'``."""
         args, kwargs = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
         for name, part in (*enumerate(args), *kwargs.items()):
             if place in pytree.tree_leaves(part):
@@ -99,7 +101,7 @@ class CallShape:
 
 
 class _Tensor:
-    """Stands for a tensor where a call had something else before."""
+    """Stands for a tensor where another call has a constant."""
 
     def __repr__(self) -> str:
         return "a tensor"
@@ -108,30 +110,30 @@ class _Tensor:
 _TENSOR = _Tensor()
 
 
-def _same(one: Any, two: Any) -> bool:
-    """Whether two leaves that are no tensors are the same: 1, 1.0 and True are not."""
+def _same_constant(one: Any, two: Any) -> bool:
+    """Whether two constants are the same; 1, 1.0 and True are not."""
     if one is two:
         return True
     try:
         return type(one) is type(two) and bool(one == two or (one != one and two != two))
-    except Exception:  # the person's own kind, or one that compares item by item
+    except Exception:  # a user's class, or one that compares item by item
         return False
 
 
 @cache
-def _plain(count: int) -> CallShape:
-    """The layout of so many tensors by position, which most models are called with."""
+def _positional(count: int) -> CallShape:
+    """The layout of a call with ``count`` positional tensors, as of most models."""
     return CallShape(pytree.tree_structure(((0,) * count, {})), {})
 
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """How the model's result is laid out.
+    """Layout of the model's result.
 
     Args:
         spec: pytree of the result.
-        rest: leaf index to a leaf that is no tensor (a number, None, a cache object).
-        numbers: indices, among the tensor leaves, of numbers that sizes decide; they travel as tensors.
+        rest: leaf index to a leaf that is not a tensor (a number, None, a cache object).
+        numbers: indices, among the tensor leaves, of numbers that depend on sizes; they travel as tensors.
     """
 
     spec: pytree.TreeSpec
@@ -139,17 +141,17 @@ class OutputShape:
     numbers: tuple[int, ...] = ()
 
     def unflatten(self, tensors: Mapping[int, Any]) -> Any:
-        """The result again; ``tensors`` maps the index among tensor leaves to the leaf."""
+        """Rebuild the result; ``tensors`` maps the index among tensor leaves to the leaf."""
         if self.spec.is_leaf() and not self.rest:  # a model that returns a tensor, as most do
             return tensors[0]
-        leaves, seen = [], 0
+        leaves, position = [], 0
         for i in range(self.spec.num_leaves):
             if i in self.rest:
                 leaves.append(self.rest[i])
             else:
-                leaf = tensors[seen]
-                leaves.append(int(leaf) if seen in self.numbers and isinstance(leaf, torch.Tensor) else leaf)
-                seen += 1
+                leaf = tensors[position]
+                leaves.append(int(leaf) if position in self.numbers and isinstance(leaf, torch.Tensor) else leaf)
+                position += 1
         return pytree.tree_unflatten(leaves, self.spec)
 
     @property
@@ -159,67 +161,67 @@ class OutputShape:
 
 
 class Opaque:
-    """Stands for an output that cannot cross stages; touching it is told, not guessed at."""
+    """Stands for a value that is not sent to the last stage; using it raises an error."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def __getattr__(self, name: str) -> Any:
-        raise _unseen(f"attribute {name!r} of {self._what}")
+        raise _unobserved(f"attribute {name!r} of {self._what}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Opaque)]
-        raise _unseen(found[0]._what)
+        raise _unobserved(found[0]._what)
 
     def _used(self, *_: Any) -> Any:
-        raise _unseen(self._what)
+        raise _unobserved(self._what)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _used
     __neg__ = __abs__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = _used
     __len__ = __getitem__ = __contains__ = __hash__ = _used
 
 
-def _unseen(what: str) -> JobError:
+def _unobserved(what: str) -> JobError:
     return JobError(
         what,
         got="a use of it in the loss",
-        expected="only tensors that the loss was seen to read on the first batch",
+        expected="only tensors that the loss read on the first batch",
         remedy="Let the loss read the same tensors for every batch; numbers of the batch must come as tensors.",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A slot in which a forward has left tensors, and how they are laid out there."""
+class SideOutput:
+    """A slot in which a forward has left tensors, and their layout there."""
 
     slot: StateSlot
     shape: OutputShape
 
 
-class Unready(Exception):
-    """A forward has set buffers that were None: the first call is unlike all others, and must have been before."""
+class LazyBuffer(Exception):
+    """A forward has set buffers that were None: the first call differs from all others, and must come before export."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What one call has shown; it survives export, which puts a module's own attributes back as they were.
+    """Record of one forward, kept outside the module, whose attributes export restores.
 
     Args:
         shape: layout of the result; None before the first call.
-        left: where tensors were left beside it, in the order of their leaves behind the result's.
-        changed: every slot that the forward changes, buffers apart, and what was there before.
+        left: slots in which the forward leaves tensors; their leaves follow the result's in this order.
+        changed: every slot that the forward changes, except buffers, with its value before.
         replaced: names of buffers that it replaces.
     """
 
     shape: OutputShape | None = None
-    left: tuple[Left, ...] = ()
+    left: tuple[SideOutput, ...] = ()
     changed: tuple[Change, ...] = ()
     replaced: tuple[str, ...] = ()
 
 
 Roots = Sequence[tuple[str, Any]]
-"""From where what a forward changes is looked for: a name for people, and a module or a function."""
+"""Where the search for side effects starts: pairs of a name for error messages and a module or a function."""
 
 
 class ExportAdapter(torch.nn.Module):
@@ -234,28 +236,28 @@ class ExportAdapter(torch.nn.Module):
         self.seen = Seen()
 
     def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        """Call the model as the person would; return the tensor leaves of its result, then those left elsewhere."""
+        """Call the model as the user would; return the tensor leaves of its result, then those left in slots."""
         args, kwargs = self._call.unflatten(list(leaves))
-        world = ReachableState(self._roots)
+        state = ReachableState(self._roots)
         try:
-            with refusing_draws(), refusing_tensor_hooks(), traced_as_trained(self._owners):
+            with refusing_draws(), refusing_tensor_hooks(), guarded_trace(self._owners):
                 result = self.model(*args, **kwargs)
-                changes = world.changes()
+                changes = state.changes()
                 self.seen.replaced = _write_buffers(changes)
         finally:
-            world.restore()
+            state.restore()
         _refuse_parameters(changes)
-        return self._taken(result, [change for change in changes if change.slot.kind not in ("buffer", "parameter")])
+        return self._leaves(result, [change for change in changes if change.slot.kind not in ("buffer", "parameter")])
 
-    def _taken(self, result: Any, changes: list[Change]) -> list[torch.Tensor]:
-        """Tensor leaves of the result and of what was left, with their layouts noted."""
-        results, self.seen.shape = _laid_out(result, numbers=True)
+    def _leaves(self, result: Any, changes: list[Change]) -> list[torch.Tensor]:
+        """Tensor leaves of the result and of changed slots; stores their layouts in :attr:`seen`."""
+        results, self.seen.shape = _flatten_leaves(result, numbers=True)
         left = []
         for change in changes:
             values = list(change.after) if change.slot.kind == "contents" else change.after
-            tensors, shape = _laid_out(values)
+            tensors, shape = _flatten_leaves(values)
             if tensors and change.slot.kind != "state":
-                left.append(Left(change.slot, shape))
+                left.append(SideOutput(change.slot, shape))
                 results += tensors
         refuse_own_backwards(results)
         self.seen.left, self.seen.changed = tuple(left), tuple(changes)
@@ -268,73 +270,69 @@ class ExportAdapter(torch.nn.Module):
 
 
 def _write_buffers(changes: Sequence[Change]) -> tuple[str, ...]:
-    """Write what buffers were replaced with into those that there were; returns their names for people.
+    """Copy the values of replacement buffers into the original ones; returns the paths of these.
 
     Raises:
-        Unready: there was none.
-        CaptureError: it is of another size or kind.
+        LazyBuffer: a buffer was None.
+        CaptureError: a replacement has another shape or dtype.
     """
     changed = [change for change in changes if change.slot.kind == "buffer"]
     if any(change.before in (None, MISSING) for change in changed if not isinstance(change.before, torch.Tensor)):
-        raise Unready
+        raise LazyBuffer
     values = []
     for change in changed:
         old, new = change.before, change.after
         if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
             raise _other_buffer(change)
-        values.append(new.detach())  # all of them first: two buffers may change places
+        values.append(new.detach())  # before the first copy: two buffers may be swapped
     for change, value in zip(changed, values, strict=True):
         change.before.copy_(value)
     return tuple(change.slot.path for change in changed)
 
 
 def _refuse_parameters(changes: Sequence[Change]) -> None:
-    """Refuse a forward that replaces parameters.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Refuse a forward that replaces parameters, by a CaptureError."""
     for change in changes:
         if change.slot.kind == "parameter":
             where = set_at(change)
-            made = change.before in (None, MISSING) if not isinstance(change.before, torch.Tensor) else False
+            created = change.before in (None, MISSING) if not isinstance(change.before, torch.Tensor) else False
             raise CaptureError(
-                f"parameter {change.slot.path!r}, which the forward {'makes' if made else 'replaces'}"
+                f"parameter {change.slot.path!r}, which the forward {'makes' if created else 'replaces'}"
                 f"{', ' + where if where else ''}",
-                got="a parameter that no optimizer has been given" if made else "another tensor in its place",
+                got="a parameter that the optimizer does not know" if created else "another tensor in its place",
                 expected="parameters that __init__ makes, and that only the optimizer changes",
-                remedy="Make it in __init__, or call the model once in job(), before Job(...) is made."
-                if made
+                remedy="Make it in __init__, or call the model once in job(), before Job(...) is constructed."
+                if created
                 else "Compute a new tensor under another name, or use torch.nn.utils.parametrize.",
             )
 
 
 def _other_buffer(change: Change) -> CaptureError:
-    def told(value: Any) -> str:
+    def described(value: Any) -> str:
         return f"shape {tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
 
     where = set_at(change)
     return CaptureError(
         f"buffer {change.slot.path!r}, which the forward replaces{', ' + where if where else ''}",
-        got=told(change.after),
-        expected=f"{told(change.before)}, as before: a buffer has one size and one dtype",
+        got=described(change.after),
+        expected=f"{described(change.before)}, as before: a buffer has one size and one dtype",
         remedy="Register it in __init__ with the size and dtype that it will have.",
     )
 
 
-def _laid_out(value: Any, *, numbers: bool = False) -> tuple[list[torch.Tensor], OutputShape]:
-    """Tensor leaves of a value, and the rest of it; numbers that sizes decide as tensors, if that is asked for."""
-    leaves, spec = _flat(value)
+def _flatten_leaves(value: Any, *, numbers: bool = False) -> tuple[list[torch.Tensor], OutputShape]:
+    """Tensor leaves and layout of a value; with ``numbers``, numbers that depend on sizes become tensors."""
+    leaves, spec = _tree_flatten(value)
     sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)] if numbers else []
     leaves = [torch.scalar_tensor(leaf, dtype=torch.int64) if i in sizes else leaf for i, leaf in enumerate(leaves)]
-    rest = {i: _harmless(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    rest = {i: _storable(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     places = [i for i in range(len(leaves)) if i not in rest]
     order = tuple(k for k, i in enumerate(places) if i in sizes)
     return [leaves[i] for i in places], OutputShape(spec, rest, order)
 
 
-def _flat(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and layout of a result; dataclasses and plain classes are made known to pytree where they are met."""
+def _tree_flatten(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and layout of a result; registers dataclasses and plain classes that it contains with pytree."""
     leaves, spec = pytree.tree_flatten(result)
     new = {type(leaf) for leaf in leaves if _is_container(leaf)}
     for kind in new:
@@ -342,11 +340,11 @@ def _flat(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
             pytree.register_dataclass(kind)
         else:
             pytree.register_pytree_node(kind, _attributes, partial(_with_attributes, kind))
-    return _flat(result) if new else (leaves, spec)
+    return _tree_flatten(result) if new else (leaves, spec)
 
 
 def _is_container(leaf: Any) -> bool:
-    """Whether it is an object that holds tensors in its attributes, as a dataclass or an own class of results does."""
+    """Whether it is an object whose attributes hold tensors, such as a dataclass or a user's class of results."""
     if isinstance(leaf, (type, torch.Tensor, torch.nn.Module)) or not hasattr(leaf, "__dict__"):
         return False
     if is_dataclass(leaf) and all(field.init for field in fields(leaf)):
@@ -359,12 +357,12 @@ def _attributes(value: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _with_attributes(kind: type, values: Any, names: Any) -> Any:
-    made: Any = object.__new__(kind)
-    made.__dict__.update(zip(names, values, strict=True))
-    return made
+    rebuilt: Any = object.__new__(kind)
+    rebuilt.__dict__.update(zip(names, values, strict=True))
+    return rebuilt
 
 
-def _harmless(leaf: Any) -> Any:
+def _storable(leaf: Any) -> Any:
     return (
         leaf
         if leaf is None or isinstance(leaf, (bool, int, float, str))

@@ -1,25 +1,24 @@
-"""What ``torch.export`` leaves out without a word, or stages cannot keep, found and refused.
+"""Refuse models of which ``torch.export`` would silently drop a part, or with parts that stages do not support.
 
-An exported graph holds the operations of a forward, and nothing else of what the person's code does: not the backward
-of a ``torch.autograd.Function``, no hook on a gradient; and a number that Python or NumPy draws is a constant in it. A
-run would then equal its reference, bit for bit, and not be the training that was asked for.
+An exported graph has the operations of a forward and nothing else of the user's code: not the backward of a
+``torch.autograd.Function``, no gradient hooks; and a number drawn by Python or NumPy becomes a constant. A run would
+still equal its reference bit for bit, but not be the user's training.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx
 
 from roundelay.errors import CaptureError
+from roundelay.frontend.reachable_state import PYTHON_GENERATORS, ReachableState
 
-_KEPT = "operations whose gradients autograd knows by itself: a stage's backward runs no code of the model's own"
+_KEPT = "operations with gradients of torch's own: a stage's backward runs no user code"
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
@@ -71,15 +70,15 @@ def refuse_sparse(graph: torch.fx.Graph) -> None:
 
 
 def refuse_vmap(graph: torch.fx.Graph) -> None:
-    """Refuse operations between which torch counts levels of vmap or grad: a stage could not begin among them.
+    """Refuse torch.vmap, which counts its nesting level in operations between which the graph could not be cut.
 
     Raises:
-        CaptureError: the forward uses torch.vmap, or what is made of it.
+        CaptureError: the forward uses torch.vmap, or a function built on it.
     """
     for node in graph.nodes:
         if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
             raise CaptureError(
-                "torch.vmap in the model's forward (associative_scan and torch.func are made of it)",
+                "torch.vmap in the model's forward (associative_scan and torch.func are built on it)",
                 got=f"operation {node.name!r}",
                 expected="operations on whole tensors, between which the model can be cut",
                 remedy="Write it with operations over all rows at once: broadcasting, torch.einsum, torch.cumsum.",
@@ -88,19 +87,15 @@ def refuse_vmap(graph: torch.fx.Graph) -> None:
 
 @contextmanager
 def refusing_tensor_hooks() -> Iterator[None]:
-    """Refuse a forward in this block that hangs hooks on gradients of its tensors.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Refuse code within the block that registers gradient hooks on tensors, by a CaptureError."""
     tensor: Any = torch.Tensor
     register_hook, hooked = tensor.register_hook, [False]
 
-    def noting(self: torch.Tensor, hook: Any) -> Any:
-        hooked[0] |= not _of_torch(sys._getframe(1).f_globals.get("__name__", ""))
+    def recording(self: torch.Tensor, hook: Any) -> Any:
+        hooked[0] |= sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch"
         return register_hook(self, hook)
 
-    tensor.register_hook = noting
+    tensor.register_hook = recording
     try:
         yield
     finally:
@@ -110,58 +105,50 @@ def refusing_tensor_hooks() -> Iterator[None]:
 
 
 def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
-    """Refuse outputs that were made by an autograd function of the person's own.
+    """Refuse outputs computed by a user's autograd function.
 
     Raises:
         CaptureError: naming the function.
     """
-    left, seen = [output.grad_fn for output in outputs], set()
+    for node in autograd_nodes(outputs):
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith("torch._"):  # these export keeps
+            raise _own_backward(kind)
+
+
+def autograd_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Every node of the autograd graphs of some tensors, once."""
+    left, seen = [tensor.grad_fn for tensor in tensors], set()
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind = getattr(node, "_forward_cls", None)
-        if kind is not None and not kind.__module__.startswith("torch._"):  # where operators live that export keeps
-            raise _own_backward(kind)
-        left += [below for below, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [below for below, _ in node.next_functions]
 
 
 @contextmanager
 def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
-    """Refuse a call in this block that draws from Python's or NumPy's own generators.
+    """Refuse code within the block that draws from Python's or NumPy's default generators.
 
     Args:
-        what: is called, for people.
-
-    Raises:
-        CaptureError: it does.
+        what: the code's name, the subject of the CaptureError.
     """
-    python, numpy = random.getstate(), _numpy()
+    state = ReachableState(PYTHON_GENERATORS)
     yield
-    drawn = "random" if random.getstate() != python else "numpy.random" if _numpy() != numpy else None
-    if drawn is not None:
+    if changes := state.changes():
         raise CaptureError(
             what,
-            got=f"a number drawn by {drawn}",
-            expected="random numbers of torch, which are the same wherever and however often a stage computes",
+            got=f"a number drawn by {changes[0].slot.path}",
+            expected="torch's random numbers, which do not depend on where and how often a stage computes",
             remedy="Draw with torch, for example torch.rand(()), and choose with torch.where instead of `if`.",
         )
-
-
-def _numpy() -> tuple[bytes, int]:
-    state: Any = np.random.get_state(legacy=False)
-    return state["state"]["key"].tobytes(), state["state"]["pos"]
-
-
-def _of_torch(module: str) -> bool:
-    return module.split(".")[0] == "torch"
 
 
 def _hook(where: str) -> CaptureError:
     return CaptureError(
         where,
-        got="a hook on its gradient, which no stage would call",
+        got="a hook on its gradient, which stages do not call",
         expected=_KEPT,
         remedy="Remove the hook; put what it does into the loss, or into the optimizer's step.",
     )
@@ -175,7 +162,7 @@ def _own_backward(kind: type) -> CaptureError:
         remedy += "same for modules."
     return CaptureError(
         f"torch.autograd.Function {kind.__qualname__!r} in the model's forward",
-        got="a backward of its own, which torch.export does not see",
+        got="a backward of its own, which torch.export drops",
         expected=_KEPT,
         remedy=remedy,
     )

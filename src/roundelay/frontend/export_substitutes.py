@@ -1,11 +1,10 @@
-"""Functions that a stage runs in the place of what a trace would hold for ever, or cannot differentiate.
+"""Functions that a stage runs in place of operations that a trace would make constant, or that have no backward.
 
 *BatchNorm with* ``momentum=None``, whose statistics are means over all batches so far: its factor is one over the
-number of batches, which the layer reads from a buffer into Python. While a model is exported an operator of our own
-stands for the layer; a stage runs :func:`cumulative_batch_norm`, which reads the buffer at every call.
+number of batches, which the layer reads from a buffer into Python. During export a custom operator replaces the layer;
+a stage runs :func:`cumulative_batch_norm`, which reads the buffer at every call.
 
-``torch.cond``: its own operator traces both branches again when it is differentiated. A stage runs :func:`branch`,
-which is what it means.
+``torch.cond``: its operator traces both branches again when it is differentiated. A stage runs :func:`branch`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import torch
 import torch.fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from roundelay.frontend import recurrent
+
 
 def cumulative_batch_norm(
     x: torch.Tensor,
@@ -28,7 +29,7 @@ def cumulative_batch_norm(
     tracked: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """What the layer computes in training mode; ``mean``, ``var`` and the number ``tracked`` are written."""
+    """The layer's result in training mode; updates ``mean``, ``var`` and the number of batches ``tracked``."""
     tracked.add_(1)
     factor = 1.0 / float(tracked)
     return torch.batch_norm(x, weight, bias, mean, var, True, factor, eps, torch.backends.cudnn.enabled)
@@ -41,8 +42,8 @@ torch.library.register_fake("roundelay::cumulative_batch_norm", lambda x, *_: to
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """While it lasts, such layers call the operator."""
+def substituting() -> Iterator[None]:
+    """Let BatchNorm layers with ``momentum=None`` call the operator within the block."""
     layer: Any = _BatchNorm
     original = layer.forward
 
@@ -51,8 +52,8 @@ def standing_in() -> Iterator[None]:
         if self.momentum is not None or not self.training or any(part is None for part in own):
             return original(self, x)  # type: ignore[no-any-return]
         self._check_input_dim(x)
-        made: torch.Tensor = torch.ops.roundelay.cumulative_batch_norm(x, self.weight, self.bias, *own, self.eps)
-        return made
+        result: torch.Tensor = torch.ops.roundelay.cumulative_batch_norm(x, self.weight, self.bias, *own, self.eps)
+        return result
 
     layer.forward = forward
     try:
@@ -62,19 +63,24 @@ def standing_in() -> Iterator[None]:
 
 
 def branch(pred: Any, true: Any, false: Any, operands: Sequence[Any] = ()) -> Any:
-    """``torch.cond``: one of two graphs, called as autograd would see it without any condition."""
+    """``torch.cond``: call one of two graphs, as in Python's ``if``."""
     return (true if bool(pred) else false)(*operands)
 
 
-def put_back(module: torch.fx.GraphModule) -> None:
-    """Replace the operators in a graph, and in the graphs that its operations run, by the functions."""
-    functions = {
-        torch.ops.roundelay.cumulative_batch_norm.default: cumulative_batch_norm,
-        torch.ops.higher_order.cond: branch,
-    }
+REPLACEMENTS = {
+    **recurrent.REPLACEMENTS,
+    torch.ops.roundelay.cumulative_batch_norm.default: (cumulative_batch_norm, None),
+    torch.ops.higher_order.cond: (branch, None),
+}
+"""Operator to what a stage runs instead, and to how many of the arguments that takes (None: all)."""
+
+
+def substitute(module: torch.fx.GraphModule) -> None:
+    """Replace the operators of :data:`REPLACEMENTS` in a graph and its sub-graphs."""
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             for node in inner.graph.nodes:
-                if node.op == "call_function":
-                    node.target = functions.get(node.target, node.target)
+                if node.op == "call_function" and node.target in REPLACEMENTS:
+                    node.target, count = REPLACEMENTS[node.target]
+                    node.args = node.args[:count]
             inner.recompile()

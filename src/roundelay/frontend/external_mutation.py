@@ -1,8 +1,8 @@
-"""What the rest of the person's program changes in the model while it trains: found, and refused.
+"""Refuse changes that the rest of the user's program makes to the model while it trains.
 
-A graph holds what was true when the model was captured: which parameters are trained, which parts are in eval mode,
-every number and text in an attribute (dropout's p, a temperature). A loader, ``evaluate`` or a callback that changes
-one of them changes plain PyTorch's training, and would change nothing here.
+A graph is fixed to the settings at capture: which parameters are trained, which submodules are in eval mode, every
+number and string in an attribute (dropout's p, a temperature). A loader, ``evaluate`` or a callback that changes one of
+them would change plain PyTorch's training, and have no effect here.
 """
 
 from __future__ import annotations
@@ -14,36 +14,46 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.reachable_state import ReachableState, StateSlot
+from roundelay.frontend.reachable_state import ReachableState, SlotId, StateSlot
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()
 
+_REMEDIES = {
+    "requires_grad": "To train more of the model from some epoch on: train up to there, change it in job(), and "
+    "continue with --from RUN.",
+    "training": "Put parts of the model in eval mode in job() only; `evaluate` gets the whole model in eval mode.",
+}
+_OTHER_REMEDY = (
+    "Give what varies from update to update as a tensor in the batch, or let forward compute it from a counter in a "
+    "buffer."
+)
+
 
 @final
 class ExternalMutations:
-    """What a model was captured with.
+    """The settings a model was captured with, and a check that they have not changed.
 
     Args:
         model: the model.
-        apart: places of slots that its own forward changes, or the functions.
-        functions: the loss and ``inputs``, with their names for people; numbers and texts that they read are settings.
+        excluded: places of slots that the forward, the loss or ``inputs`` change themselves: not settings.
+        functions: name and function of the loss and ``inputs``; numbers and strings that they read are settings.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        apart: Collection[tuple[int, str, Any]] = (),
+        excluded: Collection[SlotId] = (),
         functions: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        self._attributes = list(_attributes(model, set(apart)))
-        self._slots = list(_slots(ReachableState([("model", model), *functions]), set(apart), model))
+        self._attributes = list(_attributes(model, set(excluded)))
+        self._slots = list(_slots(ReachableState([("model", model), *functions]), set(excluded), model))
         self._turns = 0  # odd while an evaluation has the model in eval mode
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """An evaluation has the model: what differs meanwhile is of that, and :meth:`check` passes it over."""
+    def suspended(self) -> Iterator[None]:
+        """Suspend :meth:`check` while an evaluation has the model in eval mode."""
         self._turns += 1
         try:
             yield
@@ -51,16 +61,22 @@ class ExternalMutations:
             self._turns += 1
 
     def check(self) -> None:
-        """Refuse a model that has been changed since; without waiting for an evaluation in another thread.
+        """Refuse a model whose settings have changed; does not wait for an evaluation in another thread.
 
         Raises:
-            JobError: naming what, from what and to what.
+            JobError: naming the setting, its old and its new value.
         """
         turns = self._turns
-        if turns % 2 == 0 and (found := self._found()) is not None and turns == self._turns:
-            raise _changed(*found)
+        if turns % 2 == 0 and (difference := self._difference()) is not None and turns == self._turns:
+            path, before, now = difference
+            raise JobError(
+                f"{path}, changed by the job while it trains (by batches, evaluate or a callback)",
+                got=repr(now),
+                expected=f"{before!r}, as when the model was captured: stages would keep using it",
+                remedy=_REMEDIES.get(path.rsplit(".", 1)[-1], _OTHER_REMEDY),
+            )
 
-    def _found(self) -> tuple[str, Any, Any] | None:
+    def _difference(self) -> tuple[str, Any, Any] | None:
         for path, entries, key, value in self._attributes:
             now = entries.get(key, _ABSENT)
             if now is not value and now != value and not (now != now and value != value):
@@ -75,46 +91,23 @@ class ExternalMutations:
         return None
 
 
-def _attributes(
-    model: torch.nn.Module, apart: Collection[tuple[int, str, Any]]
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+def _attributes(model: torch.nn.Module, excluded: Collection[SlotId]) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     for name, module in model.named_modules():
         entries = module.__dict__
         for key, value in entries.items():
-            if isinstance(value, _KINDS) and (id(module), "attribute", key) not in apart:
+            if isinstance(value, _KINDS) and (id(module), "attribute", key) not in excluded:
                 yield f"model.{name}" if name else "model", entries, key, value
 
 
 def _slots(
-    world: ReachableState, apart: Collection[tuple[int, str, Any]], model: torch.nn.Module
+    state: ReachableState, excluded: Collection[SlotId], model: torch.nn.Module
 ) -> Iterator[tuple[StateSlot, Any]]:
-    """Numbers and texts outside of the model that the forward, the loss or ``inputs`` read, as far as names tell.
-
-    Not those that they may set themselves, if only now and then.
-    """
-    own, read, theirs = {id(module) for module in model.modules()}, world.names_read(), world.names_set()
-    for place, slot in world.slots.items():
-        if place in apart or id(slot.holder) in own or slot.kind not in ("attribute", "item", "cell", "class"):
+    """Numbers and strings outside the model that the forward, the loss or ``inputs`` read by name and never set."""
+    own, (read, written) = {id(module) for module in model.modules()}, state.names()
+    for place, slot in state.slots.items():
+        if place in excluded or id(slot.holder) in own or slot.kind not in ("attribute", "item", "cell", "class"):
             continue
         value = slot.read()
         known = slot.kind == "cell" or not isinstance(slot.key, str) or slot.key in read
-        if isinstance(value, _KINDS) and known and slot.key not in theirs:
+        if isinstance(value, _KINDS) and known and slot.key not in written:
             yield slot, value
-
-
-def _changed(path: str, before: Any, now: Any) -> JobError:
-    remedies = {
-        "requires_grad": "To train more of the model from some epoch on: train up to there, change it in job(), and go "
-        "on with --from RUN.",
-        "training": "Put parts of the model in eval mode in job() alone; `evaluate` gets all of it in eval mode.",
-    }
-    return JobError(
-        f"{path}, changed by the job while it trains (by batches, evaluate or a callback)",
-        got=repr(now),
-        expected=f"{before!r}, with which the model was captured: stages would go on with it",
-        remedy=remedies.get(
-            path.rsplit(".", 1)[-1],
-            "Give what varies from update to update as a tensor in the batch, or let forward compute it from a buffer "
-            "that counts.",
-        ),
-    )

@@ -1,10 +1,9 @@
-"""What a graph hands out, and what it leaves in buffers, as operations that can be cut apart.
+"""Rewrite a graph's outputs and its writes to buffers so that they can be cut apart.
 
-- *Bare outputs.* A model may return a parameter, a buffer or a constant as it is; a loss may read one past the model.
-  Each becomes an operation that hands it on, so that it is a value like others and its gradient comes back.
-- *Replaced buffers.* The trace writes them at its very end (:mod:`roundelay.frontend.export_adapter`). The write moves
-up to
-  where its value is known, and readers get a copy made before: no cut need be given up for what lies between.
+- *Bare outputs.* A model may return a parameter, a buffer or a constant unchanged; a loss may read one directly. Each
+  becomes the output of an ``alias`` operation, so that it is a value like others and receives its gradient.
+- *Replaced buffers.* The trace writes them at its very end (:mod:`roundelay.frontend.export_adapter`). The write is
+  moved up to where its value is computed, and readers of the old value read a copy, so that cuts in between stay legal.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.clone.default)
 
 
-def hand_out(exported: Exported, weights: Sequence[str] = ()) -> list[Node]:
-    """Make every bare output an operation, and weights that a loss reads past the model further outputs.
+def wrap_outputs(exported: Exported, weights: Sequence[str] = ()) -> list[Node]:
+    """Replace every bare output by an operation, and append weights that the loss reads directly to the outputs.
 
     Args:
         exported: the model; its graph is changed.
-        weights: names of parameters and buffers, each of which becomes an output behind the others.
+        weights: names of parameters and buffers to append to the outputs.
 
     Returns:
-        The nodes that the graph hands out now.
+        The graph's new output nodes.
     """
     graph = exported.module.graph
     kinds = ("parameter", "buffer")
-    places = {role.name: name for name, role in reversed(exported.roles.items()) if role.kind in kinds}
+    placeholders = {role.name: name for name, role in reversed(exported.roles.items()) if role.kind in kinds}
     nodes = {node.name: node for node in graph.nodes}
-    outputs = [*graph.output_node().args[0], *(nodes[places[name]] for name in weights)]  # type: ignore[misc]
-    made: dict[Node, Node] = {}
+    outputs = [*graph.output_node().args[0], *(nodes[placeholders[name]] for name in weights)]  # type: ignore[misc]
+    aliases: dict[Node, Node] = {}
     for node in outputs:
-        if node not in made and _is_bare(exported, node):
-            made[node] = _handed_on(graph, node, last=exported.roles[node.name].kind != "buffer")
-    results = [made.get(node, node) for node in outputs]
+        if node not in aliases and _is_bare(exported, node):
+            aliases[node] = _aliased(graph, node, last=exported.roles[node.name].kind != "buffer")
+    results = [aliases.get(node, node) for node in outputs]
     graph.output_node().args = (tuple(results),)
     return results
 
@@ -52,18 +51,18 @@ def _is_bare(exported: Exported, node: Node) -> bool:
     return node.op == "placeholder" and role is not None and role.kind != "input"
 
 
-def _handed_on(graph: torch.fx.Graph, node: Node, *, last: bool) -> Node:
-    """An operation that makes the same value: at the end of the graph, or behind the last that uses a buffer."""
+def _aliased(graph: torch.fx.Graph, node: Node, *, last: bool) -> Node:
+    """Insert an ``alias`` of a value: at the end of the graph, or after the last user of a buffer."""
     users = [other for other in graph.nodes if other in node.users and other.op != "output"]
-    behind = users[-1] if users and not last else graph.output_node().prev
-    with graph.inserting_after(behind):
-        made = graph.call_function(aten.alias.default, (node,))
-    made.meta = {"val": node.meta.get("val")}
-    return made
+    after = users[-1] if users and not last else graph.output_node().prev
+    with graph.inserting_after(after):
+        alias = graph.call_function(aten.alias.default, (node,))
+    alias.meta = {"val": node.meta.get("val")}
+    return alias
 
 
-def read_with_writes(exported: Exported, mutated: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """For each buffer that is handed out and that the forward changes, all that uses it: no cut may part them."""
+def spans_of_output_buffers(exported: Exported, mutated: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """For each buffer that is an output and that the forward changes, its users: no cut may separate them."""
     outputs: Any = exported.module.graph.output_node().args[0]
     buffers = [node.args[0] for node in outputs if node.target is aten.alias.default]
     roles = [(node, exported.roles.get(node.name)) for node in buffers if isinstance(node, Node)]
@@ -74,8 +73,8 @@ def read_with_writes(exported: Exported, mutated: Collection[str]) -> tuple[tupl
     )
 
 
-def settle_buffers(exported: Exported) -> None:
-    """Write replaced buffers where their new value is known, and let what reads the old one read a copy."""
+def move_buffer_writes_up(exported: Exported) -> None:
+    """Move writes to replaced buffers to where the new value is computed; readers of the old value read a copy."""
     graph = exported.module.graph
     if not exported.seen.replaced:
         return
@@ -84,11 +83,11 @@ def settle_buffers(exported: Exported) -> None:
         if node.op == "placeholder" and (role := exported.roles.get(node.name)) is not None and role.kind == "buffer":
             writes = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
             if writes and not writes[-1].users:
-                _settle(graph, node, writes[-1], order)
+                _move_up(graph, node, writes[-1], order)
     graph.lint()
 
 
-def _settle(graph: torch.fx.Graph, buffer: Node, write: Node, order: dict[Node, int]) -> None:
+def _move_up(graph: torch.fx.Graph, buffer: Node, write: Node, order: dict[Node, int]) -> None:
     readers = sorted((user for user in buffer.users if user is not write), key=order.__getitem__)
     if readers:
         with graph.inserting_before(readers[0]):
@@ -97,18 +96,16 @@ def _settle(graph: torch.fx.Graph, buffer: Node, write: Node, order: dict[Node, 
         for reader in readers:
             reader.replace_input_with(buffer, old)
     chain, value = [write], write.args[1]
-    while (
-        isinstance(value, Node) and value.target in (aten.detach.default, aten.clone.default) and len(value.users) == 1
-    ):
+    while isinstance(value, Node) and value.target in _COPIES and len(value.users) == 1:
         chain.insert(0, value)
         value = value.args[0]
     if not isinstance(value, Node) or value.op == "placeholder":
         return
-    behind = max((value, *(user for user in value.users if _writes(user))), key=lambda node: order.get(node, -1))
+    after = max((value, *(user for user in value.users if _writes(user))), key=lambda node: order.get(node, -1))
     for node in chain:
-        if order[node] > order[behind]:
-            behind.append(node)
-        behind = node
+        if order[node] > order[after]:
+            after.append(node)
+        after = node
 
 
 def _writes(node: Node) -> bool:

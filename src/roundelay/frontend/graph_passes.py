@@ -1,12 +1,12 @@
-"""Make an exported graph fit to be cut anywhere.
+"""Passes that make an exported graph cuttable anywhere.
 
-Three things stand in the way of cutting, and are taken out here:
+They remove three obstacles:
 
 - *In-place operations.* At a cut a tensor becomes a leaf, and autograd forbids writing into leaves. An in-place
-  operation becomes its out-of-place twin when nothing else sees the storage it writes; otherwise it stays, and no cut
-  may fall between the storage's birth and the last write (:attr:`Cleaned.uncuttable`). A write is known by its
-  operator's signature, or by the version counter of a tensor that it moved: so also within ``torch.no_grad()``, which
-  export makes one operation of.
+  operation is replaced by its out-of-place counterpart if nothing else reads the storage it writes; otherwise it stays,
+  and no cut is allowed between the storage's creation and its last write (:attr:`Cleaned.uncuttable`). A write is
+  recognised by the operator's schema, or by the version counter of a tensor: so also within ``torch.no_grad()``, which
+  export turns into one operation.
 - *Assertions on metadata*, which hold by construction and cost a call each.
 - *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.keyed_rng`.
 """
@@ -41,13 +41,13 @@ DRAW = "draw"
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What rewriting found out.
+    """What :func:`clean` has found in a graph.
 
     Args:
         mutated: names of buffers that a forward changes.
-        uncuttable: groups of node names: no cut at or after the first and before the last that pruning leaves.
-        writers: names of the operations that write into something, buffers included.
-        inputs: numbers of the tensors of the model's call that a forward writes into.
+        uncuttable: groups of node names: no cut between the first and the last of them that pruning leaves.
+        writers: names of the operations that write into a tensor, buffers included.
+        inputs: indices of the tensors of the model's call that a forward writes into.
     """
 
     mutated: frozenset[str]
@@ -60,7 +60,8 @@ Writes = dict[Node, tuple[Node, ...]]
 Call = Callable[[Node, Any, Any], Any]
 
 
-def _call(node: Node, args: Any, kwargs: Any) -> Any:
+def call_node(node: Node, args: Any, kwargs: Any) -> Any:
+    """Call a node's operation."""
     target: Any = node.target
     return target(*args, **kwargs)
 
@@ -68,20 +69,17 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
 def run_nodes(
     exported: Exported,
     tensors: Sequence[torch.Tensor],
-    watch: Callable[[Node], None] | None = None,
-    *,
-    call: Call = _call,
+    call: Call = call_node,
 ) -> tuple[dict[str, Any], Writes]:
-    """Run the graph node by node on real tensors, and on copies of buffers and constants.
+    """Run the graph node by node, on copies of buffers and constants.
 
     Args:
         exported: the model.
         tensors: the call's tensors.
-        watch: called after each operation.
-        call: node, args and kwargs to the operation's value.
+        call: runs an operation: node, args and kwargs -> its value.
 
     Returns:
-        Every node's value, placeholders included; and the values into which each operation that writes has written.
+        Every node's value by name, placeholders included; and for each operation that writes the nodes written into.
     """
     env: dict[Node, Any] = {}
     writes: Writes = {}
@@ -93,7 +91,7 @@ def run_nodes(
             elif role.kind == "input":
                 env[node] = tensors[int(role.name)]
             else:
-                env[node] = role.tensor if role.tensor is None else _own(role.tensor, copy=role.kind != "parameter")
+                env[node] = role.tensor if role.tensor is None else _weight(role.tensor, copy=role.kind != "parameter")
         elif node.op == "get_attr":
             env[node] = getattr(exported.module, str(node.target))
         elif node.op == "call_function":
@@ -103,25 +101,23 @@ def run_nodes(
             declared = _declared_writes(node.target, node.args, node.kwargs)
             written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
             writes |= {node: written} if written else {}
-            if watch is not None:
-                watch(node)
     return {node.name: value for node, value in env.items()}, writes
 
 
-def _own(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """A weight to run on; without autograd one that asks for no gradient, as what is made of it asks for none."""
+def _weight(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """The weight that a graph run uses: a copy, or the weight itself, detached where gradients are disabled."""
     if copy:
         return weight.clone()
     return weight if torch.is_grad_enabled() else weight.detach()
 
 
 def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of the arguments into which an operator writes, as its signature says."""
+    """The arguments that an operator writes into according to its schema."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
     arguments = target._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+    passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return [value for a, value in passed if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _version(value: Any) -> int:
@@ -129,7 +125,7 @@ def _version(value: Any) -> int:
 
 
 def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
-    """Rewrite the graph in place; see the module's docstring.
+    """Rewrite the graph in place, as the module's docstring describes.
 
     Raises:
         CaptureError: the forward writes into a parameter, or into a tensor that is neither parameter nor buffer.
@@ -140,7 +136,7 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
             graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
-        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call=_refusing(exported))
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
     touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
     mutated = frozenset(
         role.name
@@ -156,8 +152,8 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
     return Cleaned(mutated, spans, frozenset(node.name for node in writes), inputs)
 
 
-def _refusing(exported: Exported) -> Call:
-    """To call an operation, but refuse one that says that it writes into a parameter: these are the model's own."""
+def _refusing_writes(exported: Exported) -> Call:
+    """Return a function that calls an operation but refuses writes into parameters, which are the model's own."""
     nodes = {node.name: node for node in exported.module.graph.nodes}
     owned = [(_storage(role.tensor), nodes[name]) for name, role in exported.roles.items() if role.kind == "parameter"]
     parameters: dict[int | None, Node] = {storage: node for storage, node in owned if storage is not None}
@@ -168,22 +164,22 @@ def _refusing(exported: Exported) -> Call:
                 raise _writes_state(exported, [parameters[_storage(value)]])
         leaves = tree_leaves((args, kwargs))
         if not any(map(_writes_within, leaves)):
-            return _call(node, args, kwargs)
-        kept = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
+            return call_node(node, args, kwargs)
+        copies = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
         try:
-            return _call(node, args, kwargs)
-        finally:  # first all are as they were
-            moved = [(value, copy) for value, copy, version in kept if _version(value) != version]
-            for value, copy in moved:
+            return call_node(node, args, kwargs)
+        finally:  # restore all of them before refusing
+            changed = [(value, copy) for value, copy, version in copies if _version(value) != version]
+            for value, copy in changed:
                 value.copy_(copy)
-            if moved:
-                raise _writes_state(exported, [parameters[_storage(moved[0][0])]])
+            if changed:
+                raise _writes_state(exported, [parameters[_storage(changed[0][0])]])
 
     return call
 
 
 def _writes_within(value: Any) -> bool:
-    """Whether it is a graph inside an operation, such as one below ``torch.no_grad()``, with writes in it."""
+    """Whether a value is a nested graph, such as that of a ``torch.no_grad()`` block, that contains writes."""
     parts = value.modules() if isinstance(value, torch.fx.GraphModule) else ()
     targets = [node.target for part in parts if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
@@ -210,49 +206,49 @@ def _storage(value: Any) -> int | None:
 
 
 def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Writes) -> list[tuple[str, ...]]:
-    """Replace in-place operations by their twins where that is sound; return the spans where it is not.
+    """Replace in-place operations by out-of-place ones where that is sound; return the spans where it is not.
 
-    Twins are taken out of ``writes``.
+    Operations that are replaced are removed from ``writes``.
     """
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
-    families = _families(exported, values)
+    aliases_of = _aliases(exported, values)
     spans: dict[int, list[Node]] = {}
     for node, written in [(node, target) for node, targets in list(writes.items()) for target in targets]:
         storage = _storage(values[written.name])
         if storage is None:
             continue
-        family = [member for member in families[storage] if member is not node]
-        kinds = {exported.roles[m.name].kind for m in family if m.name in exported.roles}
+        aliases = [member for member in aliases_of[storage] if member is not node]
+        kinds = {exported.roles[m.name].kind for m in aliases if m.name in exported.roles}
         if kinds & {"parameter", "constant"}:
-            raise _writes_state(exported, family)
+            raise _writes_state(exported, aliases)
         if "buffer" in kinds:
             continue
-        others = [m for m in family if m is not written and order[m] < order[node]]
+        others = [m for m in aliases if m is not written and order[m] < order[node]]
         seen_later = any(order[user] > order[node] for member in others for user in member.users)
-        twin = _twin(node)
-        if twin is not None and node.args[0] is written and not seen_later:
-            node.target = twin
+        replacement = _out_of_place(node)
+        if replacement is not None and node.args[0] is written and not seen_later:
+            node.target = replacement
             del writes[node]
             for user in [user for user in written.users if order[user] > order[node]]:
                 user.replace_input_with(written, node)
             continue
-        spans[storage] = [*(m for m in family if order[m] < order[node]), node]
+        spans[storage] = [*(m for m in aliases if order[m] < order[node]), node]
     return [tuple(node.name for node in span) for span in _unalias_inputs(exported, spans)]
 
 
-def _families(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
-    """For every storage the nodes whose value lies in it, in order."""
-    families: dict[int, list[Node]] = {}
+def _aliases(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
+    """Map every storage to the nodes whose values it holds, in order."""
+    aliases_of: dict[int, list[Node]] = {}
     for node in exported.module.graph.nodes:
         value = values.get(node.name)
         storages = {_storage(part) for part in (value if isinstance(value, (tuple, list)) else [value])}
         for storage in storages - {None}:
-            families.setdefault(storage, []).append(node)  # type: ignore[arg-type]
-    return families
+            aliases_of.setdefault(storage, []).append(node)  # type: ignore[arg-type]
+    return aliases_of
 
 
 def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[list[Node]]:
-    """Writes into the call's own tensors go to a copy, so that a second forward finds them unchanged."""
+    """Redirect writes into the call's own tensors to a copy, so that a second forward reads them unchanged."""
     graph = exported.module.graph
     result = []
     for first, *rest in spans.values():
@@ -268,8 +264,8 @@ def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[li
     return result
 
 
-def _twin(node: Node) -> Any:
-    """The out-of-place operator of an in-place one, or None."""
+def _out_of_place(node: Node) -> Any:
+    """The out-of-place counterpart of an in-place operator, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -278,13 +274,13 @@ def _twin(node: Node) -> Any:
     overload = getattr(packet, target._overloadname or "default", None)
     if overload is None or len(overload._schema.arguments) != len(target._schema.arguments):
         return None
-    if name == "copy_":  # autograd has no formula for the twin
+    if name == "copy_":  # autograd has no formula for its counterpart
         return None
     return overload
 
 
 class StateWritten(Exception):
-    """The forward writes into a tensor of the model that is no buffer.
+    """Raised when the forward writes into a tensor of the model that is not a buffer.
 
     Args:
         role: of that tensor.
@@ -295,23 +291,23 @@ class StateWritten(Exception):
         self.role = role
 
 
-def _writes_state(exported: Exported, family: Sequence[Node]) -> StateWritten:
-    return StateWritten(next(r for r in (exported.roles.get(member.name) for member in family) if r is not None))
+def _writes_state(exported: Exported, aliases: Sequence[Node]) -> StateWritten:
+    return StateWritten(next(r for r in (exported.roles.get(member.name) for member in aliases) if r is not None))
 
 
-def told_of_write(role: Role, line: str) -> CaptureError:
-    """What is told of a forward that writes into a tensor of the model.
+def write_error(role: Role, line: str) -> CaptureError:
+    """The error for a forward that writes into a tensor of the model.
 
     Args:
         role: of the tensor.
-        line: where it does, if that is known.
+        line: the source line that writes, if it is known.
     """
     remedy = "Compute a new tensor instead, or make the tensor a buffer with register_buffer."
     if role.kind == "parameter" and role.tensor is not None and not role.tensor.requires_grad:
         remedy = (
-            "Weights that are frozen, and that the forward moves itself (a momentum encoder), are buffers: for each "
-            "module of it, for name, weight in list(module.named_parameters(recurse=False)): del "
-            "module._parameters[name]; module.register_buffer(name, weight.detach()); and forward moves its buffers()."
+            "Make frozen weights that the forward changes itself (a momentum encoder) buffers: for each module of it, "
+            "for name, weight in list(module.named_parameters(recurse=False)): del module._parameters[name]; "
+            "module.register_buffer(name, weight.detach()); and change its buffers() in the forward."
         )
     what = f"parameter {role.name!r}" if role.kind == "parameter" else f"tensor {role.name!r}, which is no buffer"
     return CaptureError(
@@ -325,7 +321,7 @@ def told_of_write(role: Role, line: str) -> CaptureError:
 def _buffer_spans(
     exported: Exported, values: dict[str, Any], writes: Writes, mutated: frozenset[str]
 ) -> list[tuple[str, ...]]:
-    """A buffer that changes must be read and written in one place, through whatever name its storage goes by."""
+    """The spans of the mutated buffers: all that reads or writes one, under any alias, must stay in one segment."""
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
     writers: dict[int | None, list[Node]] = {}
     for node, targets in writes.items():
@@ -341,7 +337,7 @@ def _buffer_spans(
 
 
 def prune(exported: Exported, outputs: Sequence[Node], writers: frozenset[str]) -> None:
-    """Make ``outputs`` the graph's results and drop every operation that nothing needs and that writes nothing."""
+    """Make ``outputs`` the graph's results, and erase operations whose value is unused and that write nothing."""
     graph = exported.module.graph
     graph.output_node().args = (tuple(outputs),)
     for node in reversed(list(graph.nodes)):
@@ -351,13 +347,13 @@ def prune(exported: Exported, outputs: Sequence[Node], writers: frozenset[str]) 
 
 
 def _has_effect(exported: Exported, node: Node) -> bool:
-    """Whether it changes buffers of which neither signature nor version counters tell."""
+    """Whether an operation changes buffers although neither its schema nor version counters show it (BatchNorm)."""
     reads = [exported.roles[n.name] for n in node.all_input_nodes if n.name in exported.roles]
     return "batch_norm" in str(node.target) and any(role.kind == "buffer" for role in reads)
 
 
 def key_draws(exported: Exported) -> dict[str, int]:
-    """Replace random operations by keyed ones; returns operation name to its position among them."""
+    """Replace random operations by keyed ones; return each one's name and position among them."""
     graph = exported.module.graph
     random = [node for node in graph.nodes if node.op == "call_function" and _is_random(exported, node)]
     if not random:
@@ -391,5 +387,5 @@ def _is_random(exported: Exported, node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     schema = {a.name: i for i, a in enumerate(target._schema.arguments)}
-    given = {name: node.args[i] for name, i in schema.items() if i < len(node.args)} | dict(node.kwargs)
-    return not (given.get("train") is False or given.get("dropout", given.get("p", 1.0)) == 0)
+    passed = {name: node.args[i] for name, i in schema.items() if i < len(node.args)} | dict(node.kwargs)
+    return not (passed.get("train") is False or passed.get("dropout", passed.get("p", 1.0)) == 0)

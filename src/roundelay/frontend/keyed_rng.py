@@ -1,16 +1,16 @@
-"""Random numbers that depend on the micro-batch and the place in the model alone.
+"""Random numbers that depend only on the seed, the operation and the micro-batch.
 
-PyTorch's default CPU generator is one per process, and dropout takes no generator of its own: between threads, or in
-a forward that runs a second time, its numbers would depend on timing. Here every random operation of the graph draws
-from a generator seeded by (seed, position of the operation in the whole graph, micro-batch), so that the same numbers
-come out whatever the number of stages, the order of execution, and however often a forward is repeated.
+PyTorch has one default CPU generator per process, and dropout accepts no other: with several threads, or when a forward
+is run again, its numbers would depend on timing. Here every random operation of the graph draws from a generator seeded
+by (seed, position of the operation in the whole graph, micro-batch), so its numbers are the same for any number of
+stages, order of execution and number of repetitions.
 
-Dropout and attention's dropout are written out over an own generator; dropout's numbers equal ``aten.dropout``'s for
-the same generator state. Any other random operator runs under the process-wide generator, seeded and put back under a
-lock; :data:`DEFAULT_GENERATOR_LOCK` is also held while the person's data loader runs, so neither disturbs the other.
+Dropout and attention's dropout are reimplemented on a generator of their own; dropout's numbers equal
+``aten.dropout``'s for the same generator state. Any other random operator runs on the process-wide generator, seeded
+and restored under :data:`DEFAULT_GENERATOR_LOCK`, which is also held while the user's data loader runs.
 
-A :class:`RngKey` with ``states`` draws as plain PyTorch does instead: every operation is the one that was captured, on
-torch's own generator, one after the other. Beside a plain forward under the same seed it must give the same bits.
+A :class:`RngKey` with ``states`` draws as plain PyTorch does: the captured operations on torch's default generator, one
+after the other. It must give the same bits as a plain forward with the same seed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,25 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from roundelay.errors import DeadlineError
 
 LONGEST_HELD_S = 3600.0
-"""Seconds that torch's default generator is waited for: longer than any loader or evaluation that is alive keeps it."""
+"""Seconds to wait for torch's default generator: longer than any live loader or evaluation holds it."""
 
 
 @final
 class GeneratorLock:
-    """A lock that one thread may take more than once, and that nobody waits for without end.
+    """A re-entrant lock with a deadline.
 
     Args:
-        what: it guards, for people.
+        what: what it guards, for error messages.
     """
 
     def __init__(self, what: str = "torch's default generator") -> None:
@@ -47,7 +45,7 @@ class GeneratorLock:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """Be free in a child if another thread than that which forked held it: it is not in the child."""
+        """Release the lock in a forked child if a thread held it that does not exist there."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
@@ -58,8 +56,8 @@ class GeneratorLock:
             raise DeadlineError(
                 self._what,
                 got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",
-                expected="that each of them comes to an end",
-                remedy="See why it hangs.",
+                expected="both to return",
+                remedy="Find out why it hangs.",
             )
 
     def __exit__(self, *_: object) -> None:
@@ -69,19 +67,9 @@ class GeneratorLock:
 DEFAULT_GENERATOR_LOCK = GeneratorLock()
 
 
-def generator_states() -> tuple[bytes, ...]:
-    """What torch's, numpy's and Python's own generators would draw next; others if something has drawn since."""
-    _, key, position, *_ = np.random.get_state()
-    return (
-        torch.random.get_rng_state().numpy().tobytes(),
-        np.asarray(key).tobytes() + str(position).encode(),
-        repr(random.getstate()).encode(),
-    )
-
-
 _MASK = (1 << 64) - 1
 _GENERATORS = ("cuda",)
-"""Kinds of devices with generators of their own; the meta device draws nothing, and takes the CPU's."""
+"""Device types with generators of their own; the meta device, which draws nothing, gets the CPU's."""
 
 
 def _mix(x: int) -> int:
@@ -94,13 +82,13 @@ def _mix(x: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
-    """The key of one micro-batch's random numbers.
+    """Key of the random numbers of one micro-batch.
 
     Args:
         seed: the run's seed.
         g: global number of the micro-batch.
-        states: None where numbers are keyed. Else operations draw from torch's own generator, as plain PyTorch does,
-            and here is its state before each, by position: a forward that is run again draws the same numbers.
+        states: None where numbers are keyed. Otherwise operations draw from torch's default generator, as plain PyTorch
+            does, and this holds its state before each, by position: a forward that is run again draws the same numbers.
     """
 
     seed: int
@@ -109,11 +97,11 @@ class RngKey:
 
     @staticmethod
     def plain(seed: int, g: int) -> RngKey:
-        """A key whose numbers come from torch's own generator, in the order of the calls."""
+        """A key whose numbers come from torch's default generator, in the order of the calls."""
         return RngKey(seed, g, {})
 
     def unkeyed(self, position: int, call: Callable[[], Any]) -> Any:
-        """Call an operation that draws, on torch's own generator; the second time on the state of the first."""
+        """Call a random operation on torch's default generator; a repeated call starts from the first one's state."""
         assert self.states is not None
         before = torch.random.get_rng_state()
         if position not in self.states:
@@ -130,18 +118,18 @@ class RngKey:
         return _mix(_mix(_mix(self.seed & _MASK) ^ position) ^ self.g) >> 1
 
     def generator(self, position: int, device: torch.device) -> torch.Generator:
-        """A fresh generator of ``device`` for the random operation at ``position``; each kind has its own numbers."""
-        made = torch.Generator(device) if device.type in _GENERATORS else torch.Generator()
-        return made.manual_seed(self.key(position))
+        """A new generator for the random operation at ``position``; each device type has its own numbers."""
+        generator = torch.Generator(device) if device.type in _GENERATORS else torch.Generator()
+        return generator.manual_seed(self.key(position))
 
     def tensor(self) -> torch.Tensor:
-        """Seed and g as two int64, which compiled code takes as an input; :meth:`of` reads them."""
+        """Seed and g as two int64, an input of compiled code; the inverse of :meth:`of`."""
         seed = self.seed & _MASK
         return torch.tensor([seed - (1 << 64) if seed >> 63 else seed, self.g])
 
     @staticmethod
     def of(numbers: torch.Tensor) -> RngKey:
-        """The key that :meth:`tensor` wrote; ``key`` and ``generator`` do not see the difference."""
+        """The key that :meth:`tensor` wrote: same ``key`` and ``generator``."""
         seed, g = numbers.tolist()
         return RngKey(seed, g)
 
@@ -165,10 +153,10 @@ def _(
 def keyed_dropout(
     x: torch.Tensor, p: float, train: bool, *, draw: RngKey | torch.Tensor, position: int
 ) -> torch.Tensor:
-    """``aten.dropout`` of a contiguous ``x`` with the mask drawn under the key; same shape as ``x``.
+    """``aten.dropout`` with the mask of a contiguous ``x`` drawn under the key; same shape as ``x``.
 
-    The mask is drawn in the order of the indices, however ``x`` lies in memory: at a cut it is made contiguous. The key
-    is a tensor (:meth:`RngKey.tensor`) while the operation is compiled; the mask is the same one.
+    The mask is drawn in index order whatever the strides of ``x``, which is made contiguous at a cut. In compiled code
+    the key is a tensor (:meth:`RngKey.tensor`); the mask is the same.
     """
     if isinstance(draw, RngKey) and draw.states is not None:
         plain: torch.Tensor = draw.unkeyed(position, lambda: torch.ops.aten.dropout.default(x, p, train))
@@ -194,8 +182,8 @@ def keyed_attention(
 ) -> torch.Tensor:
     """``aten.scaled_dot_product_attention`` with dropout, written out; (..., L, E) and (..., S, E) to (..., L, Ev).
 
-    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``. A row that may attend to nothing
-    is zero, as torch has it.
+    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``. A fully masked row is zero, as in
+    torch.
     """
     draw, position = options.pop("draw"), options.pop("position")
     if isinstance(draw, RngKey) and draw.states is not None:
@@ -227,38 +215,24 @@ def keyed_call(
     on: torch.device | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Any other random operator, under the process-wide generator seeded by the key and put back afterwards.
+    """Any other random operator, on the process-wide generator, seeded by the key and restored afterwards.
 
-    One that draws in the order of memory gets contiguous tensors, as it would behind a cut; unless it writes into them.
-    ``on`` is the stage's device if it is not the CPU; its process-wide generator is seeded and put back, too.
+    An operator that draws in memory order gets contiguous tensors, as it would after a cut, unless it writes into them.
+    ``on`` is the stage's device if it is not the CPU; its default generator is seeded and restored as well.
     """
     if draw.states is not None:
         return draw.unkeyed(position, functools.partial(operator, *args, **kwargs))
     if isinstance(operator, torch._ops.OpOverload) and not operator._schema.is_mutable:
         args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
-    if on is not None and on.type in _GENERATORS:
-        return _keyed_on(on, draw.key(position), functools.partial(operator, *args, **kwargs))
-    with DEFAULT_GENERATOR_LOCK:
-        before = torch.random.get_rng_state()
-        try:
-            torch.default_generator.manual_seed(draw.key(position))
-            return operator(*args, **kwargs)
-        finally:
-            torch.random.set_rng_state(before)
-
-
-def _keyed_on(device: torch.device, key: int, call: Callable[[], Any]) -> Any:
-    """``call`` under the process-wide generators of the CPU and of a CUDA device.
-
-    A CUDA generator is read when a kernel is launched, so that the lock need not last until it has run.
-    """
-    generators = (torch.default_generator, torch.cuda.default_generators[device.index or 0])
+    generators = [torch.default_generator]
+    if on is not None and on.type in _GENERATORS:  # read when a kernel is launched: the lock covers no more than that
+        generators.append(torch.cuda.default_generators[on.index or 0])
     with DEFAULT_GENERATOR_LOCK:
         before = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
-                generator.manual_seed(key)
-            return call()
+                generator.manual_seed(draw.key(position))
+            return operator(*args, **kwargs)
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)

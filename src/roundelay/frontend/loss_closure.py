@@ -1,12 +1,12 @@
-"""Where a loss finds tensors that it is not given: filled for one call, and put back.
+"""Slots from which a loss reads tensors that are not its arguments: filled for one call, then restored.
 
 A forward may leave tensors in attributes, dicts and lists that the loss reads
-(:class:`roundelay.frontend.export_adapter.Left`), and a loss may read the model's own weights: a penalty over them, a
-layer that the forward does not call. They travel to the last stage as outputs of the model. There the person's loss
-finds them where it looks for them.
+(:class:`roundelay.frontend.export_adapter.SideOutput`), and a loss may read the model's weights: a penalty over them, a
+layer that the forward does not call. They travel to the last stage as outputs of the model, and are put there into the
+slots from which the loss reads.
 
-The model is one in all threads of a process, so a call that fills places keeps a lock that an evaluation takes, too.
-Who takes both takes that of torch's generator first.
+All threads of a process share the model, so a call that fills slots holds a lock that an evaluation takes as well. A
+thread that takes both takes :data:`roundelay.frontend.keyed_rng.DEFAULT_GENERATOR_LOCK` first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.export_adapter import Left, Opaque
+from roundelay.frontend.export_adapter import Opaque, SideOutput
 from roundelay.frontend.keyed_rng import GeneratorLock
 from roundelay.frontend.reachable_state import ReachableState, StateSlot
 
 MODEL_LOCK = GeneratorLock("what the model's attributes hold")
-"""Held while the loss finds tensors in the model's attributes, and while an evaluation calls the model."""
+"""Held while a loss call has tensors in the model's attributes, and while an evaluation calls the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Weight:
     Args:
         name: its first name in the model.
         tensor: the model's own.
-        slots: of modules, closures, dicts and lists.
+        slots: in modules, closures, dicts and lists.
     """
 
     name: str
@@ -41,36 +41,31 @@ class Weight:
     slots: tuple[StateSlot, ...]
 
 
-def weights_at(world: ReachableState, named: Mapping[str, torch.Tensor]) -> tuple[Weight, ...]:
-    """Where these parameters and buffers can be reached."""
-    return tuple(Weight(name, tensor, tuple(world.holding(tensor))) for name, tensor in named.items())
+def weights_at(state: ReachableState, named: Mapping[str, torch.Tensor]) -> tuple[Weight, ...]:
+    """The slots through which these parameters and buffers can be reached."""
+    return tuple(Weight(name, tensor, tuple(state.holding(tensor))) for name, tensor in named.items())
 
 
 @dataclass(frozen=True, slots=True)
 class ClosureSlots:
-    """What a loss finds beside its arguments.
+    """What a loss reads in addition to its arguments.
 
     Args:
-        left: where the forward leaves tensors; their leaves follow the result's.
-        weights: of the model, which follow these.
-        start: number of the first of these leaves.
+        left: slots in which the forward leaves tensors; their leaves follow the result's.
+        weights: weights of the model, whose leaves follow these.
+        start: index of the first of these leaves.
     """
 
-    left: tuple[Left, ...]
+    left: tuple[SideOutput, ...]
     weights: tuple[Weight, ...]
     start: int
 
-    @property
-    def count(self) -> int:
-        """How many leaves they have."""
-        return sum(one.shape.num_tensors for one in self.left) + len(self.weights)
-
     @contextmanager
     def filled(self, leaf: Callable[[int], Any]) -> Iterator[None]:
-        """The block finds these leaves in their places; afterwards there is what was there before.
+        """Put the leaves into their slots within the block; restore the slots afterwards.
 
         Args:
-            leaf: number of a leaf to its tensor, or to what tells that it was not seen to be read.
+            leaf: index of a leaf to its tensor, or to an :class:`Opaque` if it was not read on the first batch.
         """
         if not self.left and not self.weights:
             yield
@@ -89,28 +84,26 @@ class ClosureSlots:
         yield from (slot for weight in self.weights for slot in weight.slots)
 
     def _fill(self, leaf: Callable[[int], Any]) -> None:
-        place = self.start
+        position = self.start
         for one in self.left:
             count = one.shape.num_tensors
-            one.slot.write(one.shape.unflatten({i: leaf(place + i) for i in range(count)}))
-            place += count
+            one.slot.write(one.shape.unflatten({i: leaf(position + i) for i in range(count)}))
+            position += count
         for weight in self.weights:
-            value = leaf(place)
-            place += 1
+            value = leaf(position)
+            position += 1
             for slot in weight.slots:
-                now = slot.read()
                 if slot.kind == "contents":
-                    value_there: Any = [value if item is weight.tensor else item for item in now]
+                    slot.write([value if item is weight.tensor else item for item in slot.read()])
                 else:
-                    value_there = value
-                slot.write(value_there)
+                    slot.write(value)
 
 
 def unread(places: ClosureSlots, i: int) -> Opaque:
-    """What stands for a leaf that the loss was not seen to read."""
-    place = places.start
+    """The stand-in for a leaf that the loss did not read on the first batch."""
+    start = places.start
     for one in places.left:
-        place += one.shape.num_tensors
-        if i < place:
+        start += one.shape.num_tensors
+        if i < start:
             return Opaque(f"{one.slot.path}, which the forward sets")
-    return Opaque(f"parameter {places.weights[i - place].name!r}")
+    return Opaque(f"parameter {places.weights[i - start].name!r}")

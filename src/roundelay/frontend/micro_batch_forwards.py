@@ -1,8 +1,8 @@
-"""Forwards of one batch and of its parts, operation by operation, with what would differ in innocent jobs taken out.
+"""Forwards of a batch and of its parts, operation by operation, without the differences that every job has.
 
-Dropout is off, other draws of the whole batch are given to its parts row by row, BatchNorm normalises the parts by the
-whole batch's statistics. Parameters that are constant (a head that begins as zeros gives every row the same loss) are
-moved a little.
+Dropout is off, other random numbers drawn for the whole batch are reused for its parts row by row, and BatchNorm
+normalises the parts by the whole batch's statistics. Constant parameters are perturbed: a head initialised to zeros
+gives every row the same loss.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from roundelay.frontend.export_substitutes import cumulative_batch_norm
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 
 DRAWS = 16
-"""Draws over which a loss that draws random numbers is averaged."""
+"""Evaluations over which a loss that draws random numbers is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One forward on some rows of the batch.
+class ForwardResult:
+    """The result of one forward on some rows of the batch.
 
     Args:
-        rows: how many.
-        loss: the mean over them, or the sum; of a loss that draws, the mean over draws.
-        count: of the sum's terms; None: the loss is a mean.
+        rows: the number of rows.
+        loss: their mean loss, or the sum; for a loss that draws random numbers, averaged over :data:`DRAWS`.
+        count: the number of terms of the sum; None if the loss is a mean.
         spread: standard error of the loss.
-        gradients: of the loss, for each tensor that it reads; or for each trained parameter.
+        gradients: of the loss with respect to each tensor that it reads, or to each trained parameter.
     """
 
     rows: int
@@ -46,16 +46,17 @@ class Seen:
 
 @dataclass(slots=True)
 class MicroBatchForwards:
-    """Forwards of one batch's parts, with all that is kept from the first one, of the whole.
+    """Forwards of one batch's parts; the first forward must be of the whole, whose random numbers are reused.
 
     Args:
         captured: the model.
-        batch: whole.
-        gradients: whether those of the loss are taken.
-        deep: take them of the model's parameters, through the whole model.
-        elsewhere: move all parameters, not only those that are constant.
-        noise: what random operations drew for the whole batch, by name.
-        statistics: mean and variance of the whole batch, by name of the BatchNorm.
+        batch: the whole batch.
+        gradients: whether to compute gradients of the loss.
+        deep: compute them with respect to the model's parameters, through the whole model.
+        elsewhere: perturb all parameters, not only constant ones.
+        noise: what random operations drew for the whole batch, by operation name.
+        statistics: mean and variance of the whole batch, by operation name of the BatchNorm.
+        moved: id of a parameter to its perturbed copy.
     """
 
     captured: Captured
@@ -72,128 +73,128 @@ class MicroBatchForwards:
         """Whether the loss itself draws random numbers."""
         return self.captured.loss_draws
 
-    def on(self, start: int, size: int) -> Seen:
-        """Forward and loss on ``size`` rows from row ``start`` on; the whole batch first of all."""
-        rows, ops, found = num_rows(self.batch), self.captured.graph.ops, []
+    def on(self, start: int, size: int) -> ForwardResult:
+        """Run forward and loss on ``size`` rows from row ``start``; the first call must be on the whole batch."""
+        rows, ops, results = num_rows(self.batch), self.captured.graph.ops, []
 
         def each(i: int, call: Callable[[], Any]) -> Any:
-            called: Any = call  # a partial
+            operation: Any = call  # a partial
             if i == len(ops):
-                found.append(self._loss(called, size))
+                results.append(self._loss(operation, size))
                 return [torch.zeros(())]
             with torch.set_grad_enabled(self.deep):
-                args, kwargs = tree_map(self._weight, (called.args, called.keywords))
-                if takes_statistics(called.func, args):
-                    return self._normalised(ops[i].name, called.func, args)
+                args, kwargs = tree_map(self._weight, (operation.args, operation.keywords))
+                if takes_statistics(operation.func, args):
+                    return self._normalised(ops[i].name, operation.func, args)
                 if ops[i].draws >= 0:
-                    return self._drawn(ops[i].name, called.func, args, kwargs, (start, size, rows))
-                return called.func(*args, **kwargs)
+                    return self._drawn(ops[i].name, operation.func, args, kwargs, (start, size, rows))
+                return operation.func(*args, **kwargs)
 
         self.captured.walk(rows_between(self.batch, start, size), each)
-        return found[0]
+        return results[0]
 
     def _weight(self, value: Any) -> Any:
-        """A parameter as it is, or moved a little if it is constant."""
+        """Replace a parameter by its perturbed copy, if it has one."""
         if not isinstance(value, torch.nn.Parameter):
             return value
-        return self._moved_weights().get(id(value), value)
+        return self._perturbed_weights().get(id(value), value)
 
-    def _moved_weights(self) -> dict[int, torch.Tensor]:
+    def _perturbed_weights(self) -> dict[int, torch.Tensor]:
         if self.moved is None:
             every = self.captured.parameters().values()
-            self.moved = {id(p): _moved(p) for p in every if _is_constant(p) or (self.elsewhere and _is_movable(p))}
+            self.moved = {id(p): _perturbed(p) for p in every if _is_constant(p) or (self.elsewhere and _is_movable(p))}
             for weight in self.moved.values() if self.deep else ():
                 weight.requires_grad_()
         return self.moved
 
     @property
     def layers(self) -> list[str]:
-        """For every gradient, of what layer it is: gradients are compared by layers; of what the loss reads, in all."""
+        """The layer of every gradient, by which gradients are compared; one for all that the loss reads."""
         if not self.deep:
             return [""] * len(self.captured.graph.outputs)
         return [name.rpartition(".")[0] for name, p in self.captured.parameters().items() if p.requires_grad]
 
-    def _loss(self, call: Any, rows: int) -> Seen:
+    def _loss(self, call: Any, rows: int) -> ForwardResult:
         *reads, draw = call.args
         outputs = len(self.captured.graph.outputs)
         outputs = 0 if self.deep or not self.gradients else outputs
-        entering = [_entering(value) if i < outputs else value for i, value in enumerate(reads)]
+        arguments = [_as_leaf(value) if i < outputs else value for i, value in enumerate(reads)]
         draws = [RngKey(0, g) for g in range(DRAWS)] if self.draws else [draw]
         with torch.set_grad_enabled(self.gradients):
-            made = [call.func(*entering, one) for one in draws]
-        losses = torch.stack([one[0].detach().double() for one in made])
-        leaves = [value for value in entering if isinstance(value, torch.Tensor) and value.requires_grad]
+            results = [call.func(*arguments, one) for one in draws]
+        losses = torch.stack([one[0].detach().double() for one in results])
+        leaves = [value for value in arguments if isinstance(value, torch.Tensor) and value.requires_grad]
         if self.deep:
-            moved = self._moved_weights()
+            moved = self._perturbed_weights()
             leaves = [moved.get(id(p), p) for p in self.captured.parameters().values() if p.requires_grad]
         gradients: tuple[torch.Tensor | None, ...] = ()
         if leaves:
-            gradients = torch.autograd.grad(made[0][0], leaves, allow_unused=True)
+            gradients = torch.autograd.grad(results[0][0], leaves, allow_unused=True)
         graph = self.captured.graph
-        count = float(made[0][1].detach()) if graph.loss_counts or graph.labels_per_row else None
-        if count is not None and not graph.loss_counts:  # a mean over so many labels, as a sum
+        count = float(results[0][1].detach()) if graph.loss_counts or graph.labels_per_row else None
+        if count is not None and not graph.loss_counts:  # turn a mean over labels into a sum
             losses, gradients = losses * count, tuple(g if g is None else g * count for g in gradients)
         spread = float(losses.std()) / math.sqrt(DRAWS) if self.draws else 0.0
-        return Seen(rows, float(losses.mean()), count, spread, gradients)
+        return ForwardResult(rows, float(losses.mean()), count, spread, gradients)
 
     def _normalised(self, name: str, function: Any, args: tuple[Any, ...]) -> torch.Tensor:
-        """BatchNorm by the statistics of the whole batch."""
+        """Apply a BatchNorm with the statistics of the whole batch."""
         x, weight, bias = args[:3]
         eps = args[6] if function is cumulative_batch_norm else args[7]
         if name not in self.statistics:
             kind = torch.float32 if x.dtype.itemsize < torch.float32.itemsize else x.dtype
             kind = kind if weight is None else weight.dtype
             over = [i for i in range(x.ndim) if i != 1]
-            of = x.detach().to(kind)  # as constants, for the whole batch as for its parts
-            self.statistics[name] = of.mean(over), of.var(over, correction=0)
+            constant = x.detach().to(kind)  # no gradient through statistics, for the whole batch as for its parts
+            self.statistics[name] = constant.mean(over), constant.var(over, correction=0)
         return torch.batch_norm(x, weight, bias, *self.statistics[name], False, 0.0, eps, False)
 
-    def _drawn(self, name: str, function: Any, args: Any, kwargs: Any, place: tuple[int, int, int]) -> Any:
-        """A random operation without its dropout, or with what it drew for these rows of the whole batch."""
+    def _drawn(self, name: str, function: Any, args: Any, kwargs: Any, rows_of_part: tuple[int, int, int]) -> Any:
+        """Run a random operation without dropout, or with what it drew for these rows of the whole batch."""
         if function is keyed_dropout:
             return args[0].clone()
         if function is keyed_attention:
-            return function(*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()), **_without_dropout(args, kwargs))
-        switched = _switched_off(args[0], args[1:], kwargs)
-        if switched is not None:
-            return switched()
-        made = function(*args, **kwargs)
-        drawn = [part for part in (made if isinstance(made, (tuple, list)) else [made]) if torch.is_tensor(part)]
-        kept = self.noise.setdefault(name, [part.clone() for part in drawn])
-        for part, of_whole in zip(drawn, kept, strict=True):
-            if (rows := _rows_of(of_whole, part, *place)) is not None:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+            return function(*args, **kwargs)
+        evaluated = _in_evaluation(args[0], args[1:], kwargs)
+        if evaluated is not None:
+            return evaluated()
+        result = function(*args, **kwargs)
+        drawn = [part for part in (result if isinstance(result, (tuple, list)) else [result]) if torch.is_tensor(part)]
+        noise = self.noise.setdefault(name, [part.clone() for part in drawn])
+        for part, whole_draw in zip(drawn, noise, strict=True):
+            if (rows := _rows_of(whole_draw, part, *rows_of_part)) is not None:
                 part.copy_(rows)
-        return made
+        return result
 
 
-def _without_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
-
-
-def _switched_off(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """A call of the operator as in evaluation, if it has a switch for that, as dropout of every kind has."""
+def _in_evaluation(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """A call of the operator in evaluation mode, if it has an argument for that, as all kinds of dropout have."""
     if not isinstance(operator, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in operator._schema.arguments]
     switch = next((name for name in ("train", "training") if name in names), None)
     if switch is None:
         return None
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names} | {switch: False}
-    return lambda: operator(**given)
+    arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names} | {switch: False}
+    return lambda: operator(**arguments)
 
 
 def _rows_of(whole: torch.Tensor, part: torch.Tensor, start: int, size: int, rows: int) -> torch.Tensor | None:
-    """Of what was drawn for the whole batch that which a part is given; None if no dimension is rows."""
+    """The rows of a part in what was drawn for the whole batch; None if no dimension is the rows'."""
     if whole.shape == part.shape:
         return whole
-    for i, (of_whole, of_part) in enumerate(zip(whole.shape, part.shape, strict=False)):
+    for i, (whole_size, part_size) in enumerate(zip(whole.shape, part.shape, strict=False)):
         others = whole.shape[:i] + whole.shape[i + 1 :] == part.shape[:i] + part.shape[i + 1 :]
-        if others and of_whole * size == of_part * rows:
-            return whole.narrow(i, start * of_whole // rows, of_part)
+        if others and whole_size * size == part_size * rows:
+            return whole.narrow(i, start * whole_size // rows, part_size)
     return None
 
 
-def _entering(value: Any) -> Any:
+def _as_leaf(value: Any) -> Any:
     floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return value.detach().requires_grad_() if floats else value
 
@@ -209,16 +210,16 @@ def _is_movable(parameter: torch.Tensor) -> bool:
     return not parameter.is_meta and parameter.is_floating_point() and parameter.numel() > 0
 
 
-def _moved(parameter: torch.Tensor) -> torch.Tensor:
-    """A constant one a little from where it is, from 0 as far as a layer's weights begin, so that rows come to differ.
+def _perturbed(parameter: torch.Tensor) -> torch.Tensor:
+    """Perturb a parameter: a constant one by a little, so that rows differ, any other one as far as training may go.
 
-    Any other one as far as a training may take it.
+    A constant of 0 is perturbed by the usual magnitude of a layer's initial weights.
     """
     draws = torch.Generator().manual_seed(0)
     noise = torch.empty(parameter.shape).uniform_(-1.0, 1.0, generator=draws).to(parameter)
-    first = float(parameter.detach().reshape(-1)[0])
+    value = float(parameter.detach().reshape(-1)[0])
     fan_in = parameter.numel() / parameter.size(0) if parameter.ndim else 1.0
-    begins = 1.0 / math.sqrt(fan_in) if fan_in > 1 else 0.1
+    initial = 1.0 / math.sqrt(fan_in) if fan_in > 1 else 0.1
     if _is_constant(parameter):
-        return parameter.detach() + noise * (0.05 * abs(first) or begins)
+        return parameter.detach() + noise * (0.05 * abs(value) or initial)
     return parameter.detach() * 1.5 + noise * float(parameter.detach().abs().mean())

@@ -1,12 +1,12 @@
-"""Measure every operation on a micro-batch of the size that will be trained on: forward, backward, update.
+"""Measure forward, backward and update of every operation on a micro-batch of the size that will be trained on.
 
-A stage per piece would be measured with the overhead of its own functions and with copies at cuts that will not be
-made, which for pieces of a few microseconds is most of it. So the whole model runs once through, uncut, as in one
-stage: a forward is timed operation by operation, and a backward from the moment at which autograd enters a node to
-that at which it enters the next. The nodes belong to the operation whose forward made them.
+Measuring each operation as a stage of its own would include the overhead of stage functions and copies at cuts that
+are not made, which is most of the time of an operation of a few microseconds. So the whole model runs uncut, as one
+stage: the forward is timed operation by operation, the backward from when autograd enters a node to when it enters the
+next. A node belongs to the operation whose forward created it.
 
-Seconds are those of this thread on its core, so that other programs on a busy machine do not count. The least of a few
-runs is kept: what disturbs a measurement makes it longer.
+Seconds are this thread's CPU time, so that other programs on a busy machine do not count. The minimum over a few runs
+is kept: disturbances only make a measurement longer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.capture import Captured
-from roundelay.frontend.stage_profiler import touch
+from roundelay.frontend.stage_profiler import time_update
 from roundelay.ir.graph import Profile
 
 BUDGET_S = 1.5
-"""No further run begins after this many seconds."""
+"""Seconds after which no further run begins."""
 
 
 def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5) -> Profile:
-    """The profile of a model on one micro-batch; its buffers and gradients stay as they are.
+    """Measure a model's operations on one micro-batch; its buffers and gradients are not changed.
 
     Args:
         captured: the model.
         micro_batch: of the size that will be trained on.
-        repeats: runs that count, at most, behind one to warm up; the budget may end them earlier.
+        repeats: runs measured after a warm-up run, at most; :data:`BUDGET_S` may end them earlier.
     """
     began = time.perf_counter()
     _run(captured, micro_batch)
@@ -47,28 +47,28 @@ def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5)
 def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each operation's forward, backward and update; the loss is the last one."""
     forward = [0.0] * (len(captured.graph.ops) + 1)
-    owners: dict[Any, int] = {}  # keeps the nodes, too: another look at a node that nobody keeps is another object
+    owners: dict[Any, int] = {}  # also keeps the nodes alive: autograd creates a new Python object for a dropped one
 
     def each(i: int, call: Callable[[], Any]) -> Any:
         start = time.thread_time()
-        made = call()
+        output = call()
         forward[i] = time.thread_time() - start
-        _claim(made, i, owners)
-        return made
+        _assign_nodes(output, i, owners)
+        return output
 
     loss = captured.walk(micro_batch, each)
     return forward, _backward(captured, loss, owners), list(_updates(captured))
 
 
-def _claim(made: Any, i: int, owners: dict[Any, int]) -> None:
-    """Give every node that nobody has yet, from what an operation made on down, to that operation."""
-    parts = made if isinstance(made, (tuple, list)) else (made,)
-    found = [part.grad_fn for part in parts if isinstance(part, torch.Tensor)]
-    while found:
-        node = found.pop()
+def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
+    """Assign to an operation every node below its outputs in the autograd graph that no earlier operation owns."""
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    nodes = [part.grad_fn for part in parts if isinstance(part, torch.Tensor)]
+    while nodes:
+        node = nodes.pop()
         if node is not None and node not in owners:
             owners[node] = i
-            found += [below for below, _ in node.next_functions]
+            nodes += [below for below, _ in node.next_functions]
 
 
 def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) -> list[float]:
@@ -88,8 +88,8 @@ def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) ->
 
 
 def _updates(captured: Captured) -> Iterator[float]:
-    """Three passes over the parameters that each operation is the first to use, a stand-in for the optimizer."""
+    """Seconds of a stand-in for the optimizer, over the parameters that each operation is the first to use."""
     parameters = captured.parameters()
     for op in captured.graph.ops:
-        yield touch([parameters.pop(name) for name in op.parameters if name in parameters], time.thread_time)
+        yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], time.thread_time)
     yield 0.0

@@ -1,14 +1,14 @@
-"""What a person's code can reach, and what a call of it has changed there.
+"""Find and undo the side effects of a call of user code, by walking through all objects that the code can reach.
 
-A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. Python
-does not say so. Here everything that models and functions can reach is walked through, as slots: attributes of modules
-and of plain objects, entries of dicts, the contents of lists, cells of closures, and globals that a function names.
-Two walks tell what a call in between has changed, and it can be put back as if nobody had called. What lies in a tensor
-or an array is compared where it is asked for: copies are kept, up to :data:`MOST_BYTES`.
+A forward may leave a tensor in an attribute, in a dict that a hook fills, in a list; a loss may count its calls. The
+walk visits everything that models and functions can reach, as slots: attributes of modules and of plain objects,
+entries of dicts, the contents of lists, cells of closures, and globals that a function names. Two walks give what a
+call in between has changed, and it can be undone. Values of tensors and arrays are compared on request: copies are
+kept, up to :data:`MOST_BYTES`.
 
-Iterators of Python's own, such as ``itertools.count``, are compared by copies, and put back as copies. Not seen: the
-frames of generators, what a library's own objects hold, data sets of more than :data:`MOST` items, and what only C
-code knows.
+Python's own iterators, such as ``itertools.count``, are compared and restored as copies. Not found: frames of
+generators, the contents of library objects, containers of more than :data:`MOST` items, and state that only C code
+reaches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import copy
 import dis
 import functools
 import inspect
-import itertools
 import random
 import re
 import types
@@ -29,34 +28,57 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
+from roundelay.frontend.slot_values import (
+    GENERATORS,
+    ITERATORS,
+    MISSING,
+    READERS,
+    WRITERS,
+    address,
+    copied_values,
+    in_cell,
+    same,
+    same_values,
+)
+
 MOST = 10_000
-"""Items of a container up to which it is walked through."""
+"""Containers with more items are not walked through."""
 
 _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collections", "typing", "logging", "threading")
-"""Packages whose objects and functions are not walked into: containers and partials apart."""
+"""Packages whose objects and functions are not walked into, except containers and partials."""
 
 _NUMBERS, _LAST_NAME = re.compile(r"(\[\d+\])+$"), re.compile(r"\['([^']*)'\]$|(\w+)$")
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+PYTHON_GENERATORS = (("random", random._inst), ("numpy.random", np.random.mtrand._rand))
+"""The default random number generators of Python and NumPy, as roots of :class:`ReachableState`."""
+
+DEFAULT_GENERATORS = (*PYTHON_GENERATORS, ("torch", torch.default_generator))
+"""These and torch's."""
+
 MOST_BYTES = 1 << 31
-"""Bytes of tensors and arrays that are copied to be compared; further ones are not."""
+"""Bytes of tensors and arrays that are copied for comparison; further ones are not compared."""
 
 Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state", "values"]
 
 
+SlotId = tuple[int, str, Any]
+"""The id of a slot's holder, the slot's kind and its key."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSlot:
-    """One place where a value lies.
+    """One place where an object holds a value.
 
     Args:
-        holder: the object that holds it.
-        kind: what place of it: an attribute, one of a class, a buffer or a parameter of a module, an entry of a dict,
-            all that is in a list, a set or a deque, the cell of a closure, the state of a generator of random
-            numbers, or the values of a tensor or an array.
-        key: its name there.
-        path: what it is called, for people.
+        holder: the object.
+        kind: an attribute of an object or a class, a buffer or a parameter of a module, an entry of a dict, the
+            contents of a list, a set or a deque, the cell of a closure, the state of a random number generator, or the
+            values of a tensor or an array.
+        key: the name or key under which the object holds the value.
+        path: the slot's name in error messages.
     """
 
     holder: Any
@@ -65,50 +87,37 @@ class StateSlot:
     path: str
 
     @property
-    def place(self) -> tuple[int, str, Any]:
-        """What tells it from others."""
+    def place(self) -> SlotId:
+        """Identifies the slot."""
         return id(self.holder), self.kind, self.key
 
     @property
     def name(self) -> str:
-        """The name by which code would come to it: the last one of its path."""
+        """The name by which code would read the slot: the last one of its path."""
         if isinstance(self.key, str):
             return self.key
-        found = _LAST_NAME.search(_NUMBERS.sub("", self.path))
-        return self.path if found is None else found[1] or found[2]
+        match = _LAST_NAME.search(_NUMBERS.sub("", self.path))
+        return self.path if match is None else match[1] or match[2]
 
     def read(self) -> Any:
-        """What lies there now; :data:`MISSING` if nothing does."""
-        if self.kind == "contents":
-            return _contents(self.holder)
-        if self.kind == "state":
-            return _state(self.holder)
-        if self.kind == "values":
-            return _copied(self.holder)
-        if self.kind == "cell":
-            return _in_cell(self.holder)
+        """The current value, :data:`MISSING` if there is none."""
+        if self.kind in READERS:
+            return READERS[self.kind](self.holder)
         if self.kind == "class":
             return vars(self.holder).get(self.key, MISSING)
-        return dict.get(self._entries(), self.key, MISSING)  # past what a dict of the person's class does
+        return dict.get(self._entries(), self.key, MISSING)  # bypasses overridden methods
 
     def write(self, value: Any) -> None:
-        """Lay a value there, past any code of the person's; :data:`MISSING` takes away what is there."""
-        value = copy.copy(value) if isinstance(value, _ITERATORS) else value  # the snapshot's own is not to go on
-        if self.kind == "contents":
-            _fill(self.holder, value)
-        elif self.kind == "state":
-            _set_state(self.holder, value)
-        elif self.kind == "values":
-            _copy_into(self.holder, value)
-        elif self.kind == "cell":
-            if value is not MISSING:
-                self.holder.cell_contents = value
+        """Set the value without running user code; :data:`MISSING` removes it."""
+        value = copy.copy(value) if isinstance(value, ITERATORS) else value  # the snapshot's must not advance
+        if self.kind in WRITERS:
+            WRITERS[self.kind](self.holder, value)
         elif self.kind == "class":
             setattr(self.holder, self.key, value)
         elif value is MISSING:
-            _dict_of(entries := self._entries()).pop(entries, self.key, None)
+            _built_in(entries := self._entries()).pop(entries, self.key, None)
         else:
-            _dict_of(entries := self._entries()).__setitem__(entries, self.key, value)
+            _built_in(entries := self._entries()).__setitem__(entries, self.key, value)
 
     def _entries(self) -> dict[Any, Any]:
         if self.kind == "item":
@@ -117,18 +126,9 @@ class StateSlot:
         return entries if self.kind == "attribute" else entries["_buffers" if self.kind == "buffer" else "_parameters"]
 
 
-def _dict_of(entries: dict[Any, Any]) -> Any:
-    """The class whose methods know how entries are kept."""
+def _built_in(entries: dict[Any, Any]) -> Any:
+    """The built-in class whose methods keep the entries consistent."""
     return OrderedDict if isinstance(entries, OrderedDict) else dict
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
-"""Lies where nothing does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,179 +142,128 @@ class Change:
 
 @final
 class ReachableState:
-    """All slots that can be reached, with what lies there now.
+    """All slots reachable from some objects, with their current values.
 
     Args:
-        roots: name for people and object: modules, functions.
-        own: the model whose parameters and buffers are looked after elsewhere; the values of all other tensors and
-            arrays are slots too. None: no values are.
+        roots: name and object of each starting point: modules, functions.
+        own: a model whose parameters and buffers are left out; the values of all other tensors and arrays are slots
+            too. None: no values are.
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]], own: torch.nn.Module | None = None) -> None:
-        #: from where it was walked
+        #: where the walk started
         self.roots = tuple(roots)
-        self.slots: dict[tuple[int, str, Any], StateSlot] = {}
-        self._values: dict[tuple[int, str, Any], Any] = {}
+        self.slots: dict[SlotId, StateSlot] = {}
+        self._values: dict[SlotId, Any] = {}
         self._holders: dict[int, Any] = {}
-        self._apart = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := _memory(t))}
+        self._excluded = None if own is None else {m for t in (*own.parameters(), *own.buffers()) if (m := address(t))}
         left = MOST_BYTES
-        for slot, value in _walk(self.roots, self._holders, self._apart):
+        for slot, value in _walk(self.roots, self._holders, self._excluded):
             if slot.kind == "values":
                 left -= value.nbytes
                 if left < 0:
                     continue
-                value = _copied(value)
+                value = copied_values(value)
             self.slots.setdefault(slot.place, slot)
-            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, _ITERATORS) else value)
+            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, ITERATORS) else value)
 
     def changes(self) -> list[Change]:
-        """What has changed since: topmost slots, of holders that could be reached before."""
-        found, seen = [], set()
-        for slot, after in _walk(self.roots, {}, self._apart):
+        """All changes since: only topmost slots, of holders that could be reached before."""
+        changes, seen = [], set()
+        for slot, after in _walk(self.roots, {}, self._excluded):
             if slot.place in seen or slot.place[0] not in self._holders:
                 continue
             seen.add(slot.place)
             before = self._values.get(slot.place, MISSING)
             if slot.kind == "values":
-                if before is not MISSING and not _same_values(before, after):
-                    found.append(Change(slot, before, _copied(after)))
-            elif not _same(before, after):
-                found.append(Change(slot, before, after))
-        for place, slot in self.slots.items():  # what is out of reach now may have been changed before
+                if before is not MISSING and not same_values(before, after):
+                    changes.append(Change(slot, before, copied_values(after)))
+            elif not same(before, after):
+                changes.append(Change(slot, before, after))
+        for place, slot in self.slots.items():  # no longer reachable, but perhaps changed
             if place not in seen and not same_value(slot, self._values[place]):
-                found.append(Change(slot, self._values[place], slot.read()))
-        return found
+                changes.append(Change(slot, self._values[place], slot.read()))
+        return changes
 
-    def restore(self, apart: Collection[Kind] = ()) -> None:
-        """Put back what has changed since, but for some kinds of slots."""
-        put_back([change for change in self.changes() if change.slot.kind not in apart])
+    def restore(self, except_kinds: Collection[Kind] = ()) -> None:
+        """Undo all changes since, except in some kinds of slots."""
+        put_back([change for change in self.changes() if change.slot.kind not in except_kinds])
 
-    def names_read(self) -> set[str]:
-        """Names and texts in the code of the functions among the roots, and of what these may call by name.
+    def first_read(self, changes: Sequence[Change]) -> Change | None:
+        """The first of some changes whose slot the roots' code can read."""
+        names, _ = self.names()
+        return next((c for c in changes if c.slot.place in self.slots and c.slot.name in names), None)
 
-        An attribute or an entry of a dict whose name is not among them is not read, but for code that makes up names.
+    def names(self) -> tuple[set[str], set[str]]:
+        """Names and strings that the roots' functions, and those that they may call by name, read and assign to.
+
+        A slot with another name is not read, except by code that computes names. All strings of a function that sets
+        dict entries count as assigned.
         """
-        return self._names()[0]
-
-    def names_set(self) -> set[str]:
-        """Those of them that the code itself assigns to; all texts of a function that sets entries of a dict."""
-        return self._names()[1]
-
-    def _names(self) -> tuple[set[str], set[str]]:
-        found, stored = set[str](), set[str]()
-        known = {type(holder) for holder in self._holders.values() if not _is_library(type(holder))}
-        left = [function for _, root in self.roots for function in _functions_of(root)]
+        read, assigned = set[str](), set[str]()
+        known = {type(holder) for holder in self._holders.values() if not is_library(type(holder))}
+        functions = [function for _, root in self.roots for function in _functions_of(root)]
         seen: set[types.CodeType] = set()
-        while left:
-            function = left.pop()
+        while functions:
+            function = functions.pop()
             if function.__code__ in seen:
                 continue
             seen.add(function.__code__)
             names = _names(function.__code__) | _texts(function.__code__)
-            for name in names - found:
-                left += _functions_of(function.__globals__.get(name))
-                left += [inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))]
+            for name in names - read:
+                functions += _functions_of(function.__globals__.get(name))
+                functions += [
+                    inner for kind in known for inner in _functions_of(inspect.getattr_static(kind, name, None))
+                ]
             for cell in function.__closure__ or ():
-                left += _functions_of(_in_cell(cell))
-            found |= names
-            stored |= _stored(function.__code__)
-        return found, stored
+                functions += _functions_of(in_cell(cell))
+            read |= names
+            assigned |= _assigned_names(function.__code__)
+        return read, assigned
 
     def holding(self, wanted: Any) -> list[StateSlot]:
-        """The slots in which one object lies; a list that holds it among others included."""
-        made = []
-        for place, value in self._values.items():
-            parts = value if self.slots[place].kind == "contents" else (value,)
-            if any(part is wanted for part in parts):
-                made.append(self.slots[place])
-        return made
+        """The slots that hold an object, including containers that hold it among others."""
+        parts = {place: value if place[1] == "contents" else (value,) for place, value in self._values.items()}
+        return [self.slots[place] for place, items in parts.items() if any(item is wanted for item in items)]
 
 
 def same_value(slot: StateSlot, before: Any) -> bool:
-    """Whether in a slot lies what did before."""
-    return _same_values(before, slot.holder) if slot.kind == "values" else _same(before, slot.read())
+    """Whether a slot still holds an earlier value."""
+    return same_values(before, slot.holder) if slot.kind == "values" else same(before, slot.read())
 
 
 def put_back(changes: Sequence[Change]) -> None:
-    """Undo changes."""
+    """Undo changes, the last one first."""
     for change in reversed(changes):
         change.slot.write(change.before)
 
 
-def set_at(change: Change) -> str:
-    """Where a slot is set, for people: file, line and the line's text; empty if that is not known.
-
-    The source of the class that has the attribute is looked through: its methods, and those of its bases that are no
-    library's.
-    """
-    holder, name = change.slot.holder, change.slot.key
-    if change.slot.kind not in ("attribute", "class", "buffer", "parameter"):
-        return ""
-    return place_of(holder if isinstance(holder, type) else type(holder), str(name))
-
-
-def place_of(kind: type, name: str) -> str:
-    """File, line and text of where a class's methods assign to an attribute, or change it; the last such line."""
-    found = ""
-    for base in kind.__mro__:
-        if _is_library(base):
-            continue
-        try:
-            lines, first = inspect.getsourcelines(base)
-            file = inspect.getsourcefile(base)
-        except (OSError, TypeError):
-            continue
-        for i, line in enumerate(lines):
-            if _sets(line, name):
-                found = f"{file}:{first + i} `{line.strip()[:120]}`"
-    return found
-
-
-def _sets(line: str, name: str) -> bool:
-    """Whether a line of source writes an attribute of that name, in whatever way."""
-    start = 0
-    while (at := line.find("." + name, start)) >= 0:
-        start, rest = at + 1, line[at + 1 + len(name) :].lstrip()
-        if rest[:1].isalnum() or rest[:1] == "_":
-            continue
-        if (rest.startswith("=") and not rest.startswith("==")) or rest[1:2] == "=" or rest[2:3] == "=":
-            return True
-        if rest.startswith((".append", ".extend", ".add", ".update", ".pop", ".clear", ".insert", "[", ",", ".copy_")):
-            return True
-    return False
-
-
-# ------------------------------------------------------------------------------------------------------- the walk
-
-
 def _walk(
-    roots: Sequence[tuple[str, Any]], holders: dict[int, Any], apart: Collection[int] | None = None
+    roots: Sequence[tuple[str, Any]], holders: dict[int, Any], excluded: Collection[int] | None = None
 ) -> Iterator[tuple[StateSlot, Any]]:
-    """Every slot that can be reached and its value; ``holders`` gets every object that holds some, by id.
+    """Yield every reachable slot with its value; adds every object that holds one to ``holders``, by id.
 
-    The values of tensors and arrays are slots where ``apart`` tells the memory of those that are not; the value is the
-    tensor itself.
+    Unless ``excluded`` is None, values of tensors and arrays outside these addresses are slots as well; the yielded
+    value is the tensor itself.
     """
-    left = deque((path, value) for path, value in roots)
-    while left:
-        path, value = left.popleft()
+    queue = deque((path, value) for path, value in roots)
+    while queue:
+        path, value = queue.popleft()
         if id(value) in holders or isinstance(value, (str, bytes, int, float, type(None))):
             continue
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            if apart is not None and (memory := _memory(value)) and memory not in apart:
+            if excluded is not None and (memory := address(value)) and memory not in excluded:
                 holders[id(value)] = value
                 yield StateSlot(value, "values", None, path), value
             continue
-        made = list(_slots(path, value))
-        if made or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
+        slots = list(_slots(path, value))
+        if slots or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
             holders[id(value)] = value
-        yield from made
-        left.extend(_below(path, value, made))
+        yield from slots
+        queue.extend(_below(path, value, slots))
 
 
-_ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter(())), type(iter([])), type(iter(range(0))))
 _CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
@@ -325,13 +274,13 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
             yield from ((StateSlot(value, "item", key, f"{path}[{key!r}]"), item) for key, item in list(value.items()))
     elif isinstance(value, (list, set, deque)):
         if len(value) <= MOST:
-            yield StateSlot(value, "contents", None, path), _contents(value)
-    elif isinstance(value, _GENERATORS):
-        yield StateSlot(value, "state", None, path), _state(value)
+            yield StateSlot(value, "contents", None, path), tuple(value)
+    elif isinstance(value, GENERATORS):
+        yield StateSlot(value, "state", None, path), READERS["state"](value)
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
     elif isinstance(value, type):
-        if not _is_library(value):
+        if not is_library(value):
             yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
@@ -339,29 +288,28 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
 
 
 def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[StateSlot, Any]]:
-    entries = module.__dict__
-    for key, item in list(entries.items()):
-        if key not in _OF_MODULES and key not in _HOOKS and not key.startswith("_backward_"):
-            yield StateSlot(module, "attribute", key, f"{path}.{key}"), item
-    for key, item in list(entries.get("_buffers", {}).items()):
-        yield StateSlot(module, "buffer", key, f"{path}.{key}"), item
-    for key, item in list(entries.get("_parameters", {}).items()):
-        yield StateSlot(module, "parameter", key, f"{path}.{key}"), item
+    entries, apart = module.__dict__, (*_OF_MODULES, *_HOOKS)
+    own = {k: v for k, v in entries.items() if k not in apart and not k.startswith("_backward_")}
+    tables: list[tuple[Kind, dict[str, Any]]] = [("attribute", own)]
+    tables += [("buffer", entries.get("_buffers", {})), ("parameter", entries.get("_parameters", {}))]
+    for kind, table in tables:
+        for key, item in list(table.items()):
+            yield StateSlot(module, kind, key, f"{path}.{key}"), item
 
 
 def _of_class(path: str, kind: type) -> Iterator[tuple[StateSlot, Any]]:
-    """What a class holds for all its objects: numbers, texts, tensors and containers."""
+    """Class attributes that are numbers, strings, tensors or containers."""
     for key, item in list(vars(kind).items()):
         if not key.startswith("__") and isinstance(item, (bool, int, float, str, torch.Tensor, *_CONTAINERS)):
             yield StateSlot(kind, "class", key, f"{path}.{key}"), item
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[StateSlot, Any]]:
-    if _is_library(function):
+    if is_library(function):
         return
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        content = _in_cell(cell)
+        content = in_cell(cell)
         yield StateSlot(cell, "cell", name, name), content
     used = function.__globals__
     for name in sorted(_names(function.__code__)):
@@ -369,9 +317,9 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Stat
             yield StateSlot(used, "item", name, name), used[name]
 
 
-def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iterator[tuple[str, Any]]:
-    """What is walked through next."""
-    for slot, inner in made:
+def _below(path: str, value: Any, slots: Sequence[tuple[StateSlot, Any]]) -> Iterator[tuple[str, Any]]:
+    """The objects that the walk visits next, with their paths."""
+    for slot, inner in slots:
         if slot.kind == "contents":
             yield from ((f"{slot.path}[{i}]", item) for i, item in enumerate(inner))
         elif slot.kind != "state":
@@ -381,7 +329,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iter
         yield from ((f"{path}.{name}", part) for name, part in list(parts.items()) if part is not None)
         yield from ((f"{path}.{hooks}", value.__dict__[hooks]) for hooks in _HOOKS if hooks in value.__dict__)
         yield path, type(value).forward
-        yield from ((path, base) for base in type(value).__mro__ if not _is_library(base))
+        yield from ((path, base) for base in type(value).__mro__ if not is_library(base))
     elif isinstance(value, tuple) and len(value) <= MOST:
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.MethodType):
@@ -389,7 +337,7 @@ def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iter
         yield path, value.__func__
     elif isinstance(value, functools.partial):
         yield from ((path, part) for part in (value.func, value.args, value.keywords))
-    elif isinstance(value, types.FunctionType) and not _is_library(value):
+    elif isinstance(value, types.FunctionType) and not is_library(value):
         yield from ((path, part) for part in (value.__defaults__, value.__kwdefaults__) if part is not None)
     elif _is_plain(value) and not isinstance(value, type):
         yield path, type(value)
@@ -397,42 +345,40 @@ def _below(path: str, value: Any, made: Sequence[tuple[StateSlot, Any]]) -> Iter
             yield path, type(value).__call__
 
 
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of all functions defined inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
 def _names(code: types.CodeType) -> set[str]:
-    """The global names that a function's code uses, with those of functions inside of it."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
-
-
-def _stored(code: types.CodeType) -> set[str]:
-    """Names that a function's code assigns to; all its texts where it sets entries."""
-    found = set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
-            found.add(step.argval)
-        elif step.opname == "STORE_SUBSCR":
-            found |= _texts(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _stored(constant)
-    return found
+    """The global and attribute names that a function's code uses."""
+    return {name for part in _nested(code) for name in part.co_names}
 
 
 def _texts(code: types.CodeType) -> set[str]:
-    """The texts in a function's code."""
-    found = {constant for constant in code.co_consts if isinstance(constant, str)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _texts(constant)
-    return found
+    """The string constants in a function's code."""
+    return {constant for part in _nested(code) for constant in part.co_consts if isinstance(constant, str)}
+
+
+def _assigned_names(code: types.CodeType) -> set[str]:
+    """Names that a function's code assigns to, and all its strings if it sets entries."""
+    names = set()
+    for part in _nested(code):
+        for step in dis.get_instructions(part):
+            if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
+                names.add(step.argval)
+            elif step.opname == "STORE_SUBSCR":
+                names |= _texts(part)
+    return names
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
-    """The person's functions that a call of it begins with."""
+    """The user's functions that a call of ``value`` runs first."""
     if isinstance(value, torch.nn.Module):
-        parts = [part for part in value.modules() if not _is_library(type(part))]
+        parts = [part for part in value.modules() if not is_library(type(part))]
         return [function for part in parts for function in _functions_of(type(part).forward)]
     if isinstance(value, property):
         value = value.fget
@@ -441,125 +387,18 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
     if isinstance(value, functools.partial):
         return _functions_of(value.func)
     if isinstance(value, types.FunctionType):
-        return [] if _is_library(value) else [value]
+        return [] if is_library(value) else [value]
     if _is_plain(value) and not isinstance(value, type) and callable(value):
         return _functions_of(type(value).__call__)
     return []
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an object of the person's own kind, whose attributes are its own."""
-    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not _is_library(type(value))
+    """Whether it is an object of a user's class, with attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) and not is_library(type(value))
 
 
-def _is_library(what: Any) -> bool:
+def is_library(what: Any) -> bool:
+    """Whether a class or a function belongs to a package that is not walked into."""
     module = getattr(what, "__module__", None) or ""
     return module.split(".")[0] in _LIBRARIES
-
-
-# ------------------------------------------------------------------------------------------------- contents, states
-
-
-def _contents(container: Any) -> Any:
-    return tuple(container)
-
-
-def _fill(container: Any, items: Any) -> None:
-    if isinstance(container, list):
-        container[:] = items
-        return
-    container.clear()
-    if isinstance(container, set):
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _memory(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    """Where a tensor or an array lies, if its values can be copied and put back; else 0."""
-    if isinstance(value, np.ndarray):
-        return 0 if value.dtype.hasobject or not value.flags.writeable else value.__array_interface__["data"][0]
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-        return 0
-    if value.is_meta or value.is_inference() or value.is_quantized or not value.numel():
-        return 0
-    storage = value.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() >= value.nbytes else 0  # else an expanded one, written nowhere
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
-
-
-def _copy_into(holder: Any, value: Any) -> None:
-    if isinstance(holder, torch.Tensor):
-        inner = holder.data  # whose writes no version counts: a backward may be to come
-        if inner.shape == value.shape:
-            inner.copy_(value)
-        else:
-            holder.data = value
-    else:
-        holder[...] = value
-
-
-def _same_values(one: Any, two: Any) -> bool:
-    """Whether two tensors or arrays have the same bits."""
-    if isinstance(one, torch.Tensor):
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return False
-        one, two = (tensor.detach() for tensor in (one, two))
-        return torch.equal(one, two) or torch.equal(_bytes(one), _bytes(two))  # which NaN has, too
-    return bool(one.shape == two.shape and one.tobytes() == two.tobytes())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _same(one: Any, two: Any) -> bool:
-    """Whether a slot holds what it held: the same object, an equal number or text, a container of the same items."""
-    if one is two:
-        return True
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, (bool, int, float, complex, str, bytes)):
-        return bool(one == two or (one != one and two != two))
-    if isinstance(one, tuple):
-        return len(one) == len(two) and all(map(_same, one, two))
-    if isinstance(one, _ITERATORS):
-        return bool(one.__reduce__() == two.__reduce__())
-    if isinstance(one, types.MethodType):
-        return bool(one == two)
-    if isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and one.ndim == 1:  # a generator's state
-        return torch.equal(one, two)
-    if isinstance(one, dict) and "bit_generator" in one:
-        return repr(one) == repr(two)
-    return False

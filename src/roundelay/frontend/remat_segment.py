@@ -1,12 +1,12 @@
-"""A segment that keeps its inputs only: its backward runs it forward again first.
+"""Rematerialisation: a segment whose tape holds its inputs only, and whose backward first runs the forward again.
 
-Which weights that second forward reads follows from what the mode's backward would have read anyway:
+The weights of the second forward are those that the mode's backward reads anyway:
 
-* ``stash``: the forward's, which the tape holds in any case. From the same weights, inputs, random numbers (by their
-  key) and buffers (as they were before) come the activations that were not kept, bit for bit, and so the gradients. It
-  is a trade of time for memory alone (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-* ``mixed``: the backward's. ``mixed`` is there to hold no weights of the forward, so its activations cannot come out
-  again; the segment is differentiated as the mode ``recompute`` would, at the weights given to the backward.
+* ``stash``: the forward's, which the tape holds in any case. The same weights, inputs, random numbers (by their key)
+  and buffers (as before the forward) give the same activations bit for bit, and so the same gradients: only time is
+  traded for memory (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+* ``mixed``: the backward's. ``mixed`` holds no weights of the forward, so the forward's activations cannot be
+  reproduced; the segment is differentiated as by the mode ``recompute``, at the weights passed to the backward.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Any
 import torch
 
 from roundelay.frontend.keyed_rng import RngKey
-from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors
+from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors, storages_of
 
 
 @dataclass(slots=True)
 class RematTape(Tape):
-    """What the forward of such a segment leaves for its backward.
+    """What the forward of such a segment keeps for its backward.
 
     Args:
-        leaves: the forward's weights for ``stash``; None for ``mixed``, whose backward brings its own.
+        leaves: the forward's weights for ``stash``; None for ``mixed``, whose backward gets its own.
         values: the inputs by name.
         buffers: by name, as they were before the forward.
-        draw: key of the random numbers.
-        spared: bytes that the forward would have kept beside its inputs and outputs; 0 if not measured.
+        rng_key: key of the random numbers.
+        saved_bytes: bytes that the forward would have kept in addition to inputs and outputs; 0 if not measured.
     """
 
     leaves: Leaves | None
     values: dict[str, Any]
     buffers: Tensors
-    draw: RngKey
-    spared: int
+    rng_key: RngKey
+    saved_bytes: int
 
 
 class RematSegment(Segment):
-    """A segment of which a forward keeps the inputs only."""
+    """A segment that keeps only its inputs between forward and backward."""
 
     __slots__ = ()
 
     @staticmethod
     def of(segment: Segment) -> RematSegment:
-        """The same segment, run again by its backward."""
+        """Return the same segment, recomputed by its backward."""
         return RematSegment(*(getattr(segment, field.name) for field in fields(segment)))
 
     def forward(
@@ -55,36 +55,30 @@ class RematSegment(Segment):
         params: Mapping[str, torch.Tensor],
         buffers: Tensors,
         inputs: Mapping[str, Any],
-        draw: RngKey,
+        rng_key: RngKey,
         *,
         mixed: bool = False,
         measure: bool = False,
-        kept: Leaves | None = None,
+        cached_leaves: Leaves | None = None,
     ) -> tuple[dict[str, Any], Tape]:
-        """Run forward, keeping what it takes to do so again; arguments as of :meth:`Segment.forward`."""
+        """Run the forward and keep what it takes to run it again; arguments as of :meth:`Segment.forward`."""
         before = {n: buffers[n] for n in self.spec.buffers}
-        leaves = None if mixed else kept or self.leaves(params)
-        # with a graph that is dropped: some kernels give other bits when none is asked for
-        outputs, tape = super().forward(params, buffers, inputs, draw, measure=measure, kept=leaves)
+        leaves = None if mixed else cached_leaves or self.leaves(params)
+        # record a graph and drop it: without one some kernels give other bits
+        outputs, tape = super().forward(params, buffers, inputs, rng_key, measure=measure, cached_leaves=leaves)
         values = {n: inputs[n] for n in self.spec.inputs}
-        held = _storages([*values.values(), *(before[n] for n in self.mutated)]) if measure else {}
-        apart = held.keys() | _storages(outputs.values()).keys() if measure else set()
-        spared = sum(size for address, size in tape.storages.items() if address not in apart)
-        trained = {} if leaves is None else leaves.trained  # which updates leave as they are
-        return outputs, RematTape({}, {}, trained, None, held, [], leaves, values, before, draw, spared)
+        held = storages_of([*values.values(), *(before[n] for n in self.mutated)]) if measure else {}
+        excluded = held.keys() | storages_of(outputs.values()).keys() if measure else set()
+        saved_bytes = sum(size for address, size in tape.storages.items() if address not in excluded)
+        trained = {} if leaves is None else leaves.trained
+        return outputs, RematTape({}, {}, trained, None, held, [], leaves, values, before, rng_key, saved_bytes)
 
     def backward(
         self, tape: Tape, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
-        """Run forward again, then backward, or its first half; as :meth:`Segment.backward`."""
+        """Run the forward again, then the backward or its first half; as :meth:`Segment.backward`."""
         assert isinstance(tape, RematTape)
-        _, again = super().forward(params, dict(tape.buffers), tape.values, tape.draw, kept=tape.leaves)
+        _, again = super().forward(params, dict(tape.buffers), tape.values, tape.rng_key, cached_leaves=tape.leaves)
         gradients = super().backward(again, grad_outputs, params)
-        tape.parameters, tape.owed = again.parameters, again.owed  # for the second half
+        tape.parameters, tape.pending = again.parameters, again.pending  # for the second half
         return gradients
-
-
-def _storages(values: Any) -> dict[int, int]:
-    """Bytes of each storage behind the tensors among some values, by its address."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -1,8 +1,8 @@
-"""A piece of the exported graph on another device than the one on which it was captured.
+"""Copy a part of the exported graph to another device than the one on which it was captured.
 
-Export writes the device of its sample into every operation that makes a tensor (``arange``, ``zeros``, ``full``) or
-names one (``to``), lifts constants from it, and starts autocast for its kind. A model is captured on the CPU; for a
-stage on another device all of that is written anew here. The graph on the CPU is never touched.
+Export writes the device of its sample into every operation that creates a tensor (``arange``, ``zeros``, ``full``) or
+names a device (``to``), lifts constants on that device, and enters autocast for that device type. A model is captured
+on the CPU; for a stage on another device all of these are rewritten here. The graph on the CPU is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def retarget(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
-    """A copy of ``piece`` that computes on ``device``, with its constants there; ``piece`` itself on the CPU."""
+    """Return a copy of ``piece`` that computes on ``device``, its constants included; for the CPU ``piece`` itself."""
     if device == CPU:
         return piece
     graph, owner = torch.fx.Graph(), torch.nn.Module()
@@ -34,31 +34,31 @@ def retarget(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.Grap
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A constant, or the graph that a higher-order operation runs."""
+    """Move a constant, or the graph that a higher-order operation runs."""
     if isinstance(value, torch.fx.GraphModule):
         return retarget(value, device)
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _rewrite(node: torch.fx.Node, device: torch.device) -> None:
-    """Replace every device that the operation names, and name one where it would choose by itself."""
+    """Replace every device that the operation names, and name one where it would use the default device."""
 
-    def other(value: Any) -> Any:
+    def retargeted(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
     operator: Any = node.target
-    node.args, node.kwargs = map_aggregate(node.args, other), map_aggregate(node.kwargs, other)
+    node.args, node.kwargs = map_aggregate(node.args, retargeted), map_aggregate(node.kwargs, retargeted)
     if operator is torch.ops.higher_order.wrap_with_autocast and torch.amp.is_autocast_available(device.type):
         node.args = (device.type, *node.args[1:])
     if operator is keyed_call:
         operator = node.args[0]
         node.kwargs = {**node.kwargs, "on": device}
-    if _chooses(operator, node):
+    if _uses_default_device(operator, node):
         node.kwargs = {**node.kwargs, "device": device}
 
 
-def _chooses(operator: Any, node: torch.fx.Node) -> bool:
-    """Whether an operation that reads no tensor is not told where to make its own."""
+def _uses_default_device(operator: Any, node: torch.fx.Node) -> bool:
+    """Whether an operation creates a tensor on the default device: it reads no tensor and names no device."""
     if not isinstance(operator, torch._ops.OpOverload) or node.kwargs.get("device") is not None:
         return False
     arguments = operator._schema.arguments

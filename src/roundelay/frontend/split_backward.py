@@ -1,18 +1,17 @@
-"""A piece whose backward can run in two halves: the inputs' gradients first, the weights' when there is time.
+"""Split a segment's backward in two halves: input gradients first, weight gradients later.
 
-Backward has no arithmetic in common between the two halves of a product: ``dx = dy W`` is what the stage before waits
-for, ``dW = dy^T x`` is what the update waits for (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). So every
-operation that multiplies by a parameter is run on the parameter *detached*, and leaves a note of what it owes
-(:class:`roundelay.frontend.deferred_wgrad.PendingWgrad`): what it read, and the place in autograd's graph where its
-output's gradient will pass. The first half is one run of autograd that computes no such weight's gradient and picks up
-the gradients at those places; the second half, :func:`settle`, calls the kernels that autograd would have called, on
-the same operands, so that the bits are those of the whole backward. Nothing is computed twice, and no graph is kept
-between the halves.
+The two gradients of a product share no arithmetic: the previous stage waits for ``dx = dy W``, the update waits for
+``dW = dy^T x`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). So every operation that multiplies by a parameter
+runs on the *detached* parameter and records a :class:`roundelay.frontend.deferred_wgrad.PendingWgrad`: the tensors that
+it read, and the edge of the autograd graph through which its output's gradient will pass. The first half is one run of
+autograd that skips those weight gradients and captures the gradients at those edges. The second half, :func:`settle`,
+calls the kernels that autograd would have called, on the same operands, so the bits equal those of the unsplit
+backward. Nothing is computed twice, and no graph is kept between the halves.
 
-Split are matrix products, convolutions and embeddings (:data:`roundelay.frontend.deferred_wgrad.FORMULAS`). Every other
-operation's weight gradient (a normalisation's, a recurrent layer's, whose kernel makes both at once) is computed in the
-first half, and so is that of a parameter which such an operation reads too, or which more than two operations read:
-autograd adds three terms in an order that is its own.
+Matrix products, convolutions and embeddings are split (:data:`roundelay.frontend.deferred_wgrad.FORMULAS`). All other
+weight gradients (of normalisations, and of recurrent layers, whose kernel computes both gradients at once) are computed
+in the first half. So are those of parameters that such an operation also reads, or that more than two operations read:
+the order in which autograd adds three terms is not known here.
 """
 
 from __future__ import annotations
@@ -31,16 +30,17 @@ from roundelay.frontend.deferred_wgrad import FORMULAS, ONLY_UNCAST, PendingWgra
 Tensors = dict[str, torch.Tensor]
 
 MOST_READERS = 2
-"""A sum of two terms has the same bits in either order; of three it has not."""
+"""A sum of two terms has the same bits in either order; a sum of three does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSegment:
-    """A piece that can owe weight gradients.
+    """A segment's function whose weight gradients are deferred.
 
     Args:
-        call: as the piece's own, with a list behind the draw key, to which every split operation adds what it owes.
-        late: names of the parameters whose gradients come in the second half.
+        call: as the segment's own, with a list after the RNG key to which every split operation appends a
+            :class:`PendingWgrad`.
+        late: names of the parameters whose gradients the second half computes.
     """
 
     call: Callable[..., Sequence[Any]]
@@ -50,47 +50,47 @@ class SplitSegment:
 def split(
     piece: torch.fx.GraphModule, parameters: Sequence[str], trainable: frozenset[str], *, lowered: bool = False
 ) -> SplitSegment:
-    """The piece with every operation split that can be.
+    """Split every operation of a segment's graph that can be split.
 
     Args:
-        piece: a graph of parameters, buffers, inputs and the draw key.
+        piece: a graph of parameters, buffers, inputs and the RNG key.
         parameters: names of its first placeholders.
-        trainable: which of them want a gradient.
-        lowered: it will be called under autocast.
+        trainable: which of them require a gradient.
+        lowered: whether it will be called under autocast.
     """
     graph = copy.deepcopy(piece.graph)
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    alone = _made_alone(graph, dict(zip(places, parameters, strict=False)), trainable)
-    late, chosen = _chosen(graph, alone, ONLY_UNCAST if lowered else frozenset())
-    with graph.inserting_after(places[-1]):
-        owed = graph.placeholder("owed")
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    derived = _derived(graph, dict(zip(placeholders, parameters, strict=False)), trainable)
+    late, chosen = _chosen(graph, derived, ONLY_UNCAST if lowered else frozenset())
+    with graph.inserting_after(placeholders[-1]):
+        pending = graph.placeholder("pending")
     for node in chosen:
-        node.args, node.target = (owed, *node.args), FORMULAS[node.target].run
+        node.args, node.target = (pending, *node.args), FORMULAS[node.target].run
     return SplitSegment(torch.fx.GraphModule(piece, graph).forward, late)
 
 
-def settle(owed: Sequence[PendingWgrad], parameters: Mapping[str, torch.Tensor]) -> Tensors:
-    """The second half: gradients of parameters by name; a name is missing where none has arrived.
+def settle(pending: Sequence[PendingWgrad], parameters: Mapping[str, torch.Tensor]) -> Tensors:
+    """Run the second half of a backward: the gradients of parameters, by name; a name without a gradient is missing.
 
     Args:
-        owed: by one forward, with the gradients that its first half has left.
+        pending: of one forward, with the gradients that the first half has stored in them.
         parameters: leaves by name.
     """
     sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for one in reversed(owed):
-        if one.gradient is None:
+    for one in reversed(pending):
+        if one.grad_output is None:
             continue
-        for weight, made_of in zip(one.weights, one.due(one.gradient), strict=True):
-            before, grad = sums.get(id(weight)), made_of.to(weight.dtype)
-            sums[id(weight)] = weight, grad if before is None else before[1] + grad
-    made = {name: sums.pop(id(leaf))[1] for name, leaf in parameters.items() if id(leaf) in sums}
-    for name, grad in _through(list(sums.values()), parameters).items():
-        made[name] = made[name] + grad if name in made else grad
-    return {name: grad.contiguous() for name, grad in made.items()}
+        for weight, computed in zip(one.weights, one.compute(one.grad_output), strict=True):
+            earlier, grad = sums.get(id(weight)), computed.to(weight.dtype)
+            sums[id(weight)] = weight, grad if earlier is None else earlier[1] + grad
+    gradients = {name: sums.pop(id(leaf))[1] for name, leaf in parameters.items() if id(leaf) in sums}
+    for name, grad in _chain(list(sums.values()), parameters).items():
+        gradients[name] = gradients[name] + grad if name in gradients else grad
+    return {name: grad.contiguous() for name, grad in gradients.items()}
 
 
-def _through(sums: Sequence[tuple[torch.Tensor, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> Tensors:
-    """Gradients of parameters from those of what has been made of them."""
+def _chain(sums: Sequence[tuple[torch.Tensor, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> Tensors:
+    """Propagate gradients of values derived from parameters (a transposed weight) to the parameters."""
     if not sums:
         return {}
     weights, grads = zip(*sums, strict=True)
@@ -100,32 +100,32 @@ def _through(sums: Sequence[tuple[torch.Tensor, torch.Tensor]], parameters: Mapp
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
 
 
-_Readers = dict[torch.fx.Node, frozenset[str]]
+_Trained = dict[torch.fx.Node, frozenset[str]]
 
 
-def _made_alone(graph: torch.fx.Graph, names: Mapping[torch.fx.Node, str], trainable: frozenset[str]) -> _Readers:
-    """Parameters and what is made of parameters alone (a transposed weight), with the trainable ones behind each."""
-    alone: _Readers = {node: frozenset({name} & trainable) for node, name in names.items()}
+def _derived(graph: torch.fx.Graph, names: Mapping[torch.fx.Node, str], trainable: frozenset[str]) -> _Trained:
+    """Map parameters, and values derived from parameters only (a transposed weight), to the trainable ones they use."""
+    derived: _Trained = {node: frozenset({name} & trainable) for node, name in names.items()}
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "call_function" and sources and all(source in alone for source in sources):
-            alone[node] = _behind(node, alone)
-    return alone
+        if node.op == "call_function" and sources and all(source in derived for source in sources):
+            derived[node] = _parameters_read(node, derived)
+    return derived
 
 
-def _behind(node: torch.fx.Node, alone: _Readers) -> frozenset[str]:
-    return frozenset[str]().union(*(alone.get(source, ()) for source in node.all_input_nodes))
+def _parameters_read(node: torch.fx.Node, derived: _Trained) -> frozenset[str]:
+    return frozenset[str]().union(*(derived.get(source, ()) for source in node.all_input_nodes))
 
 
-def _chosen(graph: torch.fx.Graph, alone: _Readers, whole: Set[Any]) -> tuple[frozenset[str], list[torch.fx.Node]]:
-    """The parameters all of whose readers can be split, and those readers; what holds for one may undo another.
+def _chosen(graph: torch.fx.Graph, derived: _Trained, whole: Set[Any]) -> tuple[frozenset[str], list[torch.fx.Node]]:
+    """Return the parameters whose readers can all be split, and those readers; operators in ``whole`` are not split.
 
-    Operators in ``whole`` are not split.
+    Iterates to a fixed point: a reader that cannot be split excludes its parameters, which may exclude other readers.
     """
-    readers = {node: read for node in graph.nodes if node not in alone and (read := _behind(node, alone))}
+    readers = {node: read for node in graph.nodes if node not in derived and (read := _parameters_read(node, derived))}
     count = Counter(name for read in readers.values() for name in read)
     early = {name for name, times in count.items() if times > MOST_READERS}
-    chosen = [node for node in readers if node.target not in whole and _fits(node, alone)]
+    chosen = [node for node in readers if node.target not in whole and _can_split(node, derived)]
     while True:
         early |= {name for node, read in readers.items() if node not in chosen for name in read}
         kept = [node for node in chosen if not readers[node] & early]
@@ -134,15 +134,15 @@ def _chosen(graph: torch.fx.Graph, alone: _Readers, whole: Set[Any]) -> tuple[fr
         chosen = kept
 
 
-def _fits(node: torch.fx.Node, alone: _Readers) -> bool:
-    """Whether an operation is one of those that can be split, between a tensor and what is made of parameters."""
+def _can_split(node: torch.fx.Node, derived: _Trained) -> bool:
+    """Whether an operation can be split: a known operator on one tensor and one value derived from parameters only."""
     formula = FORMULAS.get(node.target)
     if formula is None or node.kwargs or len(node.args) <= max(formula.weight, formula.read):
         return False
     x, weight = node.args[formula.read], node.args[formula.weight]
-    if not isinstance(x, torch.fx.Node) or not isinstance(weight, torch.fx.Node) or not alone.get(weight):
+    if not isinstance(x, torch.fx.Node) or not isinstance(weight, torch.fx.Node) or not derived.get(weight):
         return False
-    others = [source for source in node.all_input_nodes if source not in alone]
+    others = [source for source in node.all_input_nodes if source not in derived]
     return others == [x] and formula.fits(_ndim(x), _ndim(weight), node.args)
 
 

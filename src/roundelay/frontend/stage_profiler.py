@@ -1,4 +1,4 @@
-"""Measure stages on the sample micro-batch: seconds, and the bytes that wait for backward."""
+"""Measure stages on the sample micro-batch: seconds, and bytes held for the backward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from roundelay.ir.stage import Partition, StageSpec
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One stage, measured.
+    """Measurements of one stage.
 
     Args:
         forward_s: median seconds of a forward.
-        backward_s: median seconds of a backward, with segments that it runs again, without a forward that the mode
-            ``recompute`` repeats; of its first half where it has two.
-        weights_s: median seconds of its second half; 0 where it is whole.
+        backward_s: median seconds of a backward, or of its first half; segments that it recomputes included, the
+            forward that the mode ``recompute`` repeats not included.
+        weights_s: median seconds of the backward's second half; 0 if it is not split.
         update_s: seconds of reading and writing its weights three times, a stand-in for the optimizer.
-        tape_bytes: bytes that one forward leaves for its backward, parameters not counted.
+        tape_bytes: bytes that one forward keeps for its backward, parameters not counted.
         owed_bytes: bytes that the first half of a backward leaves for the second.
-        spared_bytes: for each segment that is run again, what it would keep beside its inputs and outputs.
+        spared_bytes: for each recomputed segment the bytes it would keep in addition to its inputs and outputs.
     """
 
     forward_s: float
@@ -54,7 +54,7 @@ def profile(
     *,
     halved: bool = False,
 ) -> list[StageProfile]:
-    """Run every stage forward and backward on one micro-batch, on copies of the buffers.
+    """Measure every stage's forward and backward on one micro-batch, with copies of the buffers.
 
     Args:
         captured: the model.
@@ -62,74 +62,61 @@ def profile(
         micro_batch: of the size that will be trained on.
         mode: backward mode.
         devices: where each stage runs; by default the CPU.
-        repeats: how often; the first run warms up.
-        halved: run every backward in two halves.
+        repeats: runs measured, after a warm-up run.
+        halved: split every backward in two halves.
     """
-    places = devices or [CPU] * len(partition.stages)
+    stage_devices = devices or [CPU] * len(partition.stages)
     parameters = captured.parameters()
     functions = [
-        _Placed(captured.stage(spec, place, halved=halved), parameters, spec, place)
-        for spec, place in zip(partition.stages, places, strict=True)
+        _StageOnDevice(captured.stage(spec, device, halved=halved), parameters, spec, device)
+        for spec, device in zip(partition.stages, stage_devices, strict=True)
     ]
-    runs = [_once(captured, functions, micro_batch, mode) for _ in range(repeats + 1)][1:]
+    runs = [_once(captured, functions, micro_batch, mode, halved=halved) for _ in range(repeats + 1)][1:]
     profiles = []
     for k, function in enumerate(functions):
-        mine = [run[k] for run in runs]
-        forward_s, backward_s, weights_s = (statistics.median(one.seconds[i] for one in mine) for i in range(3))
-        again = forward_s if mode == "recompute" else 0.0
+        forward_s = statistics.median(run[k].forward_s for run in runs)
+        backward_s = statistics.median(run[k].backward_s for run in runs)
         profiles.append(
-            StageProfile(
+            replace(
+                runs[-1][k],
                 forward_s=forward_s,
-                backward_s=max(1e-9, backward_s - again),
-                weights_s=weights_s if halved else 0.0,
-                update_s=touch(function.parameters.values(), function.now_s),
-                tape_bytes=mine[-1].tape_bytes,
-                owed_bytes=mine[-1].owed_bytes,
-                spared_bytes=mine[-1].spared_bytes,
+                backward_s=max(1e-9, backward_s - (forward_s if mode == "recompute" else 0.0)),
+                weights_s=statistics.median(run[k].weights_s for run in runs),
+                update_s=time_update(function.parameters.values(), function.now_s),
             )
         )
     return profiles
 
 
-@dataclass(slots=True)
-class _Measured:
-    """One pass of a stage: seconds of its forward, its backward and that one's second half; bytes that have waited."""
-
-    seconds: list[float]
-    tape_bytes: int
-    owed_bytes: int = 0
-    spared_bytes: tuple[int, ...] = ()
-
-
 @final
-class _Placed:
-    """A stage's functions and weights on its device."""
+class _StageOnDevice:
+    """A stage's function and weights on its device."""
 
     def __init__(
-        self, function: StageFunction, parameters: Mapping[str, torch.Tensor], spec: StageSpec, place: torch.device
+        self, function: StageFunction, parameters: Mapping[str, torch.Tensor], spec: StageSpec, device: torch.device
     ) -> None:
-        self.function, self.place = function, place
-        self.parameters = {n: self.here(parameters[n]) for n in spec.parameters}
+        self.function, self.device = function, device
+        self.parameters = {n: self.to_device(parameters[n]) for n in spec.parameters}
 
-    def here(self, value: Any) -> Any:
-        """A tensor on the device; what is no tensor as it is."""
-        return value.to(self.place) if isinstance(value, torch.Tensor) else value
+    def to_device(self, value: Any) -> Any:
+        """Move a tensor to the device; return any other value as it is."""
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
     def now_s(self) -> float:
-        """The time, when the device has done what it was given."""
-        if self.place.type == "cuda":
-            torch.cuda.synchronize(self.place)
+        """The time in seconds, after synchronizing with the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
 def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stages: Collection[int]) -> None:
-    """Compile the segments of some stages for the shapes of a micro-batch; what is compiled already stays.
+    """Compile the segments of some stages for the shapes of a micro-batch, unless they are compiled already.
 
     Args:
         captured: the model, with the mode to compile for.
         partition: its stages.
         micro_batch: of the size that will be trained on.
-        stages: their numbers.
+        stages: numbers of the stages to compile.
 
     Raises:
         CaptureError: a stage cannot be compiled.
@@ -137,53 +124,58 @@ def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stag
     assert captured.mode is not None
     plain, parameters = captured.compiling(None), captured.parameters()
     functions = [
-        _Placed(
-            _learning(captured.stage(spec)) if spec.stage in stages else plain.stage(spec),
+        _StageOnDevice(
+            _compiling(captured.stage(spec)) if spec.stage in stages else plain.stage(spec),
             parameters,
             spec,
             CPU,
         )
         for spec in partition.stages
     ]
-    _once(captured, functions, micro_batch, captured.mode)
+    _once(captured, functions, micro_batch, captured.mode, halved=False)
 
 
-def _learning(function: StageFunction) -> StageFunction:
-    segments = (replace(s, call=s.call.learn) if isinstance(s.call, CompiledSegment) else s for s in function.segments)
+def _compiling(function: StageFunction) -> StageFunction:
+    segments = (
+        replace(s, call=s.call.compile) if isinstance(s.call, CompiledSegment) else s for s in function.segments
+    )
     return replace(function, segments=tuple(segments))
 
 
-def _once(captured: Captured, stages: Sequence[_Placed], micro_batch: Any, mode: Mode) -> list[_Measured]:
-    """Forward and backward through all stages."""
+def _once(
+    captured: Captured, stages: Sequence[_StageOnDevice], micro_batch: Any, mode: Mode, *, halved: bool
+) -> list[StageProfile]:
+    """Run forward and backward through all stages once, and measure all but the update."""
     values: dict[str, Any] = dict(captured.values(micro_batch))
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
-    tapes, measured = [], []
+    forwards = []
     for stage in stages:
-        inputs = {n: stage.here(values[n]) for n in stage.function.inputs}
-        buffers = {n: stage.here(b) for n, b in buffers.items()}
+        inputs = {n: stage.to_device(values[n]) for n in stage.function.inputs}
+        buffers = {n: stage.to_device(b) for n, b in buffers.items()}
         start = stage.now_s()
         outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
-        spared = tuple(part.spared for part in tape.tapes if isinstance(part, RematTape))
-        measured.append(_Measured([stage.now_s() - start], tape.num_bytes, spared_bytes=spared))
+        forwards.append((stage.now_s() - start, tape))
         values.update(outputs)
-        tapes.append(tape)
     grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}
-    for stage, tape, one in zip(reversed(stages), reversed(tapes), reversed(measured), strict=True):
-        entering = {n: stage.here(grads.pop(n, None)) for n in stage.function.outputs}
+    profiles = []
+    for stage, (forward_s, tape) in zip(reversed(stages), reversed(forwards), strict=True):
+        spared_bytes = tuple(part.saved_bytes for part in tape.tapes if isinstance(part, RematTape))
+        grad_outputs = {n: stage.to_device(grads.pop(n, None)) for n in stage.function.outputs}
         start = stage.now_s()
-        of_inputs, _ = stage.function.backward(tape, entering, stage.parameters)
-        middle = stage.now_s()
+        of_inputs, _ = stage.function.backward(tape, grad_outputs, stage.parameters)
+        backward_s = stage.now_s() - start
         grads.update(of_inputs)
-        one.owed_bytes = debt_bytes(tape.debt)
-        second = stage.now_s()
-        stage.function.weights(tape.debt)
-        one.seconds += [middle - start, stage.now_s() - second]
+        owed_bytes = debt_bytes(tape.debt)
+        start = stage.now_s()
+        stage.function.backward_weights(tape.debt)
+        weights_s = stage.now_s() - start if halved else 0.0
         tape.debt.clear()
-    return measured
+        profiles.append(StageProfile(forward_s, backward_s, weights_s, 0.0, tape.num_bytes, owed_bytes, spared_bytes))
+    return profiles[::-1]
 
 
-def touch(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of three passes over some parameters, a stand-in for an update."""
+def time_update(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of copying some parameters three times, a stand-in for an update."""
     own = [parameter.detach() for parameter in parameters]
     start = clock()
     for _ in range(3):

@@ -11,15 +11,12 @@ from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
+from roundelay.ir.transports import TRANSPORTS, transport_named
 from roundelay.lower.emit import schedule_of
 
-TRANSPORTS = ("memory", "shm", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = "fp16"
 """The precision whose gradients need a loss scale, as they underflow easily."""
-
-FORKING = ("shm", "gloo")
-"""Transports between processes that are forked: a forked process cannot use CUDA once its parent has."""
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -47,7 +44,7 @@ def check_plan(plan: Plan) -> None:
     check_precision(plan)
     _check_loss_scale(plan)
     check_ema(plan.ema)
-    _one_of("transport", plan.transport, TRANSPORTS, "what carries the messages")
+    transport_named(plan.transport)
     _at_least("format", plan.format, FORMAT)
     _at_least("micro_batches", plan.micro_batches, 1)
     check_deadline(plan.deadline_s)
@@ -181,19 +178,15 @@ def _check_devices(plan: Plan) -> None:
                 expected="cpu: compiled stages have been tested on the CPU only",
                 remedy="Choose --devices cpu, or remove --compile.",
             )
-        if name != CPU and plan.transport in FORKING:
+        device_type = name.split(":")[0]
+        if device_type not in transport_named(plan.transport).devices:
+            others = [transport.name for transport in TRANSPORTS.values() if device_type in transport.devices]
+            carried = " or ".join(transport_named(plan.transport).devices)
             raise PlanError(
                 f"workers[{k}].device of the plan",
-                got=f"{name} beside transport {plan.transport}",
-                expected=f"cpu: {plan.transport} carries tensors of the CPU, and its processes are forked",
-                remedy="Choose transport memory (threads of one process), nccl (under torchrun), or device cpu.",
-            )
-        if plan.transport == "nccl" and name == CPU:
-            raise PlanError(
-                f"workers[{k}].device of the plan",
-                got="cpu beside transport nccl",
-                expected="a CUDA device for every process",
-                remedy="Choose --devices cuda, or transport gloo.",
+                got=f"{name} with transport {plan.transport}",
+                expected=f"{carried}: {plan.transport} carries no other tensors",
+                remedy=f"Choose --devices {carried}, or a transport for {device_type}: {', '.join(others)}.",
             )
 
 

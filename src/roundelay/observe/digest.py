@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, to find the first thing that two runs computed differently."""
+"""Digests of tensors, to find the first value that two runs computed differently."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def digest(values: Mapping[str, object]) -> str:
-    """Sixteen hexadecimal digits that depend on every tensor's name, dtype, shape and bits; nothing else counts."""
-    made = hashlib.blake2b(digest_size=8)
+    """Sixteen hexadecimal digits of the tensors' names, dtypes, shapes and bits; other values are ignored."""
+    hashed = hashlib.blake2b(digest_size=8)
     for name in sorted(values):
         value = values[name]
         if isinstance(value, torch.Tensor):
-            made.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            made.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+            hashed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()

@@ -1,4 +1,4 @@
-"""Packages that Roundelay can do without."""
+"""Import optional packages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from roundelay.errors import UsageError
 
 
 def optional(module: str, wanted_for: str, package: str, remedy: str) -> Any:
-    """A module of a package that need not be installed.
+    """Import a module of an optional package.
 
     Args:
         module: its full name.
-        wanted_for: what asks for it.
+        wanted_for: what needs it; the error's subject.
         package: what to install.
-        remedy: what to do without it, behind "or" or a semicolon.
+        remedy: what to do without it, beginning with ", or" or a semicolon.
 
     Raises:
         UsageError: it is not installed, or cannot be loaded.
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a package that does not fit its neighbours fails in any way it likes
+    except Exception as error:  # packages of incompatible versions raise errors of any kind
         raise UsageError(
             wanted_for,
             got=f"{type(error).__name__}: {error}",

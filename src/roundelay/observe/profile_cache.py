@@ -1,37 +1,48 @@
-"""Profiles kept between plans, so that the same job on the same machine is cut in the same way every time.
+"""A cache of profiles, so that the same job on the same machine is cut in the same way every time.
 
-One JSON file per profile, named by a digest of all that it depends on and holding it in full. Whatever is wrong with
-the file, it counts as absent: the profile is then measured anew. A folder that cannot be written costs nothing more.
+One JSON file per profile, named by a digest of its key, which it also contains. A file with any fault counts as absent,
+and the profile is measured again. A folder that cannot be written is no error.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json
 from roundelay.errors import RunError
 from roundelay.ir.graph import Profile
 
-FORMAT = 1
-
 _LONGEST = 64 << 20
-"""Bytes of a file that nobody tries to read."""
+"""Most bytes of a file that is read."""
 
 Key = Mapping[str, Any]
-"""What a profile depends on, as JSON can say it."""
+"""Everything that a profile depends on, as JSON values."""
+
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, lt=1e9)]
+
+
+class _Entry(msgspec.Struct):
+    """A file of the cache."""
+
+    format: Literal[1]
+    key: dict[str, Any]
+    forward_s: tuple[_Seconds, ...]
+    backward_s: tuple[_Seconds, ...]
+    update_s: tuple[_Seconds, ...]
 
 
 def machine() -> dict[str, Any]:
-    """What tells this machine from one with other speeds: its processor and the number of its cores."""
+    """The properties of this machine that determine its speed: its processor and number of cores."""
     return {"processor": _processor(), "cores": os.cpu_count() or 1}
 
 
@@ -50,41 +61,31 @@ def place(folder: Path, key: Key) -> Path:
 
 
 def kept(path: Path, key: Key, length: int) -> Profile | None:
-    """The profile in a file; None if there is none, or none that can be trusted.
+    """Read a profile; None if the file is absent or not valid.
 
     Args:
         path: its :func:`place`.
-        key: what it must have been measured for.
-        length: operations, the loss included.
+        key: the key that it must have.
+        length: number of operations, including the loss.
     """
     try:
         if not path.is_file() or path.stat().st_size > _LONGEST:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        entry = msgspec.json.decode(path.read_bytes(), type=_Entry)
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("key") != dict(key):
+    parts = entry.forward_s, entry.backward_s, entry.update_s
+    if entry.key != dict(key) or any(len(part) != length for part in parts):
         return None
-    parts = [found.get(field.name) for field in fields(Profile)]
-    if not all(_seconds(part, length) for part in parts):
-        return None
-    return Profile(*(tuple(map(float, part)) for part in parts if part is not None))
-
-
-def _seconds(part: Any, length: int) -> bool:
-    return (
-        isinstance(part, list)
-        and len(part) == length
-        and all(type(number) in (int, float) and 0 <= number < 1e9 and math.isfinite(number) for number in part)
-    )
+    return Profile(*parts)
 
 
 def keep(path: Path, key: Key, profile: Profile) -> bool:
-    """Write a profile where :func:`kept` finds it; whether that went well."""
+    """Write a profile for :func:`kept` to read; returns whether that succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path) as file:
-            file.write(strict_json({"format": FORMAT, "key": dict(key), **asdict(profile)}))
+            file.write(strict_json({"format": 1, "key": dict(key), **asdict(profile)}))
     except (OSError, RunError):
         return False
     return True

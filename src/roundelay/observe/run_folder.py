@@ -1,4 +1,4 @@
-"""The folder of one run: everything it leaves behind, below ``runs/``, with ``runs/latest`` pointing at the newest."""
+"""Run folders: the files of one run, by default below ``runs/``, where ``runs/latest`` links to the newest."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ LATEST = "latest"
 _NAME = re.compile(r"\w[\w.+=, -]*")
 _PROBE = ".probe"
 
-_NOT_A_RUN = "Name a folder that `roundelay train` has made; that of a comparison has a page of its own, curves.html."
+_NOT_A_RUN = (
+    "Name a folder that `roundelay train` has written; a comparison has curves.html, and its runs are in runs/."
+)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run's folder. Made by :meth:`create`.
+    """One run's folder, made by :meth:`create` or :meth:`reopen`.
 
     Args:
         path: the folder.
-        made: folders made for it, the innermost first; those that :meth:`discard` may remove.
-        previous: what ``latest`` named before, if anything.
+        created: folders created for it, the innermost first, which :meth:`discard` may remove.
+        previous: the previous target of the link ``latest``, if any.
     """
 
     path: Path
-    made: tuple[Path, ...]
+    created: tuple[Path, ...]
     previous: str | None
 
     @staticmethod
     def create(root: Path, name: str | None = None, *, point: bool = True) -> RunFolder:
-        """Make ``root/name``, see that it can be written, and point ``root/latest`` at it.
+        """Create ``root/name``, check that it can be written, and link ``root/latest`` to it.
 
         Args:
-            root: the folder of all runs; made if absent.
-            name: the run's name; without one, the local time and a short suffix. An empty folder is taken as it is.
-            point: whether to make or move the link ``latest``.
+            root: the folder of all runs; created if absent.
+            name: the run's name; by default the local time and a short suffix. An empty folder may exist already.
+            point: whether to set the link ``latest``.
 
         Raises:
-            UsageError: the name is none for a folder, is taken, or the folder cannot be written.
+            UsageError: the name is not valid or is taken, or the folder cannot be written.
         """
         if name is not None and (name == LATEST or not _NAME.fullmatch(name)):
-            raise _refused(
-                f"run name {name!r}", "no name for a folder of runs", "letters, digits and any of _ . + = , -"
-            )
+            raise _refused(f"run name {name!r}", "a name that is not valid", "letters, digits and any of _ . + = , -")
         path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
-        made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+        created = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         try:
             path.mkdir(parents=True, exist_ok=name is not None)
             check_vacant(path)
             _probe(path)
-            return RunFolder(path, made, _point_latest(path) if point else None)
+            return RunFolder(path, created, _point_latest(path) if point else None)
         except OSError as error:
-            _remove(made)
+            _remove(created)
             remedy = "Correct the permissions, free some space, or put the runs elsewhere."
             raise _refused(f"run folder {path}", str(error.strerror), "a folder to write in", remedy) from error
 
     @staticmethod
     def reopen(path: Path) -> RunFolder:
-        """The folder of a run that goes on.
+        """The folder of an existing run.
 
         Raises:
             UsageError: there is none at ``path``.
         """
         folder = RunFolder(path, (), None)
         if not folder.plan.is_file():
-            raise _refused(f"run folder {path}", "no plan.toml in it", "the folder of a run that was begun", _NOT_A_RUN)
+            raise _refused(f"run folder {path}", "no plan.toml in it", "the folder of a run", _NOT_A_RUN)
         return folder
 
     @property
@@ -96,17 +96,17 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The run in a few numbers, written at its end."""
+        """A summary as JSON, written at the run's end."""
         return self.path / "summary.json"
 
     @property
     def trace(self) -> Path:
-        """Who computed what and when, for Perfetto."""
+        """The run's instructions over time, for Perfetto."""
         return self.path / "trace.json"
 
     @property
     def tensorboard(self) -> Path:
-        """The folder of TensorBoard's curves, where they were asked for."""
+        """The folder of TensorBoard's curves, if they were wanted."""
         return self.path / "tensorboard"
 
     @property
@@ -124,7 +124,7 @@ class RunFolder:
             file.write(text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary as JSON, at once or not at all. A float that is not finite becomes ``null``.
+        """Write the summary as JSON, atomically. A float that is not finite becomes ``null``.
 
         Raises:
             RunError: it cannot be written.
@@ -142,16 +142,16 @@ class RunFolder:
         return MetricsWriter(self.metrics)
 
     def add_evaluation(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Write what the job's ``evaluate`` said after an update.
+        """Add the metrics that the job's ``evaluate`` returned after an update.
 
         Raises:
             RunError: it cannot be written.
         """
         with MetricsWriter(self.evaluations) as file:
-            file.add({"update": update, "epoch": epoch, "time": round(time.time(), 3), "metrics": dict(metrics)})
+            file.write(update=update, epoch=epoch, time=round(time.time(), 3), metrics=dict(metrics))
 
     def cut_evaluations(self, updates: int) -> None:
-        """Drop the evaluations after update number ``updates`` and later ones: they will be made again.
+        """Remove the evaluations after update number ``updates`` and later ones: they will be repeated.
 
         Raises:
             RunError: the file cannot be read or written.
@@ -161,7 +161,7 @@ class RunFolder:
                 file.cut(updates)
 
     def discard(self) -> None:
-        """Undo :meth:`create` if nothing was written since; a file without bytes counts as nothing."""
+        """Undo :meth:`create` if all files in the folder are empty."""
         entries = list(self.path.iterdir()) if self.path.is_dir() else []
         if any(not entry.is_file() or entry.stat().st_size for entry in entries):
             return
@@ -171,11 +171,11 @@ class RunFolder:
         with suppress(OSError):
             if latest.is_symlink() and latest.readlink() == Path(self.path.name):
                 _link(latest, self.previous)
-        _remove(self.made)
+        _remove(self.created)
 
 
 def _probe(path: Path) -> None:
-    """Write a little: permissions alone do not tell of full disks and read-only mounts."""
+    """Write a small file: permissions alone do not show that a disk is full or mounted read-only."""
     probe = path / _PROBE
     try:
         probe.write_bytes(bytes(4096))
@@ -184,10 +184,10 @@ def _probe(path: Path) -> None:
 
 
 def _point_latest(path: Path) -> str | None:
-    """Point ``latest`` at ``path`` and return what it named before. A file system without links goes without."""
+    """Link ``latest`` to ``path``, if the file system has links; returns its previous target."""
     latest = path.parent / LATEST
     if latest.exists() and not latest.is_symlink():
-        raise FileExistsError(None, f"{latest} is no link but something of its own")
+        raise FileExistsError(None, f"{latest} is not a link")
     previous = os.readlink(latest) if latest.is_symlink() else None
     with suppress(OSError):
         _link(latest, path.name)
@@ -195,7 +195,7 @@ def _point_latest(path: Path) -> str | None:
 
 
 def _link(latest: Path, target: str | None) -> None:
-    """Make ``latest`` a relative link to ``target``, or nothing, in one step."""
+    """Atomically make ``latest`` a relative link to ``target``, or remove it."""
     if target is None:
         latest.unlink(missing_ok=True)
         return
@@ -205,20 +205,20 @@ def _link(latest: Path, target: str | None) -> None:
 
 
 def _remove(folders: tuple[Path, ...]) -> None:
-    """Remove each folder, the innermost first, as long as they are empty."""
+    """Remove folders, the innermost first, as long as they are empty."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def check_vacant(path: Path) -> None:
-    """Refuse a folder for a new run that holds something already.
+    """Refuse a folder for a new run that is not empty.
 
     Raises:
-        UsageError: it does.
+        UsageError: it is not.
     """
     if path.is_dir() and any(path.iterdir()):
-        raise _refused(f"run folder {path}", "a folder with something in it", "no such folder, or an empty one")
+        raise _refused(f"run folder {path}", "a folder that is not empty", "a new folder, or an empty one")
 
 
 def _refused(subject: str, got: str, expected: str, remedy: str = "Choose another name.") -> UsageError:

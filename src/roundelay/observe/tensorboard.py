@@ -1,7 +1,7 @@
-"""Curves for TensorBoard, an optional package: scalars over updates, in a folder that it reads while the run lasts.
+"""Curves for TensorBoard, an optional package: scalars over updates, which it can read during the run.
 
-Its writer has a thread of its own. So it exists only from the first value on, when all workers have been forked, and
-:meth:`Curves.go_on` ends it before they are forked anew.
+Its writer has a thread of its own. So it is created with the first value, when all workers have been forked, and
+:meth:`Curves.restart` closes it before they are forked again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from roundelay.errors import RunError
 from roundelay.observe.optional import optional
 
 FLUSH_S = 5
-"""Seconds after which values are on the disk at the latest; a run that is killed loses no more."""
+"""Longest time until a value is written to disk, in seconds."""
 
 WRITER = "torch.utils.tensorboard"
 
 
 CurveWriter = Callable[..., Any]
-"""TensorBoard's writer: folder, the step from which on older values are dropped, and seconds between flushes."""
+"""The class of TensorBoard's writer, called with folder, ``purge_step`` and ``flush_secs``."""
 
 
 def writer() -> CurveWriter:
-    """TensorBoard's writer; loading it takes half a second and starts no thread.
+    """Import TensorBoard's writer; this takes half a second and starts no thread.
 
     Raises:
         UsageError: TensorBoard is not installed, or cannot be loaded.
     """
-    found: CurveWriter = optional(WRITER, "--tensorboard", "tensorboard", ", or leave the option out.").SummaryWriter
-    return found
+    summary_writer: CurveWriter = optional(
+        WRITER, "--tensorboard", "tensorboard", ", or leave the option out."
+    ).SummaryWriter
+    return summary_writer
 
 
 @final
@@ -41,9 +43,9 @@ class Curves:
     """Writes scalars into a folder.
 
     Args:
-        folder: where; made with the first value.
-        make: what :func:`writer` has returned.
-        start: number of the first update that is to come: what the folder has of it and of later ones counts no more.
+        folder: where; created with the first value.
+        make: the class that :func:`writer` returns.
+        start: number of the run's first update; older points in the folder from it on are dropped.
     """
 
     def __init__(self, folder: Path, make: CurveWriter, start: int) -> None:
@@ -68,25 +70,25 @@ class Curves:
         except OSError as error:
             raise unwritten(self._folder, error) from error
 
-    def go_on(self, start: int) -> None:
-        """Drop update number ``start`` and later ones, which will be made again; no thread is left.
+    def restart(self, start: int) -> None:
+        """Close the writer and its thread; later points replace those of update number ``start`` and later ones.
 
         Raises:
-            RunError: what was written before cannot be.
+            RunError: the points so far cannot be written.
         """
         self.close()
         self._start = start
 
     def close(self) -> None:
-        """Write what waits, and end the thread; closing it again does nothing.
+        """Write buffered points, and end the thread; closing it again does nothing.
 
         Raises:
             RunError: it cannot be written.
         """
-        ending, self._writer = self._writer, None
+        closing, self._writer = self._writer, None
         try:
-            if ending is not None:
-                ending.close()
+            if closing is not None:
+                closing.close()
         except OSError as error:
             raise unwritten(self._folder, error) from error
 
@@ -96,5 +98,5 @@ class Curves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(*([] if error is None else [RunError])):  # what has ended the run is told, not what follows it
+        with suppress(*([] if error is None else [RunError])):  # the first error is reported, not one that follows
             self.close()

@@ -1,7 +1,7 @@
-"""One run, or a comparison of runs, as one HTML page: figures drawn as SVG by our own functions, nothing fetched.
+"""HTML reports of a run or a comparison: self-contained pages with figures drawn as inline SVG.
 
-Nothing needs JavaScript. `read` takes what a run folder holds, `steady` a window of its trace; `scale`, `curves`,
-`bars` and `timeline` draw; `sections` says what a figure means; `look` holds style and the few lines of script;
-`build` puts the page together. `comparison` is the page of a comparison; `picture` draws the same curves as PNG.
-Whatever comes from outside is escaped where it is put into text.
+No page needs JavaScript. `read_run` reads a run folder and `trace_window` part of its trace; `line_chart`, `bars` and
+`timeline` draw on the axes of `scale`; `sections` has the page's sections; `style` has the CSS and a short script;
+`run_page` assembles the page. `comparison_page` is the page of a comparison; `png` draws its curves as PNG.
+Text that comes from outside is escaped where it is inserted.
 """

@@ -1,4 +1,4 @@
-"""Curves over an axis, as inline SVG: thinned so that a long run stays a small page."""
+"""Line charts as inline SVG; long curves are thinned to keep the page small."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from roundelay.page.scale import Axis, fitting, short, ticks
+from roundelay.page.scale import Axis, fit_axis, short, ticks
 
 MOST_POINTS = 1400
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 10.0, 38.0
@@ -21,20 +21,20 @@ class Curve:
     """One curve.
 
     Args:
-        name: in the legend.
-        look: its CSS class, which gives the colour.
-        points: (x, y), x rising; a y that is not finite is a gap.
+        name: its name in the legend.
+        css_class: gives the colour.
+        points: (x, y) by increasing x; a y that is not finite is a gap.
         dots: show each point as a dot.
     """
 
     name: str
-    look: str
+    css_class: str
     points: Points
     dots: bool = False
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most ``most`` of the points: of every stretch the lowest and the highest, so that no peak is lost."""
+    """At most ``most`` of the points: the lowest and the highest of every interval, so that no peak is lost."""
     if len(points) <= most:
         return points
     buckets = max(1, most // 2)
@@ -47,39 +47,41 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 def smoothed(points: Points, reach: int) -> Points:
-    """The mean over ``reach`` points to either side, fewer near the ends but as many on both, so that it never lags."""
+    """The centred running mean over ``reach`` points to either side; over fewer near the ends, equal on both sides."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     sums = [0.0, *accumulate(y for _, y in finite)]
-    made = []
+    means = []
     for i, (x, _) in enumerate(finite):
         side = min(reach, i, len(finite) - 1 - i)
-        made.append((x, (sums[i + side + 1] - sums[i - side]) / (2 * side + 1)))
-    return made
+        means.append((x, (sums[i + side + 1] - sums[i - side]) / (2 * side + 1)))
+    return means
 
 
-def figure(curves: Sequence[Curve], width: int, height: int, x_label: str, y_label: str, *, zero: bool = False) -> str:
-    """The curves as an ``svg`` element.
+def line_chart(
+    curves: Sequence[Curve], width: int, height: int, x_label: str, y_label: str, *, zero: bool = False
+) -> str:
+    """Draw curves as an ``svg`` element.
 
     Args:
-        curves: in the order in which they are drawn.
+        curves: in drawing order.
         width: in pixels.
         height: in pixels.
-        x_label: below the axis.
-        y_label: for those who cannot see, and for the cursor.
-        zero: whether the vertical axis begins at 0.
+        x_label: shown below the axis.
+        y_label: for screen readers, and shown at the cursor.
+        zero: start the vertical axis at 0.
     """
     ys = [y for curve in curves for _, y in curve.points]
     xs = [x for curve in curves for x, _ in curve.points]
     bottom = height - BOTTOM
-    across = fitting(xs, LEFT, width - RIGHT, zero=not xs or min(xs) <= max(xs) / 2)
+    across = fit_axis(xs, LEFT, width - RIGHT, zero=not xs or min(xs) <= max(xs) / 2)
     across = Axis(across.low, max(xs, default=across.high), across.start, across.end) if len(set(xs)) > 1 else across
-    up = fitting(ys, bottom, TOP, may_log=not zero, zero=zero)
+    up = fit_axis(ys, bottom, TOP, may_log=not zero, zero=zero)
     parts = [
         f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} over '
         f'{escape(x_label)}" data-x="{across.low},{across.high},{across.start},{across.end}" '
         f'data-y="{up.low},{up.high},{up.start},{up.end},{int(up.log)}" data-name="{escape(x_label)}">',
         *_grid(across, up, width, height, x_label),
-        *(_drawn(curve, across, up, width) for curve in curves),
+        *(_curve(curve, across, up, width) for curve in curves),
         "</svg>",
     ]
     return "".join(parts)
@@ -103,25 +105,25 @@ def _grid(across: Axis, up: Axis, width: int, height: int, x_label: str) -> list
     return parts
 
 
-def _drawn(curve: Curve, across: Axis, up: Axis, width: int) -> str:
+def _curve(curve: Curve, across: Axis, up: Axis, width: int) -> str:
     points = thinned(curve.points, min(MOST_POINTS, 2 * width))
-    placed = [(across.place(x), up.place(y)) if _shown(y, up) else None for x, y in points]
+    pixels = [(across.place(x), up.place(y)) if _has_place(y, up) else None for x, y in points]
     steps, pen = [], "M"
-    for place in placed:
-        steps.append(f"{pen}{place[0]:.1f} {place[1]:.1f}" if place else "")
-        pen = "L" if place else "M"
-    path = f'<path class="curve {curve.look}" data-name="{escape(curve.name)}" d="{"".join(steps)}"/>'
-    if not curve.dots and len(placed) > 1:
+    for pixel in pixels:
+        steps.append(f"{pen}{pixel[0]:.1f} {pixel[1]:.1f}" if pixel else "")
+        pen = "L" if pixel else "M"
+    path = f'<path class="curve {curve.css_class}" data-name="{escape(curve.name)}" d="{"".join(steps)}"/>'
+    if not curve.dots and len(pixels) > 1:
         return path
-    radius = 3.2 if len(placed) <= 80 else 1.6
+    radius = 3.2 if len(pixels) <= 80 else 1.6
     dots = [
-        f'<circle class="dot {curve.look}" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius}">'
+        f'<circle class="dot {curve.css_class}" cx="{pixel[0]:.1f}" cy="{pixel[1]:.1f}" r="{radius}">'
         f"<title>{escape(curve.name)} {short(y)} at {short(x)}</title></circle>"
-        for place, (x, y) in zip(placed, points, strict=True)
-        if place
+        for pixel, (x, y) in zip(pixels, points, strict=True)
+        if pixel
     ]
     return path + "".join(dots)
 
 
-def _shown(y: float, up: Axis) -> bool:
+def _has_place(y: float, up: Axis) -> bool:
     return math.isfinite(y) and (y > 0 or not up.log)

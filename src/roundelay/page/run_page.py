@@ -1,4 +1,4 @@
-"""A run as one HTML page, which holds all that it needs."""
+"""The HTML report of one run, self-contained."""
 
 from __future__ import annotations
 
@@ -15,72 +15,65 @@ from roundelay.observe.trace import Span
 from roundelay.page import sections as s
 from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
-from roundelay.page.style import SCRIPT, STYLE
 from roundelay.page.timeline import Window
-from roundelay.page.trace_window import shown
+from roundelay.page.trace_window import window_length
 from roundelay.simulator import simulate
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What the page may load: nothing but what stands in it, whatever a run has been called."""
 
 
 def run_page(path: Path) -> str:
-    """The report of the run in a folder.
+    """The report of the run in a folder, as HTML.
 
     Raises:
-        UsageError: there is no run, nothing has been trained in it, or a file of it is damaged.
-        PlanError: its plan cannot be read or obeyed.
+        UsageError: there is no run, it has made no update, or one of its files is damaged.
+        PlanError: its plan cannot be read or is invalid.
     """
     run = read_run(path)
     title = f"{run.name}: {run.plan.rule} on {counted(run.plan.num_workers, 'worker')}"
     body = [
         _heading(run),
         s.loss(run),
-        s.beside(run),
+        s.training_metrics(run),
         s.evaluations(run),
         s.throughput(run),
         s.shares(run),
-        s.schedule(run, predicted(run.plan)),
+        s.schedule(run, predicted_window(run.plan)),
         s.memory(run),
         f"<section><details><summary>Plan</summary><pre>{escape(run.plan_text)}</pre></details></section>\n",
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head>\n<body><main>{''.join(body)}<footer>Written by roundelay report; this file "
-        f"needs nothing but itself.</footer></main><script>{SCRIPT}</script></body></html>\n"
-    )
+    return s.document(title, body, "report")
 
 
-def predicted(plan: Plan) -> Window:
-    """A stretch of the simulated run, behind its start."""
-    count = shown(plan.micro_batches)
+def predicted_window(plan: Plan) -> Window:
+    """A window of the simulated run, in its steady state."""
+    count = window_length(plan.micro_batches)
     batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
-    made = simulate(plan, programs_of(plan), stream(counts))
+    simulation = simulate(plan, programs_of(plan), stream(counts))
     batch = {header.g: header.batch for header in stream(counts)}
     spans = [
         Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
-        for i in made.intervals
+        for i in simulation.intervals
     ]
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
     gaps = [g for g in gaps_of(spans, plan.edges, plan.num_workers) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
-    loads = [load for load in made.loads if load.start_s < end and load.end_s > begin]
+    loads = [load for load in simulation.loads if load.start_s < end and load.end_s > begin]
     return Window(begin, end, inside, gaps, plan.num_workers, loads)
 
 
 def _heading(run: Run) -> str:
     ended = bool(run.summary)
-    state = '<span class="state done">finished</span>' if ended else '<span class="state open">not finished</span>'
+    state = ("diverged" if "diverged" in run.summary else "finished") if ended else "not finished"
+    state = f'<span class="state {"done" if state == "finished" else "open"}">{state}</span>'
     about = next((line.removeprefix("# ") for line in run.plan_text.splitlines() if line.startswith("# ")), "")
-    told = "" if ended else s.note("There is no summary.json: the run has failed, was ended, or is still going on.")
+    warning = (
+        "" if ended else s.note("There is no summary.json: the run has failed, was interrupted, or is still running.")
+    )
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run))
     return (
-        f"<header><h1>{escape(run.name)}{state}</h1>{s.note(about) if about else ''}{told}</header>"
+        f"<header><h1>{escape(run.name)}{state}</h1>{s.note(about) if about else ''}{warning}</header>"
         f'<section><dl class="facts">{facts}</dl></section>\n'
     )
 
@@ -95,11 +88,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("workers", str(plan.num_workers)),
         ("micro-batches", str(plan.micro_batches)),
         ("transport", plan.transport),
-        ("updates", f"{last.number + 1}"),
+        ("updates", f"{last.update + 1}"),
         ("loss, first to last", f"{short(first.loss)} → {short(last.loss)}"),
     ]
-    told = numbers(run.summary)
-    rate, wall = told.get("samples_per_second", last.rate), told.get("wall_s", last.at_s)
+    summary = numbers(run.summary)
+    rate, wall = summary.get("samples_per_second", last.samples_per_second), summary.get("wall_s", run.seconds(last))
     facts.append(("samples/s", short(rate)))
     if run.plain():
         facts.append(("against plain PyTorch", f"{rate / max(run.plain().values()):.2f} ×"))

@@ -1,4 +1,4 @@
-"""Axes: from values to pixels, with ticks at round numbers and labels that people can read."""
+"""Axes of the figures: values to pixels, ticks at round numbers, and numbers, durations and sizes as short text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LOG_FROM = 50.0
-"""Positive values that span more than this factor are drawn on a logarithmic axis."""
+"""Positive values whose largest is more than this many times their smallest are drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Axis:
 
     Args:
         low: value at its start.
-        high: value at its end; more than ``low``.
+        high: value at its end; greater than ``low``.
         start: pixel of ``low``.
         end: pixel of ``high``.
         log: logarithmic; then both values are positive.
@@ -37,15 +37,15 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
 
-def fitting(values: Iterable[float], start: float, end: float, *, may_log: bool = False, zero: bool = False) -> Axis:
-    """An axis on which all finite values have room.
+def fit_axis(values: Iterable[float], start: float, end: float, *, may_log: bool = False, zero: bool = False) -> Axis:
+    """An axis that covers all finite values, with a margin.
 
     Args:
         values: what is to be shown; without any, the axis goes from 0 to 1.
         start: pixel of its low end.
         end: pixel of its high end.
-        may_log: whether it may be logarithmic.
-        zero: whether it begins at 0.
+        may_log: allow a logarithmic axis.
+        zero: start at 0.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
@@ -53,19 +53,19 @@ def fitting(values: Iterable[float], start: float, end: float, *, may_log: bool 
         return Axis(low / 1.1, high * 1.1, start, end, log=True)
     low = min(low, 0.0) if zero else low
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        spare = abs(high) / 10 or 1.0
-        low, high = (low, high + spare) if zero else (low - spare, high + spare)
-    room = 0.0 if zero else 0.04 * (high - low)
-    return Axis(low - room, high + 0.04 * (high - low), start, end)
+        padding = abs(high) / 10 or 1.0
+        low, high = (low, high + padding) if zero else (low - padding, high + padding)
+    margin = 0.0 if zero else 0.04 * (high - low)
+    return Axis(low - margin, high + 0.04 * (high - low), start, end)
 
 
 def ticks(axis: Axis, most: int) -> list[float]:
-    """At most ``most`` round values on an axis, in order; 1, 2 and 5 times powers of ten."""
+    """At most ``most`` round values on an axis, in increasing order: 1, 2, 2.5 or 5 times powers of ten."""
     if axis.log:
         first, last = math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high))
         fine = [m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5)]
-        for chosen in (fine, [10.0**e for e in range(first, last + 1)]):
-            inside = [value for value in chosen if axis.low <= value <= axis.high]
+        for candidates in (fine, [10.0**e for e in range(first, last + 1)]):
+            inside = [value for value in candidates if axis.low <= value <= axis.high]
             if len(inside) <= most:
                 return inside
         return inside[:: -(-len(inside) // most)]
@@ -75,13 +75,13 @@ def ticks(axis: Axis, most: int) -> list[float]:
 
 
 def _step(least: float) -> float:
-    """The smallest round number that is no less."""
+    """The smallest round number that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power >= least * (1 - 1e-9))
 
 
 def short(value: float) -> str:
-    """A number of a label: four digits that mean something at most."""
+    """A number as a label: at most four significant digits."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
     if abs(value) >= 1e6 or abs(value) < 1e-3:
@@ -93,7 +93,7 @@ def short(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration for people."""
+    """A duration as text: ``12 ms``, ``3.5 s``, ``2 min 5 s``."""
     if value < 1.0:
         return f"{short(value * 1e3)} ms"
     if value < 120.0:
@@ -103,7 +103,7 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of ten, as the plan's comments have them."""
+    """A number of bytes as text, in powers of ten, as in the plan's comments."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(num_bytes) >= factor:
             return f"{num_bytes / factor:.3g} {unit}"

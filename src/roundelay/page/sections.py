@@ -1,4 +1,4 @@
-"""The page's sections: each takes a run and gives HTML, with a sentence in place of a figure that cannot be drawn."""
+"""Sections of a run's report as HTML; a sentence takes the place of a figure that cannot be drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from html import escape
 from typing import Any
 
 from roundelay.page.bars import Group, Part, bars
-from roundelay.page.line_chart import Curve, Points, figure, smoothed
+from roundelay.page.line_chart import Curve, Points, line_chart, smoothed
 from roundelay.page.read_run import Run, numbers
 from roundelay.page.scale import size
-from roundelay.page.timeline import Window, first, timeline
+from roundelay.page.style import SCRIPT, STYLE
+from roundelay.page.timeline import Window, first_part, timeline
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The pages' Content-Security-Policy: they may load nothing, whatever names a run contains."""
 
 WIDE, HALF, MIDDLE, NARROW = 1040, 520, 680, 350
 TALL = 270
@@ -28,116 +32,148 @@ _ITEMS = {
 }
 
 
+def document(title: str, body: Iterable[str], command: str, css: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: of the page.
+        body: its header and sections.
+        command: that writes the page.
+        css: further style rules.
+    """
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}{css}</style></head>\n<body><main>{''.join(body)}<footer>Written by roundelay {command}; this "
+        f"file is self-contained.</footer></main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
 def section(title: str, body: str) -> str:
-    """A card of the page."""
+    """A section of the page, with its title."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>\n"
 
 
 def note(text: str) -> str:
-    """A sentence or two; plain text."""
+    """A paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(name, look) of everything that a figure shows."""
+    """The legend of a figure.
+
+    Args:
+        entries: (name, CSS class) of everything that the figure shows.
+    """
     return '<ul class="legend">' + "".join(f'<li><i class="{b}"></i>{escape(a)}</li>' for a, b in entries) + "</ul>"
 
 
-def each(draw: Callable[[int], str], wide: int) -> str:
-    """A figure for wide, middling and narrow screens, so that its letters keep their size; the style shows one."""
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain text; the first row has the column titles."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows[1:])
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def for_screens(draw: Callable[[int], str], wide: int) -> str:
+    """A figure for wide, medium and narrow screens, so that its text keeps its size; the CSS shows one of them."""
     sizes = {"wide": wide, "middle": MIDDLE if wide >= HALF else wide, "narrow": NARROW}
-    return "".join(f'<div class="{look}">{draw(width)}</div>' for look, width in sizes.items())
+    return "".join(f'<div class="{css_class}">{draw(width)}</div>' for css_class, width in sizes.items())
 
 
 def loss(run: Run) -> str:
     """The loss over updates and over time."""
-    reach = _reach(run)
-    told = note(
+    reach = _smoothing_reach(run)
+    text = note(
         f"Mean loss of each batch, and smoothed: the mean over {reach} updates to either side. "
-        "Evaluations whose name contains “loss” stand beside it."
+        "Evaluated metrics whose name contains “loss” are drawn in the same figure."
     )
-    numbers = [(float(u.number), u.loss) for u in run.updates]
-    times = [(u.at_s, u.loss) for u in run.updates if math.isfinite(u.at_s)]
+    over_updates = [(float(u.update), u.loss) for u in run.updates]
+    over_time = [(run.seconds(u), u.loss) for u in run.updates if math.isfinite(run.seconds(u))]
     names = [name for name in metric_names(run) if "loss" in name.lower()][:2]
-    looks = dict(zip(names, "bc", strict=False))
+    css_classes = dict(zip(names, "bc", strict=False))
 
-    def curves(points: Points, over_time: bool) -> list[Curve]:
-        made = [Curve("loss", "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
-        return made + [Curve(n, look, evaluated(run, n, over_time), dots=True) for n, look in looks.items()]
+    def curves(points: Points, timed: bool) -> list[Curve]:
+        losses = [Curve("loss", "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
+        return losses + [Curve(n, css, evaluated(run, n, timed), dots=True) for n, css in css_classes.items()]
 
-    entries = [("loss", "thin"), ("smoothed", "a"), *looks.items()]
-    wide = HALF if times else WIDE
-    parts = [_plot(curves(numbers, False), "update", wide)]
-    if times:
-        parts.append(_plot(curves(times, True), "seconds", wide))
-    return section("Loss", told + legend(entries) + _grid(parts, "pair"))
+    entries = [("loss", "thin"), ("smoothed", "a"), *css_classes.items()]
+    wide = HALF if over_time else WIDE
+    parts = [_plot(curves(over_updates, False), "update", wide)]
+    if over_time:
+        parts.append(_plot(curves(over_time, True), "seconds", wide))
+    return section("Loss", text + legend(entries) + _container(parts, "pair"))
 
 
-def beside(run: Run) -> str:
-    """Every metric that the loss returned beside the loss, in a figure of its own; nothing without any."""
+def training_metrics(run: Run) -> str:
+    """A figure for every metric that the loss function returned in addition to the loss; empty without any."""
     names = list(dict.fromkeys(name for update in run.updates for name in update.metrics))
     if not names:
         return ""
-    reach = _reach(run)
-    told = f"What the loss returned beside itself: of each batch, and smoothed over {reach} updates to either side."
+    reach = _smoothing_reach(run)
+    text = f"Returned in addition to the loss: by batch, and smoothed over {reach} updates to either side."
     figures = []
     for name in names[:MOST_METRICS]:
-        points = [(float(u.number), u.metrics.get(name, math.nan)) for u in run.updates]
+        points = [(float(u.update), u.metrics.get(name, math.nan)) for u in run.updates]
         curves = [Curve(name, "thin", points), Curve("smoothed", "a", smoothed(points, reach))]
-        figures.append(_small(name, curves))
+        figures.append(_small_plot(name, curves))
     entries = [("of each batch", "thin"), ("smoothed", "a")]
-    return section("Metrics", note(told + _left(names)) + legend(entries) + _grid(figures, "many"))
+    return section("Metrics", note(text + _omitted(names)) + legend(entries) + _container(figures, "many"))
 
 
 def metric_names(run: Run) -> list[str]:
-    """Names of everything that was evaluated, in order."""
+    """Names of all evaluated metrics, in order of their first appearance."""
     return list(dict.fromkeys(name for evaluation in run.evaluations for name in evaluation.metrics))
 
 
 def evaluated(run: Run, name: str, over_time: bool) -> Points:
-    """One metric's points."""
-    made = [(e.at_s if over_time else float(e.number), e.metrics.get(name, math.nan)) for e in run.evaluations]
-    return [point for point in made if math.isfinite(point[0])]
+    """The points of an evaluated metric, over updates or over time."""
+    points = [
+        (run.seconds(e) if over_time else float(e.update), e.metrics.get(name, math.nan)) for e in run.evaluations
+    ]
+    return [point for point in points if math.isfinite(point[0])]
 
 
 def _plot(curves: Sequence[Curve], x_label: str, wide: int) -> str:
-    return f"<div>{each(lambda width: figure(curves, width, TALL, x_label, 'loss'), wide)}</div>"
+    return f"<div>{for_screens(lambda width: line_chart(curves, width, TALL, x_label, 'loss'), wide)}</div>"
 
 
 def evaluations(run: Run) -> str:
-    """Every metric of the evaluations, in a figure of its own; nothing without evaluations."""
+    """A figure for every evaluated metric; empty without evaluations."""
     names = metric_names(run)
     if not names:
         return ""
     figures = [
-        _small(name, [Curve(name, "b", evaluated(run, name, False), dots=True)]) for name in names[:MOST_METRICS]
+        _small_plot(name, [Curve(name, "b", evaluated(run, name, False), dots=True)]) for name in names[:MOST_METRICS]
     ]
-    told = "What the job's own evaluate said." + _left(names)
-    return section("Evaluations", note(told) + _grid(figures, "many"))
+    text = "Returned by the job's evaluate." + _omitted(names)
+    return section("Evaluations", note(text) + _container(figures, "many"))
 
 
-def _small(name: str, curves: Sequence[Curve]) -> str:
-    return f"<div><h3>{escape(name)}</h3>{each(lambda width: figure(curves, width, 200, 'update', name), 340)}</div>"
+def _small_plot(name: str, curves: Sequence[Curve]) -> str:
+    svg = for_screens(lambda width: line_chart(curves, width, 200, "update", name), 340)
+    return f"<div><h3>{escape(name)}</h3>{svg}</div>"
 
 
-def _left(names: Sequence[str]) -> str:
+def _omitted(names: Sequence[str]) -> str:
     return f" The first {MOST_METRICS} of {len(names)} are drawn." if len(names) > MOST_METRICS else ""
 
 
-def _reach(run: Run) -> int:
-    """Updates to either side over which curves are smoothed."""
+def _smoothing_reach(run: Run) -> int:
+    """Number of updates to either side over which curves are smoothed."""
     return max(1, len(run.updates) // 40)
 
 
-def _grid(parts: Sequence[str], look: str) -> str:
-    return f'<div class="{look}">{"".join(parts)}</div>'
+def _container(parts: Sequence[str], css_class: str) -> str:
+    return f'<div class="{css_class}">{"".join(parts)}</div>'
 
 
 def throughput(run: Run) -> str:
     """Samples per second over updates."""
-    points = [(float(u.number), u.rate) for u in run.updates if u.rate > 0]
+    points = [(float(u.update), u.samples_per_second) for u in run.updates if u.samples_per_second > 0]
     if not points:
-        return section("Throughput", note("Not known yet: it takes a second update."))
+        return section("Throughput", note("Unknown until the second update."))
     curves = [Curve("samples/s", "a", points)]
     entries = [("this run, over the last few seconds", "a")]
     plain = run.plain()
@@ -145,29 +181,29 @@ def throughput(run: Run) -> str:
         threads, rate = max(plain.items(), key=lambda item: item[1])
         curves.append(Curve(f"plain PyTorch, {threads} thread(s)", "b", [(points[0][0], rate), (points[-1][0], rate)]))
         entries.append((curves[-1].name, "b"))
-    drawn = each(lambda width: figure(curves, width, 230, "update", "samples per second", zero=True), WIDE)
-    return section("Throughput", note("Rows trained per second.") + legend(entries) + drawn)
+    svg = for_screens(lambda width: line_chart(curves, width, 230, "update", "samples per second", zero=True), WIDE)
+    return section("Throughput", note("Rows trained per second.") + legend(entries) + svg)
 
 
 def shares(run: Run) -> str:
-    """Where each worker's time went."""
+    """Shares of each worker's time."""
     rows = _rows(run.summary.get("shares"))
     if not rows:
-        return section("Where the time went", note(_LATER.format("It is reckoned when the run ends")))
-    groups = [Group(f"worker {k}", [_time(row)]) for k, row in enumerate(rows)]
-    told = note(
-        "Of the time from the first instruction to the last. Bubble: nothing could be done yet, by the schedule or "
-        "because another stage is slower. Wait: something could have been done, but messages, the worker's own loop or "
-        "a busy machine took their time. Data: waiting for the loader."
+        return section("Where the time went", note(_LATER.format("It is computed when the run ends")))
+    groups = [Group(f"worker {k}", [_time_parts(row)]) for k, row in enumerate(rows)]
+    text = note(
+        "Shares of the time from the first instruction to the last. Bubble: idle by the schedule, or because another "
+        "stage is slower. Wait: an instruction could have run, but messages, the worker's own loop or a busy machine "
+        "delayed it. Data: waiting for the loader."
     )
-    drawn = each(lambda width: bars(groups, width, 1.0, lambda v: f"{v:.0%}", "shares of time per worker"), WIDE)
+    svg = for_screens(lambda width: bars(groups, width, 1.0, lambda v: f"{v:.0%}", "shares of time per worker"), WIDE)
     entries = [(kind, kind) for kind in _KINDS]
     if any(row.get("wait") is None for row in rows):
-        told += note("The workers' clocks differ (several hosts): bubble and wait cannot be told apart.")
-    return section("Where the time went", told + legend(entries) + drawn)
+        text += note("The workers' clocks differ (several hosts): bubble and wait cannot be told apart.")
+    return section("Where the time went", text + legend(entries) + svg)
 
 
-def _time(row: Mapping[str, Any]) -> list[Part]:
+def _time_parts(row: Mapping[str, Any]) -> list[Part]:
     known = {kind: value for kind, value in numbers(row).items() if kind in _KINDS}
     if "wait" not in known:
         known["bubble"] = max(0.0, 1.0 - sum(known.values()))
@@ -177,69 +213,66 @@ def _time(row: Mapping[str, Any]) -> list[Part]:
     ]
 
 
-_LATER = "Not there. {}: a run that has failed, or is still going on, has none."
+_LATER = "Not there. {}: a run that has failed, or is still running, has none."
 
 
 def schedule(run: Run, predicted: Window) -> str:
-    """The timeline as it ran, and as the plan predicts it."""
-    looks = [(kind, kind) for kind in ("forward", "backward", "update", "data")]
-    looks += [("bubble", "bubble"), ("wait", "wait")]
+    """The measured timeline, and the predicted one."""
+    entries = [(kind, kind) for kind in ("forward", "backward", "update", "data")]
+    entries += [("bubble", "bubble"), ("wait", "wait")]
     body = note(
-        "Numbers are micro-batches, in updates and loads the batch. Point at a box for its version, its time and the "
-        "bytes sent. Above the workers stands what the reader loads meanwhile."
+        "Numbers are micro-batches, in updates and loads batches. Point at a box for its version, its time and the "
+        "bytes sent. The row above the workers shows what the reader loads meanwhile."
     )
-    body += legend(looks)
+    body += legend(entries)
     if run.window is None:
         body += note(
-            "No trace of this run. trace.json is written when a run ends; roundelay simulate plan.toml --trace FILE "
-            "writes one of what the plan predicts."
+            "No trace of this run: trace.json is written when a run ends. roundelay simulate plan.toml --trace FILE "
+            "writes the predicted one."
         )
     else:
-        body += "<h3>As it ran, in the middle of the run</h3>" + _stretch(run.window, "schedule as it ran")
-    body += "<h3>As the plan predicts it</h3>" + _stretch(predicted, "schedule as predicted")
+        body += "<h3>As it ran, in the middle of the run</h3>" + _timeline(run.window, "schedule as it ran")
+    body += "<h3>As the plan predicts it</h3>" + _timeline(predicted, "schedule as predicted")
     return section("Schedule", body)
 
 
-def _stretch(window: Window, label: str) -> str:
-    return each(lambda width: timeline(first(window, width / WIDE), width, label), WIDE)
+def _timeline(window: Window, label: str) -> str:
+    return for_screens(lambda width: timeline(first_part(window, width / WIDE), width, label), WIDE)
 
 
 def memory(run: Run) -> str:
-    """What each worker was predicted to hold, beside what it held."""
+    """Predicted and measured memory of each worker."""
     rows = _rows(run.summary.get("memory"))
     if not rows:
         return section("Memory", note(_LATER.format("It is measured when the run ends")))
-    groups = [Group(f"worker {k}", _held(row)) for k, row in enumerate(rows)]
+    groups = [Group(f"worker {k}", _memory_bars(row)) for k, row in enumerate(rows)]
     most = max(sum(part.value for part in bar) for group in groups for bar in group.bars)
-    told = note(
-        "Upper bar: the plan's ledger, every item at its largest. Lower bar: bytes that the process has written for "
-        "itself by the end of the run, with what Python and torch take, which no plan knows."
+    text = note(
+        "Upper bar: predicted by the plan, every item at its largest. Lower bar: private memory of the process at the "
+        "end of the run, including what Python and torch take, which no plan knows."
     )
     if any(row.get("process_shared") for row in rows):
-        told += note("The workers were threads of one process: what is measured is that of all of them together.")
-    drawn = each(lambda width: bars(groups, width, most, size, "bytes per worker"), WIDE)
-    entries = [*_ITEMS.items(), ("held privately", "thin")]
-    return section("Memory", told + legend(entries) + drawn + _table(rows))
+        text += note("The workers were threads of one process: the measured values are those of all together.")
+    svg = for_screens(lambda width: bars(groups, width, most, size, "bytes per worker"), WIDE)
+    entries = [*_ITEMS.items(), ("private", "thin")]
+    return section("Memory", text + legend(entries) + svg + _table(rows))
 
 
-def _held(row: Mapping[str, Any]) -> list[list[Part]]:
+def _memory_bars(row: Mapping[str, Any]) -> list[list[Part]]:
     predicted = numbers(row.get("predicted"))
-    items = [Part(name, look, predicted.get(name, 0.0)) for name, look in _ITEMS.items()]
-    return [items, [Part("held privately", "thin", numbers(row).get("private_bytes", 0.0))]]
+    items = [Part(name, css_class, predicted.get(name, 0.0)) for name, css_class in _ITEMS.items()]
+    return [items, [Part("private", "thin", numbers(row).get("private_bytes", 0.0))]]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = ("", "predicted", "held privately", "peak resident", "resident at the start")
-    lines = []
+    lines = [["", "predicted", "private", "peak resident", "resident at the start"]]
     for k, row in enumerate(rows):
         values = {"total": numbers(row.get("predicted")).get("total"), **numbers(row)}
-        told = (values.get(name) for name in ("total", "private_bytes", "peak_rss_bytes", "rss_at_start_bytes"))
-        cells = "".join(f"<td>{'-' if value is None else size(value)}</td>" for value in told)
-        lines.append(f"<tr><td>worker {k}</td>{cells}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+        columns = (values.get(name) for name in ("total", "private_bytes", "peak_rss_bytes", "rss_at_start_bytes"))
+        lines.append([f"worker {k}", *("-" if value is None else size(value) for value in columns)])
+    return text_table(lines)
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    """One object per worker; none if it is anything else."""
+    """A list of one object per worker; empty if ``value`` is anything else."""
     return value if isinstance(value, list) and all(isinstance(row, dict) for row in value) else []

@@ -1,4 +1,4 @@
-"""How the page looks, and the few lines of script that show values below the cursor. Nothing in it is fetched."""
+"""The pages' CSS, and the script that shows values at the cursor. Neither fetches anything."""
 
 STYLE = """
 :root {
@@ -112,17 +112,17 @@ for (const svg of document.querySelectorAll('svg.plot')) {
     cursor = make('g', svg);
     set(cursor, {class: 'cursor', 'pointer-events': 'none'});
     set(make('line', cursor), {x1: at, x2: at, y1: ye, y2: ys});
-    const said = [svg.dataset.name + ' ' + Number((xl + (at - xs) / (xe - xs) * (xh - xl)).toPrecision(4))];
+    const texts = [svg.dataset.name + ' ' + Number((xl + (at - xs) / (xe - xs) * (xh - xl)).toPrecision(4))];
     for (const [name, points] of lines) {
       if (!points.length) continue;
       const near = points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
       set(make('circle', cursor), {cx: near[0], cy: near[1], r: 3});
-      said.push(name + ' ' + Number(value(near[1]).toPrecision(4)));
+      texts.push(name + ' ' + Number(value(near[1]).toPrecision(4)));
     }
-    const wide = 7 * Math.max(...said.map(text => text.length)) + 14;
+    const wide = 7 * Math.max(...texts.map(text => text.length)) + 14;
     const left = at + 12 + wide > box.width ? at - 12 - wide : at + 12;
-    set(make('rect', cursor), {x: left, y: ye, width: wide, height: 16 * said.length + 8, rx: 5});
-    said.forEach((text, i) => {
+    set(make('rect', cursor), {x: left, y: ye, width: wide, height: 16 * texts.length + 8, rx: 5});
+    texts.forEach((text, i) => {
       const line = make('text', cursor);
       set(line, {x: left + 7, y: ye + 17 + 16 * i});
       line.textContent = text;

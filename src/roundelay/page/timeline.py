@@ -1,6 +1,6 @@
-"""A stretch of the schedule, as it ran or as the plan predicts it: one row per worker, one box per instruction.
+"""A timeline of the schedule, measured or predicted, as inline SVG: one row per worker, one box per instruction.
 
-A row above them shows what the reader loads meanwhile, a box per batch, where that is known.
+Where it is known, a row above the workers shows the batches that the reader loads meanwhile.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MOST_WORKERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of time and what lies in it, seconds from the run's first span.
+    """A time interval of a run and what happens in it; times are seconds from the run's first span.
 
     Args:
-        start_s: where it begins.
-        end_s: where it ends.
-        spans: those that overlap it.
-        gaps: what lies between them, if it is known.
+        start_s: begin of the interval.
+        end_s: end of the interval.
+        spans: instructions that overlap it.
+        gaps: idle times between them, if known.
         num_workers: D.
-        loads: batches that were loaded in it.
+        loads: batches loaded in it.
     """
 
     start_s: float
@@ -40,8 +40,8 @@ class Window:
     loads: Sequence[Load] = ()
 
 
-def first(window: Window, share: float) -> Window:
-    """The first part of a window, for a narrow screen."""
+def first_part(window: Window, share: float) -> Window:
+    """The first ``share`` (0 to 1) of a window, for a narrow screen."""
     end = window.start_s + share * (window.end_s - window.start_s)
     spans = [span for span in window.spans if span.start_s < end]
     gaps = [gap for gap in window.gaps if gap.start_s < end]
@@ -50,12 +50,12 @@ def first(window: Window, share: float) -> Window:
 
 
 def timeline(window: Window, width: int, label: str) -> str:
-    """A window as an ``svg`` element.
+    """Draw a window as an ``svg`` element.
 
     Args:
-        window: what to draw; of more than :data:`MOST_WORKERS` workers the first ones.
+        window: what to draw; only its first :data:`MOST_WORKERS` workers are drawn.
         width: in pixels.
-        label: what it shows, for those who cannot see it.
+        label: what the figure shows, for screen readers.
     """
     rows = min(window.num_workers, MOST_WORKERS)
     across = Axis(window.start_s, window.end_s, LEFT, width - RIGHT)
@@ -66,11 +66,11 @@ def timeline(window: Window, width: int, label: str) -> str:
     ]
     parts += _axis(across, bottom, width)
     if window.loads:
-        parts += [_row(TOP, "reader", width), *(_loaded(load, across) for load in window.loads)]
+        parts += [_row(TOP, "reader", width), *(_load_box(load, across) for load in window.loads)]
     parts.append(f'<g transform="translate(0 {above:g})">')
     parts += [_row(TOP + k * (TALL + BETWEEN), f"worker {k}", width) for k in range(rows)]
     parts += [_gap(gap, across) for gap in window.gaps if gap.worker < rows and gap.kind == "wait"]
-    parts += [_box(span, across) for span in window.spans if span.worker < rows]
+    parts += [_instruction_box(span, across) for span in window.spans if span.worker < rows]
     return "".join([*parts, "</g></svg>"])
 
 
@@ -81,43 +81,43 @@ def _row(y: float, name: str, width: int) -> str:
     )
 
 
-def _placed(start_s: float, end_s: float, across: Axis) -> tuple[float, float]:
-    """Left edge and width, cut off at the window's ends."""
+def _x_and_width(start_s: float, end_s: float, across: Axis) -> tuple[float, float]:
+    """Left edge and width in pixels, clipped to the window."""
     x = across.place(max(start_s, across.low))
     return x, max(0.0, across.place(min(end_s, across.high)) - x)
 
 
 def _gap(gap: Gap, across: Axis) -> str:
-    x, wide = _placed(gap.start_s, gap.end_s, across)
+    x, wide = _x_and_width(gap.start_s, gap.end_s, across)
     if wide < 0.3:
         return ""
     y = TOP + gap.worker * (TALL + BETWEEN)
-    described = f"wait: {seconds(gap.end_s - gap.start_s)}"
+    title = f"wait: {seconds(gap.end_s - gap.start_s)}"
     return (
         f'<rect class="wait" x="{x:.1f}" y="{y + TALL - 6:.1f}" width="{wide:.1f}" height="6">'
-        f"<title>{described}</title></rect>"
+        f"<title>{title}</title></rect>"
     )
 
 
-def _loaded(load: Load, across: Axis) -> str:
-    took = f"{seconds(load.end_s - load.start_s)}, from {seconds(load.start_s)}"
-    title = f"reader of worker {load.worker}: batch {load.batch} loaded\n{took}"
-    return _boxed(_placed(load.start_s, load.end_s, across), TOP, "data", title, str(load.batch))
+def _load_box(load: Load, across: Axis) -> str:
+    time = f"{seconds(load.end_s - load.start_s)}, from {seconds(load.start_s)}"
+    title = f"reader of worker {load.worker}: batch {load.batch} loaded\n{time}"
+    return _labelled_box(_x_and_width(load.start_s, load.end_s, across), TOP, "data", title, str(load.batch))
 
 
-def _box(span: Span, across: Axis) -> str:
-    look, y = _LOOK.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
+def _instruction_box(span: Span, across: Axis) -> str:
+    css_class, y = _CSS.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
     text = str(span.batch if OPCODES[span.opcode].once_a_batch else span.g)
-    return _boxed(_placed(span.start_s, span.end_s, across), y, look, described(span), text)
+    return _labelled_box(_x_and_width(span.start_s, span.end_s, across), y, css_class, describe(span), text)
 
 
-def _boxed(place: tuple[float, float], y: float, look: str, title: str, text: str) -> str:
-    """A box that tells its title, with its text inside where that has room."""
-    x, wide = place
+def _labelled_box(x_and_width: tuple[float, float], y: float, css_class: str, title: str, text: str) -> str:
+    """A box with a tooltip ``title``, and ``text`` inside if it fits."""
+    x, wide = x_and_width
     if wide < 0.05:
         return ""
     box = (
-        f'<rect class="{look}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide - 0.4):.1f}" '
+        f'<rect class="{css_class}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide - 0.4):.1f}" '
         f'height="{TALL:g}" rx="2"><title>{escape(title)}</title></rect>'
     )
     if wide < 7.5 * len(text) + 5:
@@ -125,37 +125,37 @@ def _boxed(place: tuple[float, float], y: float, look: str, title: str, text: st
     return box + f'<text class="inside" x="{x + wide / 2:.1f}" y="{y + 17:g}" text-anchor="middle">{text}</text>'
 
 
-_LOOK = {"forward": "forward", "backward": "backward", "backward-weight": "data", "update": "update", "read": "data"}
+_CSS = {"forward": "forward", "backward": "backward", "backward-weight": "data", "update": "update", "read": "data"}
 
 
-def described(span: Span) -> str:
-    """A span in words."""
+def describe(span: Span) -> str:
+    """The tooltip of an instruction."""
     what = (
         f"{span.opcode} {span.batch}" if OPCODES[span.opcode].once_a_batch else f"{span.opcode} of micro-batch {span.g}"
     )
     where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")
-    words = [f"{where}: {what}", f"batch {span.batch}"]
+    lines = [f"{where}: {what}", f"batch {span.batch}"]
     if span.opcode == "update":
-        words.append(f"version {span.version} becomes {span.version + 1}")
+        lines.append(f"version {span.version} becomes {span.version + 1}")
     elif span.opcode != "read":
-        words.append(f"version {span.version}" + (f", predicted {span.distance} ahead" if span.distance else ""))
-    words.append(f"{seconds(span.end_s - span.start_s)}, from {seconds(span.start_s)}")
+        lines.append(f"version {span.version}" + (f", predicted {span.distance} ahead" if span.distance else ""))
+    lines.append(f"{seconds(span.end_s - span.start_s)}, from {seconds(span.start_s)}")
     if span.num_bytes:
-        words.append(f"{size(span.num_bytes)} sent")
-    return "\n".join(words)
+        lines.append(f"{size(span.num_bytes)} sent")
+    return "\n".join(lines)
 
 
 def _axis(across: Axis, bottom: float, width: int) -> list[str]:
     unit, factor = ("s", 1.0) if across.high - across.low >= 2.0 else ("ms", 1e3)
     inner = Axis(0.0, (across.high - across.low) * factor, across.start, across.end)
-    made = []
+    elements = []
     for value in ticks(inner, max(4, int(width / 80))):
         x = inner.place(value)
-        made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
+        elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
         anchor = "end" if x > width - RIGHT - 10 else "middle"
-        made.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 14:g}" text-anchor="{anchor}">{value:g}</text>')
-    said = f"{unit}, from {seconds(across.low)} of the run" if across.low else unit
-    made.append(
-        f'<text class="tick" x="{(LEFT + width - RIGHT) / 2:g}" y="{bottom + 32:g}" text-anchor="middle">{said}</text>'
+        elements.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 14:g}" text-anchor="{anchor}">{value:g}</text>')
+    label = f"{unit}, from {seconds(across.low)} of the run" if across.low else unit
+    elements.append(
+        f'<text class="tick" x="{(LEFT + width - RIGHT) / 2:g}" y="{bottom + 32:g}" text-anchor="middle">{label}</text>'
     )
-    return made
+    return elements

@@ -1,4 +1,4 @@
-"""A window of a trace in the middle of the run, read line by line: a long run's trace would not fit into memory."""
+"""Read a window in the middle of a trace, line by line: the trace of a long run may not fit into memory."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from roundelay.page.timeline import Window
 LEAST, MOST = 12, 36
 """Fewest and most micro-batches in a window."""
 
-_WHEN = re.compile(r'"ts":(-?[\d.]+),"dur":([\d.]+)')
+_TIMES = re.compile(r'"ts":(-?[\d.]+),"dur":([\d.]+)')
 _FIRST = re.compile(r'"cat":"forward","pid":0,.*"stage":0,')
 _MICRO = 1e6
 
 
-def shown(micro_batches: int) -> int:
-    """Micro-batches in a window: a batch and a half, within limits."""
+def window_length(micro_batches: int) -> int:
+    """Number of micro-batches in a window: one and a half batches, within limits."""
     return min(MOST, max(LEAST, micro_batches * 3 // 2))
 
 
 def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | None:
-    """A stretch of the steady state; None if nothing ran.
+    """A window of the steady state, or None if the trace is empty.
 
     Args:
-        path: a trace as `write_trace` makes it, one event on a line.
+        path: a trace as `write_trace` writes it, one event per line.
         num_workers: D.
         micro_batches: M.
 
     Raises:
-        UsageError: it is no such trace.
+        UsageError: it is not such a trace.
     """
     try:
-        starts = _forwards(path)
+        starts = _forward_starts(path)
         if not starts:
             return None
-        begin, end = _stretch(starts, shown(micro_batches))
+        begin, end = _interval(starts, window_length(micro_batches))
         events = _between(path, begin, end)
         spans = [_span(event) for event in events if event["cat"] not in ("idle", "load")]
         gaps = [_gap(event) for event in events if event["cat"] == "idle"]
@@ -50,26 +50,26 @@ def read_window(path: Path, num_workers: int, micro_batches: int) -> Window | No
             f"trace {path}",
             got=f"{type(error).__name__}: {error}",
             expected="a trace as `roundelay train` writes it",
-            remedy="Move the file away; the report does without it.",
+            remedy="Move the file away; the report can be written without it.",
         ) from error
-    ours = [span for span in spans if span.worker < num_workers]
-    return Window(begin / _MICRO, end / _MICRO, ours, gaps, num_workers, loads)
+    known = [span for span in spans if span.worker < num_workers]
+    return Window(begin / _MICRO, end / _MICRO, known, gaps, num_workers, loads)
 
 
-def _forwards(path: Path) -> list[float]:
-    """When stage 0's forwards began, in microseconds."""
-    found = []
+def _forward_starts(path: Path) -> list[float]:
+    """Start times of stage 0's forwards, in microseconds, sorted."""
+    starts = []
     with path.open(encoding="utf-8") as file:
         if not file.readline().startswith('{"displayTimeUnit"'):
             raise ValueError("another first line")
         for line in file:
-            if _FIRST.search(line) and (when := _WHEN.search(line)):
-                found.append(float(when[1]))
-    return sorted(found)
+            if _FIRST.search(line) and (times := _TIMES.search(line)):
+                starts.append(float(times[1]))
+    return sorted(starts)
 
 
-def _stretch(starts: list[float], count: int) -> tuple[float, float]:
-    """Begin and end of a window of so many micro-batches around the middle of the run, in microseconds."""
+def _interval(starts: list[float], count: int) -> tuple[float, float]:
+    """Begin and end, in microseconds, of ``count`` micro-batches in the middle of the run."""
     first = max(0, (len(starts) - count) // 2)
     last = min(len(starts) - 1, first + count)
     period = (starts[last] - starts[first]) / (last - first) if last > first else _MICRO
@@ -78,14 +78,14 @@ def _stretch(starts: list[float], count: int) -> tuple[float, float]:
 
 
 def _between(path: Path, begin: float, end: float) -> list[dict[str, Any]]:
-    """The complete events that overlap a stretch."""
-    found = []
+    """The complete events (``"ph": "X"``) that overlap an interval, in microseconds."""
+    events = []
     with path.open(encoding="utf-8") as file:
         for line in file:
-            when = _WHEN.search(line) if line.startswith('{"ph":"X"') else None
-            if when and float(when[1]) < end and float(when[1]) + float(when[2]) > begin:
-                found.append(json.loads(line.rstrip().rstrip(",")))
-    return found
+            times = _TIMES.search(line) if line.startswith('{"ph":"X"') else None
+            if times and float(times[1]) < end and float(times[1]) + float(times[2]) > begin:
+                events.append(json.loads(line.rstrip().rstrip(",")))
+    return events
 
 
 def _span(event: dict[str, Any]) -> Span:

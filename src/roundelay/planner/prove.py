@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.lower.validate_plan import CPU, TRANSPORTS, check_plan
+from roundelay.ir.transports import TRANSPORTS
+from roundelay.lower.validate_plan import CPU, check_plan
 from roundelay.lower.verify_schedule import Fired, check_registers, check_run, programs_of, runs_to_check
 from roundelay.simulator import Simulation, simulate
 
@@ -38,7 +39,7 @@ def _without_times(plan: Plan) -> Plan:
     return replace(
         plan,
         model="",
-        transport=TRANSPORTS[0],
+        transport=next(iter(TRANSPORTS)),
         deadline_s=1.0,
         latency_s=0.1,
         bytes_per_s=1.0,

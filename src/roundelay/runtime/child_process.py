@@ -1,6 +1,6 @@
-"""Processes that must not outlive what they belong to, a child its parent, a member its launcher; and how to fork one.
+"""Forks child processes that end with their parent.
 
-What is asked of the system here is Linux's; elsewhere a process is ended by its broken pipes and connections alone.
+This uses ``prctl`` of Linux; on other systems only broken pipes and connections end an orphaned process.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from roundelay.runtime.loader_processes import end_loaders, forget_loaders
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def fork(live: Callable[[], None]) -> int:
-    """Fork a child that is deaf to Ctrl-C, which its parent hears, and ends by SIGTERM and with the thread that forks.
+def fork(main: Callable[[], None]) -> int:
+    """Fork a child that ignores SIGINT, which its parent handles, and ends on SIGTERM and with the forking thread.
 
-    It draws the same random numbers as its parent would: Python seeds its own anew in a child, and numpy does not.
-    What it forks ends with it. Let interrupts wait until its number is noted (:mod:`roundelay.deferred_signals`).
+    It draws the same random numbers as its parent would: Python reseeds its own generator in a child, numpy does not.
+    What the child forks ends with it. Defer signals until its pid is recorded (:mod:`roundelay.deferred_signals`).
 
     Args:
-        live: all that the child does; then it ends, with 1 if that raised.
+        main: the child's work; then it exits, with status 1 if that raised.
 
     Returns:
-        the child's process number.
+        the child's pid.
 
     Raises:
-        RunError: if the system starts no further process.
+        RunError: the system cannot start another process.
     """
-    libc, parent, drawing = ctypes.CDLL(None), os.getpid(), random.getstate()
-    flush_output()  # else the child would write what waits once more
+    libc, parent, random_state = ctypes.CDLL(None), os.getpid(), random.getstate()
+    flush_output()  # otherwise the child would write buffered output again
     try:
         pid = os.fork()
         if not pid:
-            random.setstate(drawing)
-            _live(live, parent, libc)
+            random.setstate(random_state)
+            _run_child(main, parent, libc)
     except BaseException as error:
-        if os.getpid() != parent:  # a handler raised in the child, which must not go on as a second one of us
+        if os.getpid() != parent:  # a signal handler raised in the child, which must not go on as a copy
             os._exit(1)
         if isinstance(error, OSError):
             raise _refused(error) from error
@@ -52,15 +52,15 @@ def fork(live: Callable[[], None]) -> int:
     return pid
 
 
-def _live(live: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
+def _run_child(main: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         forget_loaders()
-        die_with(parent, libc)
-        keep_children(libc)
-        live()
+        die_with_parent(parent, libc)
+        end_children_with_thread(libc)
+        main()
         status = 0
         end_loaders()
     finally:
@@ -69,9 +69,9 @@ def _live(live: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Write what has been printed, as far as somebody takes it."""
+    """Flush stdout and stderr, ignoring errors."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or None, or whatever a notebook has put there
+        with suppress(Exception):  # closed, None, or a notebook's replacement
             stream.flush()
 
 
@@ -79,17 +79,17 @@ def _refused(error: OSError) -> RunError:
     return RunError(
         "the system",
         got=f"{error.strerror!r} when another process was to be started",
-        expected="room for it",
-        remedy="See its limits on processes (`ulimit -u`, a container's) and its free memory. Fewer workers need "
-        "fewer, and --no-baseline one less.",
+        expected="a new process",
+        remedy="Check the limits on processes (`ulimit -u`, a container's) and the free memory, or use fewer workers; "
+        "--no-baseline saves one process.",
     )
 
 
-def die_with(parent: int, libc: ctypes.CDLL) -> None:
-    """Have the system end this process when its parent is killed.
+def die_with_parent(parent: int, libc: ctypes.CDLL) -> None:
+    """Have the system kill this process when its parent ends.
 
     Args:
-        parent: number of the process that it belongs to; if that has gone already, this process ends at once.
+        parent: pid of the parent; if that is gone already, this process exits at once.
         libc: the C library, loaded before any fork.
     """
     if hasattr(libc, "prctl"):
@@ -98,35 +98,35 @@ def die_with(parent: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
-def keep_children(libc: ctypes.CDLL) -> None:
-    """Have the system end what this process forks from now on, such as a loader's processes, with it.
+def end_children_with_thread(libc: ctypes.CDLL) -> None:
+    """Have the system kill what this process forks from now on, such as a loader's processes, when it ends.
 
-    More exactly, with the thread that forks: one that runs a person's code may end with this process only, see
-    :func:`outlast`.
+    More exactly, when the forking thread ends: a thread that runs user code must therefore last as long as this
+    process, see :func:`keep_thread_alive`.
 
     Args:
         libc: the C library, loaded before any fork.
     """
     if hasattr(libc, "prctl"):
-        os.register_at_fork(before=_note_parent, after_in_child=lambda: die_with(_PARENT[0], libc))
+        os.register_at_fork(before=_note_parent, after_in_child=lambda: die_with_parent(_PARENT[0], libc))
         _KEEPING.set()
 
 
 _PARENT = [0]
-"""The process that forks."""
+"""Pid of the forking process."""
 
 _KEEPING = threading.Event()
-"""Set where children end with the thread that has forked them."""
+"""Set if children end with the thread that forked them."""
 
 
 def _note_parent() -> None:
     _PARENT[0] = os.getpid()
 
 
-def outlast() -> None:
-    """Keep the calling thread, a daemon that has done its work, where what it has forked would end with it.
+def keep_thread_alive() -> None:
+    """Block the calling daemon thread for ever if its child processes would end with it.
 
-    A loader's processes may belong to the person's loader, and serve its next epoch in another thread.
+    A loader's processes may belong to the user's loader and serve its next epoch in another thread.
     """
     if _KEEPING.is_set():
         threading.Event().wait()

@@ -1,19 +1,17 @@
-"""Where a worker computes: what a device other than the CPU needs besides, asked once at the start.
+"""The device on which a worker computes, and what a CUDA device needs in addition to the CPU.
 
-On the CPU nothing is added: the loop, the handlers and the data are the very same objects. On a CUDA device a worker
-has a stream of its own, and
+On the CPU nothing is added: loop, handlers and data stay the same objects. On a CUDA device a worker has a stream of
+its own, and
 
-- micro-batches are copied ahead (:meth:`AcceleratorDevice.feed`): the copy of the next one is issued when the previous
-one
-  begins, from pinned memory, on a stream of its own. At most :data:`REGISTERS` are on the device; in OneFlow's words
+- micro-batches are prefetched (:meth:`AcceleratorDevice.feed`): the copy of the next one is issued when the previous
+  one begins, from pinned memory, on a second stream. At most :data:`REGISTERS` are on the device. In OneFlow's terms
   the copy is an actor of its own with two registers, so that it overlaps with compute (OneFlow, sections 4.3 and 6.1);
-- an instruction's span is measured by events in the worker's stream (:class:`Spans`), for on the host its end is only
-  that of giving the work to the device.
+- an instruction's span is measured by events in the worker's stream (:class:`Spans`): on the host it ends when its work
+  has been issued.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -25,47 +23,48 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.lower.validate_plan import CPU, FORKING
+from roundelay.ir.transports import transport_named
+from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
-from roundelay.transport.cuda import Cuda, Driver, Event, Stream
+from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
-"""Micro-batches that stage 0 holds on its device before their forward: one in use, one under way."""
+"""Micro-batches that stage 0 holds on its device before their forward: one in use, one being copied."""
 
 KNOWN_SPANS = 16 * KEPT_MICRO_BATCHES
 """Spans that are kept; the worker's log keeps at most nine instructions of a micro-batch, two stages and a read."""
 
 HELD_SPANS = 256
-"""Pairs of events that wait to be read before the oldest are looked at."""
+"""Pairs of events that may wait before the oldest are read."""
 
 Entry = tuple[MicroBatch, dict[str, torch.Tensor]]
 Data = Generator[Entry, None, None]
 Handlers = Mapping[str, Handler]
 
 
-def present() -> int:
-    """CUDA devices here; asking does not start CUDA, so that workers can still be forked."""
+def num_cuda_devices() -> int:
+    """CUDA devices of this host. The call does not initialise CUDA, so workers can still be forked."""
     return torch.cuda.device_count()
 
 
-def named(devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
-    """The device of every worker.
+def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
+    """The device of every worker, from the option ``--devices``.
 
     Args:
-        devices: ``cpu``, ``cuda`` (worker k on device k, counted around), or one name for each worker, with commas. By
-            default ``cuda`` where there is such a device and the transport can carry its tensors.
+        devices: ``cpu``, ``cuda`` (worker k on device k modulo their number), or one name for each worker, separated by
+            commas. By default ``cuda`` if there is such a device and the transport can carry its tensors.
         num_workers: D.
         transport: of the plan.
 
     Raises:
-        PlanError: the list is not one per worker, or a device is not here.
+        PlanError: the list is not one per worker, or this host does not have a device.
     """
-    text = devices or ("cuda" if present() and transport not in FORKING else CPU)
+    text = devices or ("cuda" if num_cuda_devices() and not transport_named(transport).forks else CPU)
     names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
-    if text == "cuda" and present():
-        names = tuple(f"cuda:{k % present()}" for k in range(num_workers))
+    if text == "cuda" and num_cuda_devices():
+        names = tuple(f"cuda:{k % num_cuda_devices()}" for k in range(num_workers))
     if len(names) != num_workers:
         raise PlanError(
             "--devices",
@@ -73,97 +72,72 @@ def named(devices: str | None, num_workers: int, transport: str) -> tuple[str, .
             expected="cpu, cuda, or one device for each worker, such as cuda:0,cuda:1",
             remedy="Name one for each worker, or give --workers.",
         )
-    check_here(names)
+    check_devices_exist(names)
     return names
 
 
-def check_here(devices: tuple[str, ...]) -> None:
-    """Refuse devices that this host does not have; what no device can be called, the plan's own check tells.
+def check_devices_exist(devices: tuple[str, ...]) -> None:
+    """Refuse devices that this host does not have. Malformed names are refused by the plan's validation.
 
     Raises:
-        PlanError: naming the first.
+        PlanError: naming the first such device.
     """
-    known = [CPU, *(f"cuda:{i}" for i in range(present()))]
+    known = [CPU, *(f"cuda:{i}" for i in range(num_cuda_devices()))]
     for k, name in enumerate(devices):
         if name.startswith("cuda") and name not in known:
             raise PlanError(
                 f"the device of stage {k}",
                 got=f"{name}: no such device here",
-                expected="one of " + ", ".join(known) + ("" if present() else ": torch sees no CUDA device here"),
+                expected="one of "
+                + ", ".join(known)
+                + ("" if num_cuda_devices() else ": torch sees no CUDA device here"),
                 remedy="Name other --devices, or correct `device` in the plan; --devices cpu always works.",
             )
 
 
-class Device(ABC):
-    """Where one worker computes."""
-
-    place: torch.device
-    """As torch calls it."""
-
-    @abstractmethod
-    def active(self) -> AbstractContextManager[Any]:
-        """While this lasts, the calling thread computes here."""
-
-    @abstractmethod
-    def lane_end(self) -> Place:
-        """Where tensors lie that come and go on lanes."""
-
-    @abstractmethod
-    def feed(self, data: Data) -> Data:
-        """Micro-batches, their tensors on this device."""
-
-    @abstractmethod
-    def watched(self, handlers: Handlers) -> Handlers:
-        """The handlers, their spans measured where the worker's own clock would not tell."""
-
-    @abstractmethod
-    def spans(self, told: list[Told], dropped: int) -> list[Told]:
-        """Instructions in order with true spans, at the run's end; ``dropped`` came before them."""
-
-    @abstractmethod
-    def busy_s(self, on_host_s: float) -> float:
-        """Seconds computed so far, given those that the worker's own clock counts."""
-
-
-@final
-class CpuDevice(Device):
-    """The CPU: everything is as it is.
+class Device:
+    """The device on which one worker computes: the CPU, if no method is overridden.
 
     Args:
-        watch: put around the handlers.
+        wrap_handlers: called with the handlers; returns those to use.
     """
 
     place = torch.device(CPU)
+    """The device as torch knows it."""
 
-    def __init__(self, watch: Callable[[Handlers], Handlers] = lambda handlers: handlers) -> None:
-        self._watch = watch
+    def __init__(self, wrap_handlers: Callable[[Handlers], Handlers] = lambda handlers: handlers) -> None:
+        self._wrap_handlers = wrap_handlers
 
     def active(self) -> AbstractContextManager[Any]:
-        """Nothing changes."""
+        """A context in which the calling thread computes on this device."""
         return nullcontext()
 
-    def lane_end(self) -> Place:
-        """On the CPU."""
+    def lane_place(self) -> Place:
+        """Where tensors are stored that are sent and received on lanes."""
         return Place(self.place)
 
     def feed(self, data: Data) -> Data:
-        """The data itself."""
+        """Micro-batches with their tensors on this device."""
         return data
 
-    def watched(self, handlers: Handlers) -> Handlers:
-        """As whoever made this device wants it; else the handlers themselves."""
-        return self._watch(handlers)
+    def instrumented(self, handlers: Handlers) -> Handlers:
+        """The handlers, with their spans measured where the worker's clock cannot."""
+        return self._wrap_handlers(handlers)
 
-    def spans(self, told: list[Told], dropped: int) -> list[Told]:
-        """As they are."""
-        return told
+    def spans(self, events: list[Told], dropped: int) -> list[Told]:
+        """Logged instructions with their measured spans, at the run's end; ``dropped`` more came before them."""
+        return events
 
     def busy_s(self, on_host_s: float) -> float:
-        """As counted."""
+        """Seconds computed so far.
+
+        Args:
+            on_host_s: what the worker's own clock has counted.
+        """
         return on_host_s
 
 
-HOST = CpuDevice()
+HOST = Device()
 
 
 @final
@@ -172,25 +146,26 @@ class AcceleratorDevice(Device):
 
     Args:
         place: the device.
-        driver: how it is asked.
+        driver: the interface to CUDA.
     """
 
-    def __init__(self, place: torch.device, driver: Driver) -> None:
+    def __init__(self, place: torch.device, driver: Cuda) -> None:
+        super().__init__()
         self.place, self._driver = place, driver
         self.stream = driver.stream(place)
         self._copies = driver.stream(place)
         self._spans = Spans(driver, self.stream)
 
     def active(self) -> AbstractContextManager[Any]:
-        """The thread's work goes to the worker's stream; weights are made there too, so no memory changes hands."""
+        """A context whose work goes to the worker's stream; weights are allocated there too."""
         return self._driver.using(self.stream)
 
-    def lane_end(self) -> Place:
-        """On the device, used by the worker's stream."""
+    def lane_place(self) -> Place:
+        """The device, with the worker's stream."""
         return Place(self.place, self._driver, self.stream)
 
     def feed(self, data: Data) -> Data:
-        """See the module's docstring: a register is filled as soon as the one before it is in use."""
+        """Copy each micro-batch while the previous one is in use; see the module's docstring."""
         registers: deque[tuple[Entry, Event]] = deque()
         with closing(data):
             while self._fill(registers, data):
@@ -202,7 +177,7 @@ class AcceleratorDevice(Device):
                 yield header, values
 
     def _fill(self, registers: deque[tuple[Entry, Event]], data: Iterator[Entry]) -> bool:
-        """Issue copies until the register that is not in use is full, or the data ends; whether any is there."""
+        """Issue copies until every unused register is full, or the data ends; returns whether any is full."""
         while len(registers) < REGISTERS - 1:
             entry = next(data, None)
             if entry is None:
@@ -215,34 +190,34 @@ class AcceleratorDevice(Device):
             registers.append(((header, copies), copied))
         return bool(registers)
 
-    def watched(self, handlers: Handlers) -> Handlers:
-        """The handlers between two events; ``read`` is the host's own work, and its clock tells."""
+    def instrumented(self, handlers: Handlers) -> Handlers:
+        """The handlers between two events each; ``read`` computes on the host, whose clock measures it."""
         return {opcode: self._spans.around(handler, opcode != "read") for opcode, handler in handlers.items()}
 
-    def spans(self, told: list[Told], dropped: int) -> list[Told]:
-        """With the spans that the events tell; waits until all work is done."""
+    def spans(self, events: list[Told], dropped: int) -> list[Told]:
+        """The events with spans from CUDA; waits until all work is done."""
         self.stream.synchronize()
-        return self._spans.told(told, dropped)
+        return self._spans.apply(events, dropped)
 
     def busy_s(self, on_host_s: float) -> float:
-        """Of the instructions that are known to have ended."""
+        """Seconds of the instructions that are known to have ended, whatever the worker has counted."""
         self._spans.read()
         return self._spans.busy_s
 
 
 @final
 class Spans:
-    """Starts and ends of instructions in a stream, in the host's seconds.
+    """Starts and ends of instructions in a stream, in seconds of the host's clock.
 
-    Each time is that of the event before it plus the milliseconds between the two, which CUDA tells in single
+    Each time is that of the previous event plus the milliseconds between the two, which CUDA returns in single
     precision: measured from the run's start they would be rounded to a quarter of a millisecond after an hour.
 
     Args:
-        driver: makes events.
+        driver: creates events.
         stream: the worker's.
     """
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: Cuda, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
         self._waiting: deque[tuple[int, Event, Event]] = deque()
         self._known: dict[int, tuple[float, float]] = {}
@@ -254,7 +229,7 @@ class Spans:
         self._last_s = perf_counter()
 
     def around(self, handler: Handler, measured: bool) -> Handler:
-        """The handler, its place among all instructions counted, and its span noted if asked for."""
+        """The handler, counted among all instructions, with its span measured if ``measured``."""
 
         def counted(context: Context, run: Run) -> MicroBatch | None:
             self._count += 1
@@ -274,7 +249,7 @@ class Spans:
         return timed if measured else counted
 
     def read(self) -> None:
-        """Read the events that have been passed, oldest first, and let them go."""
+        """Read the events that the stream has passed, oldest first, and release them."""
         while self._waiting and self._waiting[0][2].query():
             index, start, end = self._waiting.popleft()
             start_s = self._last_s + self._last.elapsed_time(start) / 1e3
@@ -284,37 +259,37 @@ class Spans:
                 del self._known[next(iter(self._known))]
             self.busy_s += self._last_s - start_s
 
-    def told(self, told: list[Told], dropped: int) -> list[Told]:
-        """``told``, before which ``dropped`` are gone, with what has been measured in place of the host's spans."""
+    def apply(self, events: list[Told], dropped: int) -> list[Told]:
+        """The events, of which ``dropped`` earlier ones are missing, with measured spans instead of the host's."""
         self.read()
-        return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(told, dropped)]
+        return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(events, dropped)]
 
 
 @contextmanager
-def repeatable(devices: tuple[str, ...]) -> Iterator[None]:
-    """While this lasts, operations on these devices give the same bits when they are repeated.
+def deterministic(devices: tuple[str, ...]) -> Iterator[None]:
+    """A context in which operations on these devices give the same bits whenever they are repeated.
 
-    On the CPU they do anyway. For CUDA torch takes deterministic kernels where it has them and warns where it has none;
-    its matrix products ask for ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment, or warn as well.
+    On the CPU they always do. For CUDA, torch uses deterministic kernels where it has them and warns where it has none;
+    its matrix products need ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment, or warn as well.
     """
     if all(name == CPU for name in devices):
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = searches
+        torch.backends.cudnn.benchmark = benchmark
 
 
-def device_of(name: str) -> Device:
-    """The device of this name, for the worker that asks.
+def make_device(name: str) -> Device:
+    """The device of this name, for one worker.
 
     Raises:
-        PlanError: it is not here.
+        PlanError: this host does not have it.
     """
-    check_here((name,))
+    check_devices_exist((name,))
     return HOST if name == CPU else AcceleratorDevice(torch.device(name), Cuda())

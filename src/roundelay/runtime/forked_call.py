@@ -1,8 +1,8 @@
-"""Calls in a forked child: what they do to autograd, to memory and to the person's objects ends with it.
+"""Calls a function in a forked child, so that it has no effect on this process's autograd, memory and user objects.
 
 Where an accelerator is present, a backward in this process would make every process forked later unable to train (see
-:mod:`roundelay.fork_safety`). So whatever computes gradients beside the workers (measuring, compiling, the reference of
-a run of processes) is done in a child.
+:mod:`roundelay.fork_safety`). So gradients computed outside of workers (measuring, compiling, the reference of a run of
+processes) are computed in a child.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from roundelay.deferred_signals import Interrupts
+from roundelay.deferred_signals import DeferredSignals
 from roundelay.errors import RoundelayError, RunError, UsageError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
-from roundelay.lower.validate_plan import FORKING
+from roundelay.ir.transports import transport_named
 from roundelay.runtime.child_process import fork
-from roundelay.runtime.failure_tracker import failure, restored
-from roundelay.runtime.forked_workers import END_S, Child, write_all
+from roundelay.runtime.forked_workers import END_S, Child
 from roundelay.runtime.user_errors import out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Report, ReportAssembler, pieces_of
+from roundelay.runtime.worker_messages import Report, ReportAssembler, error_of, failure, write_report
 
 _TICK_S = 1.0
 
@@ -35,31 +34,30 @@ def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: f
     """Call a function in a forked child.
 
     Args:
-        call: returns what JSON can hold.
-        what: what it does, for people.
+        call: returns plain data (numbers, strings, lists, dicts).
+        what: what it does, for messages.
         threads: intra-op threads of the child.
-        limit_s: seconds that it may take; by default as long as its process lives.
+        limit_s: seconds that it may take; no limit by default.
 
     Returns:
-        what it returned.
+        the result of the call.
 
     Raises:
-        RoundelayError: the one that it raised.
-        UserCodeError: it raised something else.
+        RoundelayError: the call raised it.
+        UserCodeError: the call raised something else.
         RunError: the child was killed, or took longer than ``limit_s``.
     """
 
-    def live() -> None:
-        torch.set_num_threads(threads)  # first of all: a forked pool of more threads would hang
+    def main() -> None:
+        torch.set_num_threads(threads)  # first of all: a forked thread pool would hang
         os.close(reading)
-        for piece in pieces_of(_result(call, what)):
-            write_all(writing, piece)
+        write_report(writing, _result(call, what))
 
-    with Interrupts() as interrupts:
+    with DeferredSignals() as interrupts:
         reading, writing = os.pipe()
         try:
             try:
-                child = Child(0, fork(live), reading)
+                child = Child(0, fork(main), reading)
             finally:
                 os.close(writing)
             report = _answer(child, interrupts, limit_s)
@@ -68,7 +66,7 @@ def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: f
     if report is None:
         raise _no_answer(child, what, limit_s)
     if report.kind == "failed":
-        raise restored(report)
+        raise error_of(report)
     return report.data["value"]
 
 
@@ -76,28 +74,28 @@ def _result(call: Callable[[], Any], what: str) -> Report:
     try:
         return Report("finished", 0, {"value": call()})
     except RoundelayError as error:
-        told: RoundelayError = error
+        cause: RoundelayError = error
     except MemoryError as error:
-        told = out_of_memory(what, error)
-    except Exception as error:  # of the person's own code, or torch's
-        told = unexpected(what, error)
-    return failure(0, told, "".join(traceback.format_exception(told)))
+        cause = out_of_memory(what, error)
+    except Exception as error:  # of user code, or torch
+        cause = unexpected(what, error)
+    return failure(0, cause, "".join(traceback.format_exception(cause)))
 
 
-def _answer(child: Child, interrupts: Interrupts, limit_s: float) -> Report | None:
-    """What the child says, if it does; it has ended then."""
+def _answer(child: Child, interrupts: DeferredSignals, limit_s: float) -> Report | None:
+    """Wait for the child's report and its end; None if there is no report."""
     try:
         interrupts.open()
         incoming, deadline = ReportAssembler(), time.monotonic() + limit_s
-        poller = select.poll()  # select knows the first 1024 files only
+        poller = select.poll()  # select is limited to 1024 file descriptors
         poller.register(child.pipe, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
             if not poller.poll(1000 * min(left, _TICK_S)):
                 continue
-            size = os.readv(child.pipe, incoming.rooms())
-            for report in incoming.filled(size):
-                return report
-            if not size:
+            reports = incoming.read(child.pipe)
+            if reports:
+                return reports[0]
+            if reports is None:
                 child.wait(END_S)
                 return None
         return None
@@ -105,7 +103,7 @@ def _answer(child: Child, interrupts: Interrupts, limit_s: float) -> Report | No
         interrupts.held = True
         if child.status() is None:
             child.killed = True
-            os.kill(child.pid, signal.SIGKILL)  # what its loader has started ends with it
+            os.kill(child.pid, signal.SIGKILL)  # its own children, such as a loader's processes, end with it
         child.wait(END_S)
 
 
@@ -116,35 +114,35 @@ def _no_answer(child: Child, what: str, limit_s: float) -> RunError:
     elif status is not None and os.WIFSIGNALED(status):
         how = f"its process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     else:
-        how = "its process ended without a word"
+        how = "its process ended without an answer"
     return RunError(
         what,
         got=how,
-        expected="a process that lives until it has answered",
-        remedy="If the system killed it for memory, use smaller micro-batches; the run itself starts other processes.",
+        expected="a process that runs until it has answered",
+        remedy="If the system killed it for memory, use smaller micro-batches.",
     )
 
 
 def apart(call: Callable[[], Any], what: str) -> Any:
-    """Call a function that computes gradients: in a child where one here would spoil later forks, else here.
+    """Call a function that computes gradients, in a child if a backward here would prevent later forks.
 
     Args:
-        call: returns what JSON can hold, or whatever it likes where that comes back from this very process.
-        what: what it does, for people.
+        call: returns plain data.
+        what: what it does, for messages.
 
     Raises:
-        RoundelayError: as :func:`isolated`; where it is called here, whatever it raises.
+        RoundelayError: as :func:`isolated`; if called in this process, whatever it raises.
     """
-    return isolated(call, what) if backwards_apart() else call()
+    return isolated(call, what) if must_isolate_backward() else call()
 
 
-def backwards_apart() -> bool:
-    """Whether backwards beside the workers belong in a child: one here would start threads for devices."""
+def must_isolate_backward() -> bool:
+    """Whether a backward outside of workers must run in a child, as one here would start autograd's device threads."""
     return not STARTED_WITHOUT_DEVICES and hasattr(os, "fork") and not forked_backward_error()
 
 
 def forked_backward_error() -> str:
-    """Why a process forked from this one cannot run a backward; empty if it can."""
+    """Return why a process forked from this one cannot run a backward; empty if it can."""
     try:
         isolated(one_backward, "a backward in a forked process")
     except RoundelayError as error:
@@ -153,12 +151,12 @@ def forked_backward_error() -> str:
 
 
 def check_transport(transport: str) -> None:
-    """Refuse a transport whose workers would be forked from a process that cannot be forked, or not any more.
+    """Reject a transport whose workers are forked if this process cannot be forked.
 
     Raises:
-        UsageError: it is one.
+        UsageError: the transport cannot be used in this process.
     """
-    if transport not in FORKING:
+    if not transport_named(transport).forks:
         return
     if not hasattr(os, "fork"):
         raise UsageError(
@@ -171,8 +169,8 @@ def check_transport(transport: str) -> None:
         raise UsageError(
             f"transport {transport} in this process",
             got=f"no backward is possible in a process forked from it: {' '.join(why.split())[:200]}",
-            expected="a process in which neither a backward nor CUDA has begun: torch then has threads for its "
-            "devices, and a fork loses them",
+            expected="a process that has run no backward and not initialized CUDA: their device threads do not survive "
+            "a fork",
             remedy='Use transport="memory", or train from a process of its own: `roundelay train JOB.py --transport '
             f"{transport}`, or `torchrun --nproc-per-node N -m roundelay train JOB.py`.",
         )

@@ -1,4 +1,4 @@
-"""What Python's garbage collector is spared while a task runs."""
+"""Keeps Python's garbage collector from scanning long-lived objects while a task runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 EVERY = 4
-"""In so many runs it is looked whether a whole collection is due: to count objects takes ten milliseconds."""
+"""Runs between two checks whether a full collection is due: counting objects takes ten milliseconds."""
 GROWTH = 1.25
-"""Python's own measure: one is due when a quarter has come on top of what the last one left."""
+"""A full collection is due when there are a quarter more objects than after the last one; Python's own criterion."""
 
 
 @dataclass(slots=True)
 class _Past:
-    """What this process has seen: its runs, and the objects behind the last whole collection."""
+    """Number of runs of this process, and number of objects after the last full collection."""
 
     runs: int = 0
     objects: int = 0
@@ -25,12 +25,12 @@ _PAST = _Past()
 
 
 @contextmanager
-def settled() -> Generator[None, None, None]:
-    """Leave what is here already out of collections: torch's own objects cost 0.1 ms per micro-batch and worker.
+def frozen_gc() -> Generator[None, None, None]:
+    """Exclude existing objects from collections: scanning torch's own costs 0.1 ms per micro-batch and worker.
 
-    Processes that are forked meanwhile inherit it. To freeze objects also sets back the counts by which Python finds
-    that a whole collection is due, so in a process of many runs, as in a comparison, none would come any more; when
-    one is due, it is made here, before the run.
+    Processes forked meanwhile inherit this. Freezing also resets the counters by which Python decides on a full
+    collection, so that a process with many runs, such as a comparison, would never have one; if one is due, it is made
+    here, before the run.
     """
     gc.freeze()
     if _PAST.runs % EVERY == EVERY - 1:
@@ -43,7 +43,7 @@ def settled() -> Generator[None, None, None]:
 
 
 def _collect_if_due() -> None:
-    """With everything frozen, before and behind."""
+    """Run a full collection if there are many new objects; all objects are frozen before and after."""
     if _PAST.objects and gc.get_freeze_count() <= GROWTH * _PAST.objects:
         return
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What a worker has carried out, as long as it is worth keeping: a run of days must not fill the memory."""
+"""The most recent instructions of a worker; older ones are dropped, so that a run of days does not fill the memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 from roundelay.actor.machine import Run
 
 KEPT_MICRO_BATCHES = 2**13
-"""So many are kept at the end, with all their instructions; about 4 MiB for each worker."""
+"""Number of micro-batches whose instructions are kept; about 4 MiB per worker."""
 
 Told = tuple[Run, int, float, float, int]
 """An executed instruction: itself, its batch, start and end in seconds of ``time.perf_counter``, bytes sent."""
@@ -18,10 +18,10 @@ Told = tuple[Run, int, float, float, int]
 class InstructionLog:
     """The instructions of the last micro-batches, in order.
 
-    All workers end with the same micro-batch, so what they keep covers the same stretch of the run: from ``first`` on.
+    All workers end with the same micro-batch, so their logs cover the same part of the run: from ``first`` on.
 
     Args:
-        kept: number of micro-batches.
+        kept: number of micro-batches to keep.
     """
 
     def __init__(self, kept: int = KEPT_MICRO_BATCHES) -> None:
@@ -31,9 +31,9 @@ class InstructionLog:
         self.dropped = 0
 
     def add(self, event: Told) -> None:
-        """Append an instruction; those of micro-batches that are too far back go.
+        """Append an instruction and drop those of older micro-batches.
 
-        A few that are older than ``first`` stay, as a worker's instructions are not in the order of micro-batches.
+        A few that are older than ``first`` remain, as instructions are not in the order of micro-batches.
         """
         self.events.append(event)
         if event[0].g >= self.first + self._kept:

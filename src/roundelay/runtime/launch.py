@@ -1,6 +1,6 @@
-"""Run a task on its plan's transport, listen to its workers, and see that nothing is left behind.
+"""Runs a task: starts its workers for the plan's transport, takes their reports, and ends them.
 
-The first cause of a failure is the error that is raised; workers that ended because another was lost only confirm it.
+The error raised for a failed run is its first cause, not what other workers observed of it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundelay.errors import UsageError
+from roundelay.ir.transports import transport_named
 from roundelay.runtime.failure_tracker import Listener
-from roundelay.runtime.forked_workers import run_processes, run_sharing
-from roundelay.runtime.gc_policy import settled
-from roundelay.runtime.loader_processes import loaders_unheard
+from roundelay.runtime.forked_workers import run_forked
+from roundelay.runtime.gc_policy import frozen_gc
+from roundelay.runtime.loader_processes import without_sigchld_handler
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.threaded_workers import run_threads
 from roundelay.runtime.torchrun_worker import run_leader
@@ -21,7 +22,7 @@ Launcher = Callable[[Task, Listener, Wrap], None]
 
 
 def needs_launcher() -> UsageError:
-    """Why no processes are started here for NCCL: a forked one cannot use CUDA once this one has."""
+    """The error of transport nccl without a launcher: a forked process cannot use CUDA once this one has."""
     return UsageError(
         "transport nccl without a launcher",
         got="one process",
@@ -31,17 +32,12 @@ def needs_launcher() -> UsageError:
     )
 
 
-def _refuse(task: Task, listen: Listener, wrap: Wrap) -> None:
+def _refuse_nccl(task: Task, listen: Listener, wrap: Wrap) -> None:
     raise needs_launcher()
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "memory": run_threads,
-    "shm": run_sharing,
-    "gloo": run_processes,
-    "nccl": _refuse,
-}
-"""Transport to what starts, hears and ends its workers."""
+LAUNCHERS: dict[str, Launcher] = {"threads": run_threads, "forked": run_forked, "launched": _refuse_nccl}
+"""What starts, hears and ends workers, by their kind (`roundelay.ir.transports.Transport.workers`)."""
 
 
 def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGroup | None = None) -> None:
@@ -49,16 +45,16 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
 
     Args:
         task: the run.
-        listen: told of every report, in this thread.
-        wrap: put around every endpoint, for tests that delay messages.
-        party: the processes that a launcher has started, if one has; this one leads them.
+        listen: called with every report, in this thread.
+        wrap: applied to every endpoint, for tests that delay messages.
+        party: the processes started by a launcher, if any; this one leads them.
 
     Raises:
         RoundelayError: the first cause, if a worker failed.
     """
     around = wrap or unchanged
-    with settled(), loaders_unheard():
+    with frozen_gc(), without_sigchld_handler():
         if party is not None:
             run_leader(task, listen, around, party)
         else:
-            LAUNCHERS[task.plan.transport](task, listen, around)
+            LAUNCHERS[transport_named(task.plan.transport).workers](task, listen, around)

@@ -1,9 +1,9 @@
-"""One epoch of the person's loader: opened once, looked at ahead of a run, and read on from there by the run.
+"""One epoch of the user's loader: opened once, peeked at by planning, and then consumed by the run.
 
-The loader draws from random states of its own, seeded by (seed, epoch): what it yields depends on nothing else that
-happens in the process. What planning looks at is kept, and the run goes on with the same iterator, so that a stream
-that can be read only once, or that goes on where it was left, gives training what plain PyTorch would get. Only a
-loader with processes of its own is opened anew: these belong to the process that started them.
+The loader draws from random states of its own, seeded by (seed, epoch), so that its batches depend on nothing else that
+happens in the process. Batches that planning peeks at are kept, and the run continues the same iterator: training on a
+stream that can be read only once gets what plain PyTorch would get. Only a loader with worker processes is reopened,
+since they belong to the process that started them.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError, RoundelayError, UserCodeError
-from roundelay.frontend.batch import leaves, replace
+from roundelay.frontend.batch import copy_batch, leaves
 from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK
 from roundelay.job import Batches, Peekable
-from roundelay.runtime.prefetch import hold_up, note
+from roundelay.runtime.prefetch import note_request, set_held_up
 from roundelay.runtime.user_errors import loading_failed
 
 
 class Generators:
-    """The loader's own states of torch's, numpy's and Python's generators, swapped in while it runs."""
+    """The loader's own states of the random generators of torch, numpy and Python, swapped in while it runs."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any, Any] | None = None
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Start an epoch."""
+        """Seed the states for an epoch."""
         with self.active():
             seed_everything(seed * 1_000_003 + epoch)
 
     def follow(self, other: Generators) -> None:
-        """Go on with the states of another's loader."""
+        """Continue with the states of ``other``."""
         self._states = other._states
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run on the loader's states; the process's own come back afterwards."""
-        hold_up(True)
+        """Use the loader's states within the context; the process's own are restored afterwards."""
+        set_held_up(True)
         with DEFAULT_GENERATOR_LOCK:
-            hold_up(False)
+            set_held_up(False)
             outside = _states()
             if self._states is not None:
                 _set_states(self._states)
@@ -78,7 +78,7 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 
 @final
 class OpenEpoch:
-    """One epoch of a loader, and what has been read of it and not been given out yet.
+    """One open epoch of a loader, with the batches that were peeked at and not consumed yet.
 
     Args:
         batches: the job's loader.
@@ -88,20 +88,20 @@ class OpenEpoch:
 
     Raises:
         UserCodeError: the loader raises.
-        JobError: it is one that can be read only once, and has been read.
+        JobError: it can be read only once, and has been read.
     """
 
     def __init__(self, batches: Batches, seed: int, epoch: int, generators: Generators) -> None:
         self.batches, self.seed, self.epoch, self.generators = batches, seed, epoch, generators
-        self._looked: list[Any] = []
-        #: seconds that the loader took for each batch that was looked at
+        self._peeked: list[Any] = []
+        #: seconds that the loader took for each batch peeked at
         self.seconds: list[float] = []
-        self._fault: UserCodeError | None = None
+        self._error: UserCodeError | None = None
         self._number = 0
         self._ended = False
-        self._opener = _who()
+        self._opener = _process_and_thread()
         generators.seed(seed, epoch)
-        with user_code(f"batches({epoch})"), generators.active():
+        with translate_loader_errors(f"batches({epoch})"), generators.active():
             self.source = batches(epoch)
             _refuse_used(batches, self.source, epoch)
             _leave_to_parent(self.source)
@@ -111,49 +111,49 @@ class OpenEpoch:
 
     @property
     def has_processes(self) -> bool:
-        """Whether a loader's processes work at it, which only the process that started them can ask."""
+        """Whether the loader has worker processes, which only the process that started them can use."""
         return bool(getattr(self._iterator, "_workers", ()))
 
-    def look(self, index: int) -> Any:
-        """The batch of this number, without using it up; None if there are not so many."""
-        while len(self._looked) <= index:
+    def peek(self, index: int) -> Any:
+        """Return the batch of this number without consuming it; None if the epoch is shorter."""
+        while len(self._peeked) <= index:
             began = perf_counter()
-            batch = self._next_or_again(self._looked)
+            batch = self._next_or_reopen(self._peeked)
             if batch is None:
                 return None
-            self._looked.append(_kept(batch))
+            self._peeked.append(_copied_if_possible(batch))
             self.seconds.append(perf_counter() - began)
         if isinstance(self.batches, Peekable) and self.batches.first is None:
-            self.batches.first = self.seed, self._looked[0]
-        return self._looked[index]
+            self.batches.first = self.seed, self._peeked[0]
+        return self._peeked[index]
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the batches that were looked at and wait for the run."""
-        return sum(leaf.numel() * leaf.element_size() for batch in self._looked for leaf in leaves(batch).values())
+    def peeked_bytes(self) -> int:
+        """Bytes of the batches that were peeked at and not consumed yet."""
+        return sum(leaf.numel() * leaf.element_size() for batch in self._peeked for leaf in leaves(batch).values())
 
     def rest(self) -> Iterator[Any]:
-        """All batches that have not been given out, those first that were looked at.
+        """Consume the batches that are left, beginning with those that were peeked at.
 
         Raises:
             UserCodeError: the loader raises.
             JobError: it has no batch.
         """
-        looked = list(self._looked)
-        while self._looked:
-            yield self._looked.pop(0)
-        batch = self._next_or_again(looked)
+        peeked = list(self._peeked)
+        while self._peeked:
+            yield self._peeked.pop(0)
+        batch = self._next_or_reopen(peeked)
         while batch is not None:
             yield batch
             batch = self._next()
 
     def close(self) -> None:
-        """End a DataLoader's processes with its iterator, which an error may keep as long as somebody looks at it."""
+        """End a DataLoader's processes now: a traceback may keep its iterator alive."""
         if hasattr(self._iterator, "_shutdown_workers") and not getattr(self.source, "persistent_workers", False):
             self._iterator._shutdown_workers()
 
-    def _next_or_again(self, known: list[Any]) -> Any:
-        """The next batch, of a loader opened anew if it is bound to the thread or process that has opened it.
+    def _next_or_reopen(self, known: list[Any]) -> Any:
+        """Return the next batch, reopening the loader if it only works in the thread or process that opened it.
 
         Args:
             known: the batches so far.
@@ -161,22 +161,22 @@ class OpenEpoch:
         try:
             return self._next()
         except UserCodeError:
-            if self._opener == _who() or not self._opens_again(known):
+            if self._opener == _process_and_thread() or not self._reopen(known):
                 raise
             return self._next()
 
     def _next(self) -> Any:
-        """The next batch of the loader; None at its end."""
+        """Return the loader's next batch; None at its end."""
         if self._ended:
             return None
-        if self._fault is not None:  # a generator that has raised would end here without a word
-            raise self._fault
+        if self._error is not None:  # a generator that has raised would merely end here
+            raise self._error
         what = f"batch {self._number} of batches({self.epoch})"
         try:
-            with user_code(what, self._iterator), self.generators.active():
+            with translate_loader_errors(what, self._iterator), self.generators.active():
                 batch = next(self._iterator, self._iterator)
         except UserCodeError as error:
-            self._fault = error
+            self._error = error
             raise
         if batch is not self._iterator:
             self._number += 1
@@ -191,20 +191,21 @@ class OpenEpoch:
             remedy="Check the data set's size, and drop_last of the loader.",
         )
 
-    def _opens_again(self, known: list[Any]) -> bool:
-        """Open the loader anew here, if it then begins with the same batches."""
+    def _reopen(self, known: list[Any]) -> bool:
+        """Reopen the loader in this thread; False if it then does not begin with the same batches."""
         try:
-            again = OpenEpoch(self.batches, self.seed, self.epoch, self.generators)
-            if not all(alike(again._next(), batch) for batch in known):
+            fresh = OpenEpoch(self.batches, self.seed, self.epoch, self.generators)
+            if not all(same_batch(fresh._next(), batch) for batch in known):
                 return False
         except RoundelayError:
             return False
-        self.source, self._iterator, self._opener, self._fault = again.source, again._iterator, _who(), None
+        self.source, self._iterator = fresh.source, fresh._iterator
+        self._opener, self._error = _process_and_thread(), None
         return True
 
 
-def peeked(batches: Batches, seed: int) -> OpenEpoch:
-    """The first epoch, opened to be looked at; it stays open for the run, if it can."""
+def open_first_epoch(batches: Batches, seed: int) -> OpenEpoch:
+    """Open the first epoch to peek at it; it stays open for the run if the loader allows."""
     if not isinstance(batches, Peekable):
         return OpenEpoch(batches, seed, 0, Generators())
     if batches.opened is None or batches.opened.seed != seed:
@@ -213,16 +214,16 @@ def peeked(batches: Batches, seed: int) -> OpenEpoch:
     return opened
 
 
-def looked_at(opened: OpenEpoch) -> None:
-    """Whoever has looked does so no more."""
+def finish_peeking(opened: OpenEpoch) -> None:
+    """End peeking: close an epoch whose loader has processes."""
     if opened.has_processes:
         opened.close()
         if isinstance(opened.batches, Peekable):
             opened.batches.opened = None
 
 
-def taken(batches: Batches, seed: int) -> OpenEpoch | None:
-    """The first epoch, if it was looked at with this seed: for the run that reads on, and for no other."""
+def take_first_epoch(batches: Batches, seed: int) -> OpenEpoch | None:
+    """Hand the first epoch, if it was opened with this seed, over to the run that continues it."""
     if not isinstance(batches, Peekable) or batches.opened is None or batches.opened.seed != seed:
         return None
     opened: OpenEpoch = batches.opened
@@ -231,53 +232,37 @@ def taken(batches: Batches, seed: int) -> OpenEpoch | None:
 
 
 def forget(batches: Batches) -> None:
-    """What was looked at is not for the run: whoever reads next opens the loader anew."""
+    """Close the epoch that was peeked at, so that the next reader reopens the loader."""
     if isinstance(batches, Peekable) and batches.opened is not None:
         batches.opened.close()
         batches.opened = None
 
 
-def _who() -> tuple[int, int]:
-    """This process and thread."""
+def _process_and_thread() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same tensors."""
+def same_batch(one: Any, other: Any) -> bool:
+    """Whether two batches hold equal tensors."""
     if one is None or other is None:
         return one is other
     first, second = leaves(one), leaves(other)
     return first.keys() == second.keys() and all(torch.equal(first[path], second[path]) for path in first)
 
 
-def _kept(batch: Any) -> Any:
-    """A copy, if the batch is of a kind that can be copied: a loader may fill its own tensors again."""
+def _copied_if_possible(batch: Any) -> Any:
+    """Copy a batch if it is of a supported type."""
     try:
-        return copied(batch)
-    except Exception:  # the person's own kind of batch: told where it is used
+        return copy_batch(batch)
+    except Exception:  # an unsupported type of batch, which is reported where it is used
         return batch
 
 
-def copied(batch: Any) -> Any:
-    """A loader may fill its own tensors and arrays again when it is asked for the next batch.
-
-    A tensor that is there twice is there twice again.
-    """
-    made: dict[int, torch.Tensor] = {}
-
-    def clone(_: str, leaf: torch.Tensor) -> torch.Tensor:
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf.clone()
-        return made[id(leaf)]
-
-    return replace(batch, clone, lambda _, leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
-
-
 def _refuse_used(batches: Batches, source: Any, epoch: int) -> None:
-    """Refuse what can be read only once and has been.
+    """Reject an iterator that was read before.
 
     Raises:
-        JobError: it is such.
+        JobError: ``batches`` returned the same iterator for an earlier epoch or run.
     """
     if not hasattr(source, "__next__") or not isinstance(batches, Peekable):
         return
@@ -285,17 +270,17 @@ def _refuse_used(batches: Batches, source: Any, epoch: int) -> None:
         raise JobError(
             f"batches({epoch})",
             got=f"the same {type(source).__name__} as before, which can be read only once",
-            expected="data for every epoch, and for whatever reads them again: a second run, a restart, `verify`",
-            remedy="Make the generator inside of batches, or return a list or a DataLoader; one pass over a stream is "
-            "`--epochs 1`, or --steps.",
+            expected="new data for every epoch, and for every further reading: a second run, a restart, `verify`",
+            remedy="Create the generator inside batches, or return a list or a DataLoader; for one pass over a stream "
+            "use `--epochs 1` or --steps.",
         )
     batches.once = source
 
 
 def _leave_to_parent(source: Any) -> None:
-    """A DataLoader with persistent processes that this process's parent has started gets some of this process's own.
+    """Detach a DataLoader from persistent processes of the parent process, so that it starts its own.
 
-    The parent may go on with its own, so that they are neither asked nor ended here.
+    The parent may continue to use its processes, so they are neither used nor ended here.
     """
     iterator = getattr(source, "_iterator", None)
     started = {getattr(process, "_parent_pid", os.getpid()) for process in getattr(iterator, "_workers", ())}
@@ -305,9 +290,9 @@ def _leave_to_parent(source: Any) -> None:
 
 
 def _start_processes(source: Any, seed: int) -> None:
-    """Start a DataLoader's persistent processes apart from its first epoch, whose order they would change.
+    """Start a DataLoader's persistent processes before its first epoch, whose order starting them would change.
 
-    To start them draws a number, which a loader that has them does not draw again.
+    Starting them draws a random number, and a loader that has them does not draw it again.
     """
     if getattr(source, "persistent_workers", False):
         if getattr(source, "_iterator", None) is None:
@@ -316,11 +301,11 @@ def _start_processes(source: Any, seed: int) -> None:
 
 
 _INHERITED: list[Any] = []
-"""Iterators of a parent process, kept because they end its processes when they are dropped."""
+"""Iterators of a parent process; destroying them would end its loader processes."""
 
 
 def _seed_own_generators(source: Any, seed: int) -> None:
-    """Seed the generators that a DataLoader and its samplers hold themselves, as the process-wide ones are."""
+    """Seed the generators held by a DataLoader and its samplers like the process-wide ones."""
     batch_sampler = getattr(source, "batch_sampler", None)
     holders = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for holder in holders:
@@ -330,21 +315,21 @@ def _seed_own_generators(source: Any, seed: int) -> None:
 
 
 @contextmanager
-def user_code(what: str, iterator: Any = None) -> Iterator[None]:
-    """Run what belongs to the person's loader.
+def translate_loader_errors(what: str, iterator: Any = None) -> Iterator[None]:
+    """Run code of the user's loader and convert its exceptions.
 
     Args:
-        what: what it is asked for.
-        iterator: what is asked; a DataLoader's may have processes.
+        what: what is requested of it, for messages.
+        iterator: the loader's iterator; a DataLoader's may have processes.
 
     Raises:
-        UserCodeError: it raises.
+        UserCodeError: the loader raised.
     """
     processes = getattr(iterator, "_workers", ())
-    note(what, processes)
+    note_request(what, processes)
     try:
         yield
     except RoundelayError:
         raise
-    except (Exception, SystemExit, CancelledError) as error:  # the person's own loader; not Ctrl-C
+    except (Exception, SystemExit, CancelledError) as error:  # of the user's loader; not Ctrl-C
         raise loading_failed(what, error, processes) from error

@@ -1,14 +1,14 @@
-"""Imported by a server that a worker's loader forks its processes from, and by nothing else: they end with the worker.
+"""Ends a loader's fork server with its worker; imported by the server alone.
 
-multiprocessing starts the server (``multiprocessing_context="forkserver"``) as a program of its own. It would outlive a
-worker that is killed for as long as its processes do, and these for as long as the server does.
+multiprocessing starts the server (``multiprocessing_context="forkserver"``) as a separate program. Without this, the
+server and the processes forked from it would keep each other alive after the worker was killed.
 """
 
 import ctypes
 import os
 
-from roundelay.runtime.child_process import die_with, keep_children
+from roundelay.runtime.child_process import die_with_parent, end_children_with_thread
 
 _LIBC = ctypes.CDLL(None)
-die_with(os.getppid(), _LIBC)
-keep_children(_LIBC)
+die_with_parent(os.getppid(), _LIBC)
+end_children_with_thread(_LIBC)

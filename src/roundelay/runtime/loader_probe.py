@@ -1,6 +1,6 @@
-"""The loader before a run: its first batch, and how long it takes.
+"""Reads the first batches of a loader before a run, and measures its time.
 
-It is asked by a reader's thread, as in a run, so that no wait is endless.
+A reader thread reads them, as in a run, so that every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from typing import Any
 from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.frontend.batch import part_rows, split
 from roundelay.job import Batches, Peekable
-from roundelay.runtime.loader_epoch import Generators, OpenEpoch, forget, looked_at, peeked
-from roundelay.runtime.prefetch import Registers, Tell, prefetch, silent
+from roundelay.runtime.loader_epoch import Generators, OpenEpoch, finish_peeking, forget, open_first_epoch
+from roundelay.runtime.prefetch import OnWait, Registers, ignore_wait, prefetch
 
 DEADLINE_S = 300.0
-"""Seconds that a batch, or any message, is waited for if nothing else is said."""
+"""Default seconds to wait for a batch or a message."""
 
 MEASURED, BUDGET_S = 8, 0.5
-"""Batches that the loader's time is measured by, behind the first; and the seconds after which none is begun."""
-
+"""Batches after the first by which the loader's time is measured, and seconds after which no further one is read."""
 
 HELD_BYTES = 64 << 20
-"""Bytes of batches that are kept for the run, beside the first two, until no further one is looked at."""
+"""Bytes of peeked batches after which no further one is read; the first two are read in any case."""
 
 
-def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tell: Tell = silent) -> Any:
-    """The first batch of the first epoch, as a run with this seed will see it.
+def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, on_wait: OnWait = ignore_wait) -> Any:
+    """Return the first batch of the first epoch, as a run with this seed will get it.
 
     Args:
         batches: the job's loader.
         seed: the run's seed.
-        deadline_s: seconds that it is waited for.
-        tell: told of a long wait.
+        deadline_s: seconds to wait.
+        on_wait: called during a long wait.
 
     Raises:
         DeadlineError: it did not come in time.
@@ -42,8 +41,8 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
         JobError: there is none.
     """
     with (
-        _forgotten_if_late(batches),
-        closing(prefetch(_looking(batches, seed, 1), _registers(deadline_s, tell))) as source,
+        _closed_on_timeout(batches),
+        closing(prefetch(_peeking(batches, seed, 1), _registers(deadline_s, on_wait))) as source,
     ):
         return next(source)[0]
 
@@ -51,67 +50,67 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, tel
 def first_batches(
     batches: Batches, seed: int, count: int, deadline_s: float = DEADLINE_S, *, budget_s: float = math.inf
 ) -> list[Any]:
-    """The first batches of the first epoch, as a run with this seed will see them, without using them up.
+    """Return the first batches of the first epoch, as a run with this seed will get them, without consuming them.
 
-    There may be fewer: the epoch ends, the loader raises (which is told when a run comes so far), or they are large.
+    There may be fewer: the epoch ends, the loader raises (which a run reports when it gets there), or they are large.
 
     Args:
         batches: the job's loader.
         seed: the run's seed.
         count: how many at most.
-        deadline_s: seconds that each is waited for.
-        budget_s: seconds of reading behind the first after which no further one is asked for.
+        deadline_s: seconds to wait for each.
+        budget_s: seconds of reading, not counting the first, after which no further one is read.
 
     Raises:
         DeadlineError: one did not come in time.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     try:
-        looking = _looking(batches, seed, count)
-        with _forgotten_if_late(batches), closing(prefetch(looking, _registers(deadline_s, silent))) as source:
+        peeking = _peeking(batches, seed, count)
+        with _closed_on_timeout(batches), closing(prefetch(peeking, _registers(deadline_s, ignore_wait))) as source:
             spent = 0.0
             for batch, seconds in source:
-                spent += seconds if found else 0.0
-                found.append(batch)
+                spent += seconds if result else 0.0
+                result.append(batch)
                 if spent > budget_s:
                     break
     except DeadlineError:
         raise
     except RoundelayError:
         pass
-    return found
+    return result
 
 
-def of_second_epoch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S) -> Any:
-    """The first batch of the second epoch; None if there is none to be had, which is told when a run comes so far.
+def second_epoch_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S) -> Any:
+    """Return the first batch of the second epoch; None if the loader fails, which a run reports when it gets there.
 
-    What was looked at of the first epoch is opened anew by the run: only for who reads the data twice anyway.
+    The run will reopen the first epoch, so use this only where the data can be read twice.
 
     Args:
         batches: the job's loader.
         seed: the run's seed.
-        deadline_s: seconds that it is waited for.
+        deadline_s: seconds to wait.
     """
 
-    def looking() -> Generator[Any, None, None]:
+    def peeking() -> Generator[Any, None, None]:
         opened = OpenEpoch(batches, seed, 1, Generators())
         try:
-            yield opened.look(0)
+            yield opened.peek(0)
         finally:
             opened.close()
 
     try:
-        with closing(prefetch(looking(), _registers(deadline_s, silent))) as source:
-            found = next(source)
+        with closing(prefetch(peeking(), _registers(deadline_s, ignore_wait))) as source:
+            batch = next(source)
     except RoundelayError:
         return None
     forget(batches)
-    return found
+    return batch
 
 
 @contextmanager
-def _forgotten_if_late(batches: Batches) -> Iterator[None]:
-    """A loader that hangs is in the hands of a thread that was given up."""
+def _closed_on_timeout(batches: Batches) -> Iterator[None]:
+    """Drop an epoch whose loader hangs in an abandoned thread."""
     try:
         yield
     except DeadlineError:
@@ -120,21 +119,21 @@ def _forgotten_if_late(batches: Batches) -> Iterator[None]:
         raise
 
 
-def _registers(deadline_s: float, tell: Tell) -> Registers:
-    return Registers(1, deadline_s, tell=tell)
+def _registers(deadline_s: float, on_wait: OnWait) -> Registers:
+    return Registers(1, deadline_s, on_wait=on_wait)
 
 
-def _looking(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, float], None, None]:
-    """The first batches of the first epoch, not used up, and the seconds that each took when it was first read."""
-    opened = peeked(batches, seed)
+def _peeking(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, float], None, None]:
+    """Yield the first batches of the first epoch without consuming them, and the seconds that the loader took."""
+    opened = open_first_epoch(batches, seed)
     try:
         for number in range(count):
-            batch = opened.look(number)
-            if batch is None or (number > 1 and opened.held_bytes > HELD_BYTES):
+            batch = opened.peek(number)
+            if batch is None or (number > 1 and opened.peeked_bytes > HELD_BYTES):
                 return
             yield batch, opened.seconds[number]
     finally:
-        looked_at(opened)
+        finish_peeking(opened)
 
 
 def reading_s(
@@ -142,37 +141,37 @@ def reading_s(
     seed: int,
     micro_batches: int,
     deadline_s: float = DEADLINE_S,
-    tell: Tell = silent,
+    on_wait: OnWait = ignore_wait,
     look: Callable[[Any], None] = lambda micro_batch: None,
     *,
     min_rows: int = 1,
 ) -> float:
-    """Seconds in which the loader gives a micro-batch, as a mean over a few batches of the first epoch.
+    """Measure the loader's seconds per micro-batch, as a mean over a few batches of the first epoch.
 
-    The first batch is left out: it starts what the loader starts. 0 where there is no second, or where the loader
-    fails at it, which is told when a run comes so far.
+    The first batch is left out, as it includes the loader's start. 0 where there is no second batch, or where the
+    loader fails at it, which a run reports when it gets there.
 
     Args:
-        batches: the job's loader, left where the measurement ends.
+        batches: the job's loader.
         seed: the run's seed.
         micro_batches: M.
-        deadline_s: seconds that a batch is waited for.
-        tell: told of long waits.
-        look: shown every micro-batch that is measured by; whatever it raises is raised.
-        min_rows: of a micro-batch, as the graph says.
+        deadline_s: seconds to wait for a batch.
+        on_wait: called during long waits.
+        look: called with every measured micro-batch; its errors are raised.
+        min_rows: minimum rows of a micro-batch, from the graph.
 
     Raises:
         DeadlineError: a batch did not come in time.
     """
-    seen: list[Any] = []
+    measured: list[Any] = []
     spent, parts = 0.0, 0
     try:
-        looking = _looking(batches, seed, 1 + MEASURED)
-        with _forgotten_if_late(batches), closing(prefetch(looking, _registers(deadline_s, tell))) as source:
+        peeking = _peeking(batches, seed, 1 + MEASURED)
+        with _closed_on_timeout(batches), closing(prefetch(peeking, _registers(deadline_s, on_wait))) as source:
             next(source)
             for batch, seconds in source:
                 parts += len(part_rows(batch, micro_batches, min_rows))
-                seen.append(batch)
+                measured.append(batch)
                 spent += seconds
                 if spent > BUDGET_S:
                     break
@@ -180,7 +179,7 @@ def reading_s(
         raise
     except RoundelayError:
         pass
-    for batch in seen:
+    for batch in measured:
         for part in split(batch, micro_batches, min_rows):
             look(part)
     return spent / parts if parts else 0.0

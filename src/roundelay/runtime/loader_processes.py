@@ -1,8 +1,8 @@
-"""Who hears of a DataLoader's processes: torch, in the thread that asks them; not whoever runs the main thread.
+"""Handles the end of a DataLoader's worker processes and torch's SIGCHLD handler for them.
 
-A DataLoader that is used in the main thread gives SIGCHLD a handler, for good, which raises in that thread when any
-loader's process is killed, whatever the thread does then. A reader asks its loader in a thread of its own, where torch
-finds by itself that a process is gone: there the error has its place, and beside it the handler would be a second one.
+A DataLoader used in the main thread permanently installs a SIGCHLD handler, which raises in that thread when any
+loader process is killed, whatever the thread is doing. The reader calls its loader in a thread of its own, where torch
+detects the end of a process itself and raises the error in the right place; the handler would raise a second one.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _ENDING = "roundelay.runtime.loader_exit"
 
 
 def forget_loaders() -> None:
-    """Forget, in a forked child, that its parent has used a loader; one that its main thread uses is heard again.
+    """Reset, in a forked child, what torch and multiprocessing remember of the parent's loaders.
 
-    A server that the parent forks processes from (``multiprocessing_context="forkserver"``) is no child of this one,
-    which would wait for it in vain: it starts its own.
+    The parent's fork server (``multiprocessing_context="forkserver"``) is not a child of this process, which would wait
+    for it in vain, so this process starts its own.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if _IS_SET in (known := _torch()):
+    if _IS_SET in (known := _torch_state()):
         known[_IS_SET] = False
-    if _SERVER in sys.modules:  # torch has loaded it
+    if _SERVER in sys.modules:  # imported by torch
         server: Any = vars(sys.modules[_SERVER])["_forkserver"]
         alive, preload = server._forkserver_alive_fd, server._preload_modules
         server.__init__()
         server._preload_modules = [*preload, _ENDING]
         if alive is not None:
-            os.close(alive)  # or the parent's would live as long as this process
+            os.close(alive)  # otherwise the parent's server would live as long as this process
 
 
 def end_loaders() -> None:
-    """End, in a forked child that will not leave its interpreter in good order, what it has started by multiprocessing.
+    """End the multiprocessing children of a forked child, which exits by ``os._exit``.
 
-    These are processes of loaders that are still there, as persistent ones are, and what they have shared.
+    These are processes of loaders that are still open, such as persistent ones, and what they share.
     """
     own = [process for process in multiprocessing.active_children() if vars(process)["_parent_pid"] == os.getpid()]
     for process in own:
@@ -59,29 +59,29 @@ def end_loaders() -> None:
 
 
 _END_S = 1.0
-"""Seconds that they get to end."""
+"""Seconds that loader processes get to end after SIGTERM."""
 
 
-def _end_deaf_ones() -> None:
-    """End a loader's processes when the interpreter ends, which else waits for them.
+def _end_sigterm_blocked() -> None:
+    """Kill loader processes that block SIGTERM when the interpreter exits, which would otherwise wait for them.
 
-    A reader's thread leaves SIGTERM to its process, and so do the processes that its loader starts there, by which
-    multiprocessing would end them.
+    A reader thread blocks SIGTERM, and processes started by its loader inherit that; multiprocessing ends its children
+    by SIGTERM only.
     """
-    own = [process for process in multiprocessing.active_children() if process.daemon and _is_deaf(process.pid)]
+    own = [process for process in multiprocessing.active_children() if process.daemon and _blocks_sigterm(process.pid)]
     if own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for process in own:
         process.terminate()
-    deadline = time.monotonic() + _DEAF_S
+    deadline = time.monotonic() + _BLOCKED_END_S
     for process in own:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
 
 
-def _is_deaf(pid: int | None) -> bool:
-    """Whether a process has SIGTERM blocked, as Linux tells; the person's own processes end as they like."""
+def _blocks_sigterm(pid: int | None) -> bool:
+    """Whether a process blocks SIGTERM, by ``/proc``; the user's other processes are left alone."""
     try:
         with open(f"/proc/{pid}/status") as status:
             blocked = next(line for line in status if line.startswith("SigBlk"))
@@ -90,22 +90,22 @@ def _is_deaf(pid: int | None) -> bool:
     return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-_DEAF_S = 0.2
+_BLOCKED_END_S = 0.2
 
-atexit.register(_end_deaf_ones)  # registered after multiprocessing's own, so called before it
+atexit.register(_end_sigterm_blocked)  # registered after multiprocessing's own, hence called before it
 
 
 @contextmanager
-def loaders_unheard() -> Generator[None, None, None]:
-    """Have torch's handler hear nothing, while loaders are asked in other threads; in other threads it does nothing."""
+def without_sigchld_handler() -> Generator[None, None, None]:
+    """Disable torch's SIGCHLD handler while other threads use loaders; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    known, before = _torch(), signal.getsignal(signal.SIGCHLD)
+    known, before = _torch_state(), signal.getsignal(signal.SIGCHLD)
     was_set = known.get(_IS_SET, False)
     ours = getattr(before, "__module__", "") == _HANDLING
     try:
-        known[_IS_SET] = True  # or a loader that is asked in this thread meanwhile, by `evaluate`, would set it
+        known[_IS_SET] = True  # otherwise a loader used in this thread meanwhile, by `evaluate`, would install it
         if ours:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
@@ -115,6 +115,6 @@ def loaders_unheard() -> Generator[None, None, None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-def _torch() -> dict[str, Any]:
-    """What torch knows of its handler, if it is loaded."""
+def _torch_state() -> dict[str, Any]:
+    """The globals of torch's signal-handling module; empty if it is not imported."""
     return vars(sys.modules[_HANDLING]) if _HANDLING in sys.modules else {}

@@ -1,7 +1,7 @@
-"""Whether an optimizer and a schedule of rates are the same whenever they are made.
+"""Checks that the job's optimizer and scheduler functions return the same at every call.
 
-Every stage makes its own, and others are run ahead of the training to foresee and to show the rates. A function that
-counts its calls, or draws, says something else to each.
+Every stage calls them, and more copies run ahead of the training to predict and to show the rates. A function that
+counts its calls, or draws random numbers, returns something else each time.
 """
 
 from __future__ import annotations
@@ -14,82 +14,82 @@ import torch
 from roundelay.errors import JobError
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.job import Job
-from roundelay.runtime.optimizer_side_effects import place_of
+from roundelay.runtime.optimizer_side_effects import source_location
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 
 AHEAD = 64
-"""Updates that both schedules are run ahead."""
+"""Updates over which two schedules are compared."""
 
 _PLAIN = (int, float, bool, str, type(None), tuple)
 
 
-def check_made_alike(job: Job) -> RateTable:
-    """Refuse an optimizer or a scheduler that is another one when it is made again; the rates of its first making.
+def check_reproducible(job: Job) -> RateTable:
+    """Refuse an optimizer or a scheduler that differs when its function is called again; returns the first one's rates.
 
     Raises:
         JobError: naming the option, or the scheduler with its functions and the first update whose rate differs; or
-            they cannot be used.
+            the optimizer or scheduler cannot be used.
     """
     functions = (("loss", job.loss), ("inputs", job.inputs))
     world = ReachableState(
         [("model", job.model), *((name, call) for name, call in functions if call is not None)], job.model
     )
-    one = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
-    rates = [one.at(update) for update in range(AHEAD if one.scheduled else 1)]
-    if one.scheduled and (changes := world.changes()):
-        raise _told_by_schedule(one.scheduler, changes[0])
-    two = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))  # behind all calls of the first
-    _check_options(job, one.made_with, two.made_with)
+    first = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))
+    rates = [first.at(update) for update in range(AHEAD if first.scheduled else 1)]
+    if first.scheduled and (changes := world.changes()):
+        raise _changed_by_schedule(first.scheduler, changes[0])
+    second = RateTable(job.optimizer, job.scheduler, without_gradients(job.model))  # after all calls of the first
+    _check_options(job, first.group_options, second.group_options)
     for update, rate in enumerate(rates):
-        if (now := two.at(update)) != rate and repr(now) != repr(rate):
+        if (now := second.at(update)) != rate and repr(now) != repr(rate):
             raise JobError(
-                f"Job(scheduler=...), {_who(one.scheduler)}"
-                if one.scheduled
-                else f"Job(optimizer=...), {one.kinds[0]}",
-                got=f"{_told(now)} at update {update}, where the schedule that was made before said {_told(rate)}",
-                expected="the same rates whenever it is made: every stage makes one, and others are run ahead of it",
-                remedy="Compute the rate from the update that the function is given. What it must count, let it keep "
-                "in an object that scheduler=... makes anew at each call.",
+                f"Job(scheduler=...), {_describe(first.scheduler)}"
+                if first.scheduled
+                else f"Job(optimizer=...), {first.kinds[0]}",
+                got=f"{_text(now)} at update {update}, where the schedule made before had {_text(rate)}",
+                expected="the same rates at every call: every stage has a scheduler, and others run ahead of it",
+                remedy="Compute the rate from the update number that the function gets. Keep what it must count in an "
+                "object that scheduler=... creates at each call.",
             )
-    return one
+    return first
 
 
-def _told_by_schedule(scheduler: Any, change: Change) -> JobError:
+def _changed_by_schedule(scheduler: Any, change: Change) -> JobError:
     return JobError(
-        f"Job(scheduler=...), {_who(scheduler)}",
+        f"Job(scheduler=...), {_describe(scheduler)}",
         got=f"a schedule that changes {change.slot.path}, which the model, the loss or inputs can read",
-        expected="one that changes learning rates alone: every stage steps one, and others are run ahead of it",
-        remedy="Give what varies from update to update as a tensor in the batch, or keep a count in a buffer of the "
+        expected="one that changes only learning rates: every stage steps one, and others run ahead of it",
+        remedy="Pass what varies from update to update as a tensor in the batch, or keep a count in a buffer of the "
         'model, self.register_buffer("n", torch.tensor(0)), and self.n = self.n + 1 in forward.',
     )
 
 
-def _check_options(job: Job, one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> None:
-    if len(one) != len(two):
-        raise _another(job, f"{len(two)} parameter groups, and {len(one)} at its first call")
-    for i, (before, now) in enumerate(zip(one, two, strict=True)):
+def _check_options(job: Job, first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> None:
+    if len(first) != len(second):
+        raise _differs(job, f"{len(second)} parameter groups, and {len(first)} at its first call")
+    for i, (before, now) in enumerate(zip(first, second, strict=True)):
         for key in {**before, **now}:
             old, new = before.get(key), now.get(key)
             if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and repr(old) != repr(new):
-                raise _another(job, f"{key} = {new!r:.60} in group {i}, and {old!r:.60} at its first call")
+                raise _differs(job, f"{key} = {new!r:.60} in group {i}, and {old!r:.60} at its first call")
 
 
-def _another(job: Job, got: str) -> JobError:
+def _differs(job: Job, got: str) -> JobError:
     return JobError(
-        f"Job(optimizer=...), {place_of(job.optimizer)}",
+        f"Job(optimizer=...), {source_location(job.optimizer)}",
         got=got,
-        expected="the same optimizer at each call: every stage makes one",
-        remedy="Let the function depend on its argument alone, not on how often it was called or on what was drawn.",
+        expected="the same optimizer at each call: every stage calls the function",
+        remedy="Let the function depend only on its argument, not on how often it was called or on random numbers.",
     )
 
 
-def _told(rates: Sequence[float]) -> str:
+def _text(rates: Sequence[float]) -> str:
     return "lr " + ", ".join(f"{rate:g}" for rate in rates[:4])
 
 
-def _who(scheduler: Any) -> str:
-    """A scheduler's class, with the person's functions in it."""
-    functions = [place_of(function) for function in _functions(scheduler)]
+def _describe(scheduler: Any) -> str:
+    """A scheduler's class and the user's functions in it."""
+    functions = [source_location(function) for function in _functions(scheduler)]
     return type(scheduler).__name__ + (" with " + ", ".join(dict.fromkeys(functions)) if functions else "")
 
 

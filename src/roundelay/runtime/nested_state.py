@@ -1,7 +1,7 @@
-"""Optimizer state with lists and dicts of tensors in it, as flat entries that a checkpoint can hold, and back.
+"""Converts optimizer state with lists and dicts of tensors to flat entries that a checkpoint can hold, and back.
 
-An entry ``Q`` that is a list of two tensors becomes ``Q#0``, ``Q#1``, and ``roundelay.tree Q``, which says in JSON how
-they belong together. Entries that are tensors or plain values stay as they are.
+An entry ``Q`` that is a list of two tensors becomes ``Q#0``, ``Q#1``, and ``roundelay.tree Q``, which describes their
+structure in JSON. Entries that are tensors or plain values stay as they are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _TREE = "roundelay.tree "
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with nothing nested in it.
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as flat entries.
 
     Raises:
-        JobError: a value is of a kind that could not be told, or not be kept.
+        JobError: a value is of a type that cannot be stored.
     """
     flat: dict[str, Any] = {}
     for key, value in state.items():
@@ -36,8 +36,8 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that is flattened so."""
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The state whose flat entries these are."""
     trees = {key.removeprefix(_TREE): json.loads(text) for key, text in flat.items() if key.startswith(_TREE)}
     inside = {f"{key}#{number}" for key, tree in trees.items() for number in _numbers(tree)}
     state = {key: value for key, value in flat.items() if key not in inside and not key.startswith(_TREE)}
@@ -45,13 +45,13 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tree(key: str, value: Any, leaves: list[Any]) -> Any:
-    """How a value is made of leaves, which are put down in order: a leaf's number, or a kind and its parts."""
+    """The structure of a value: a leaf's number, or a kind with its items. Appends to ``leaves`` in order."""
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
-            raise _unknown(key, "a dict with keys that are no text")
-        return {"dict": [[name, _tree(key, part, leaves)] for name, part in value.items()]}
+            raise _unknown(key, "a dict with keys that are not text")
+        return {"dict": [[name, _tree(key, item, leaves)] for name, item in value.items()]}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [_tree(key, part, leaves) for part in value]}
+        return {type(value).__name__: [_tree(key, item, leaves) for item in value]}
     leaves.append(_checked(key, value))
     return len(leaves) - 1
 
@@ -59,18 +59,18 @@ def _tree(key: str, value: Any, leaves: list[Any]) -> Any:
 def _numbers(tree: Any) -> list[int]:
     if isinstance(tree, int):
         return [tree]
-    ((kind, parts),) = tree.items()
-    return [number for part in parts for number in _numbers(part[1] if kind == "dict" else part)]
+    ((kind, items),) = tree.items()
+    return [number for item in items for number in _numbers(item[1] if kind == "dict" else item)]
 
 
 def _value(tree: Any, key: str, flat: Mapping[str, Any]) -> Any:
     if isinstance(tree, int):
         return flat[f"{key}#{tree}"]
-    ((kind, parts),) = tree.items()
+    ((kind, items),) = tree.items()
     if kind == "dict":
-        return {name: _value(part, key, flat) for name, part in parts}
-    made = [_value(part, key, flat) for part in parts]
-    return tuple(made) if kind == "tuple" else made
+        return {name: _value(item, key, flat) for name, item in items}
+    values = [_value(item, key, flat) for item in items]
+    return tuple(values) if kind == "tuple" else values
 
 
 def _checked(key: str, value: Any) -> Any:
@@ -84,5 +84,18 @@ def _unknown(key: str, got: str) -> JobError:
         f"Job(optimizer=...), its state {key!r}",
         got=got,
         expected="tensors, numbers, text or None, and lists, tuples and dicts of these",
-        remedy="Use an optimizer whose state consists of these: checkpoints hold nothing else.",
+        remedy="Use an optimizer whose state consists of these: checkpoints can hold nothing else.",
     )
+
+
+def same_value(one: Any, two: Any) -> bool:
+    """Whether two tensors or plain values have the same type, shape and value, where NaN equals NaN.
+
+    Tensors may be on different devices.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        if one.dtype != two.dtype or one.shape != two.shape:
+            return False
+        two = two.to(one.device)
+        return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
+    return type(one) is type(two) and bool(one == two or (one != one and two != two))

@@ -1,17 +1,17 @@
-"""What an optimizer keeps from step to step, wherever it keeps it: read for a checkpoint, and put back.
+"""The state that an optimizer keeps between steps, wherever it keeps it: read for a checkpoint, and restored.
 
 ======================================================  =========================================================
-kept in                                                 told
+kept in                                                 stored
 ======================================================  =========================================================
-``state[parameter]``, of wrapped optimizers too         by the parameter's name
-an attribute with an entry for every parameter          by the parameter's name
+``state[parameter]``, of wrapped optimizers too         under the parameter's name
+an attribute with an entry for every parameter          under the parameter's name
 an entry of a group that a step has changed             under :data:`WHOLE`, by the group's index
 any other attribute that is not as it was made          under :data:`WHOLE`
 ======================================================  =========================================================
 
-Options (learning rates, betas) that no step of the optimizer itself has changed are not kept: the job's own code and
-its scheduler say them, also where a run goes on from a checkpoint. What the optimizer's own step has written, a
-learning rate too, is its state, and the checkpoint's wins.
+Options (learning rates, betas) that no step of the optimizer itself has changed are not stored: the job's code and its
+scheduler set them, also when a run resumes from a checkpoint. What the optimizer's own step has written, including a
+learning rate, is its state, and the checkpoint's value wins.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import torch
 from roundelay.errors import CheckpointError, JobError
 from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.job import Named
-from roundelay.runtime.nested_state import flattened, nested
-from roundelay.runtime.optimizer_wrappers import all_groups, all_states, parts
+from roundelay.runtime.nested_state import flatten, unflatten
+from roundelay.runtime.optimizer_wrappers import all_groups, all_optimizers, all_states
 
 WHOLE = ""
-"""Stands for a parameter's name where an entry belongs to the whole optimizer: no parameter is called so."""
+"""Replaces a parameter's name for entries of the whole optimizer: no parameter has this name."""
 
 Entry = tuple[str, int, str]
 """(path of the optimizer, index of the group, key)."""
 
-_DEEP = 4
-"""Objects in objects up to which an attribute is looked into."""
+_MAX_DEPTH = 4
+"""Nesting up to which an attribute is compared."""
 
 _OF_GROUPS = ("params", "param_names")
 _OF_TORCH = {
@@ -61,33 +61,33 @@ _OF_PART = re.compile(r"(?P<path>\..*): (?P<rest>.*)", re.DOTALL)
 
 @final
 class OptimizerState:
-    """What one optimizer keeps.
+    """The state of one optimizer.
 
     Args:
-        optimizer: as the job's function has made it, not yet narrowed to a stage.
-        named: what it was made of.
+        optimizer: as the job's function returns it, not yet narrowed to a stage.
+        named: the parameters with which it was made.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Named) -> None:
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in named}
-        #: names of each part's parameters in the order of its groups, for attributes that are lists in that order
+        #: by optimizer, names of its parameters in the order of its groups, for attributes that are lists in that order
         self._places = {
-            part.path: [self._names[id(p)] for group in part.optimizer.param_groups for p in group["params"]]
-            for part in parts(optimizer)
+            held.path: [self._names[id(p)] for group in held.optimizer.param_groups for p in group["params"]]
+            for held in all_optimizers(optimizer)
         }
         self._groups = all_groups(optimizer)
-        self._made = {(path, key): self._mark(value) for path, key, value in _attributes(optimizer)}
+        self._initial = {(path, key): self._mark(value) for path, key, value in _attributes(optimizer)}
         self._options = self._marks()
         #: entries of groups that steps of the optimizer itself have changed
         self.changed: set[Entry] = set()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """While the optimizer steps: what it changes in its groups is its state from now on.
+        """A context for the optimizer's step: what it changes in its groups counts as state from now on.
 
         Raises:
-            JobError: an option has been changed since the last step by somebody else.
+            JobError: an option has been changed by hand since the last step.
         """
         self.check()
         yield
@@ -95,12 +95,12 @@ class OptimizerState:
         self.changed |= {entry for entry, mark in now.items() if self._options.get(entry) != mark}
         self._options = now
 
-    def settle(self) -> None:
-        """The scheduler has set options, or a run goes on: what they are now is right."""
+    def accept_options(self) -> None:
+        """Accept the options as they are now: a scheduler or a resumed run has set them."""
         self._options = self._marks()
 
     def check(self) -> None:
-        """Refuse options that the person's program has changed by hand: other stages' optimizers know nothing of it.
+        """Refuse options that the user's program has changed by hand: other stages' optimizers do not change with them.
 
         Raises:
             JobError: naming the option.
@@ -114,7 +114,7 @@ class OptimizerState:
             f"optimizer{path}.param_groups[{i}][{key!r}], changed by the job while it trains (by batches, evaluate or "
             "a callback)",
             got=f"{value!r:.80}",
-            expected="what the job's optimizer and scheduler say: every stage has an optimizer of its own, which a "
+            expected="what the job's optimizer and scheduler set: every stage has its own optimizer, which a "
             "change by hand does not reach",
             remedy="Use Job(scheduler=...), for example scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: "
             "0.99**update)."
@@ -130,8 +130,8 @@ class OptimizerState:
             if key not in _OF_GROUPS
         }
 
-    def _mark(self, value: Any, deep: int = _DEEP) -> Any:
-        """What tells a value from another: its content, and of a tensor which it is and how often it was written."""
+    def _mark(self, value: Any, depth: int = _MAX_DEPTH) -> Any:
+        """A comparable mark of a value: its content; of a tensor its identity and how often it was written."""
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):
@@ -140,31 +140,31 @@ class OptimizerState:
             return self._names.get(id(value)) or (id(value), value._version)
         if isinstance(value, torch.Generator):
             return value.get_state().numpy().tobytes()
-        if deep and isinstance(value, (list, tuple, deque)):
-            return type(value), tuple([self._mark(item, deep - 1) for item in value])
-        if deep and isinstance(value, dict):
-            return dict, tuple([(_key(key), self._mark(item, deep - 1)) for key, item in value.items()])
-        if deep and hasattr(value, "__dict__") and not callable(value) and not _is_torch(value):
-            return type(value), self._mark(vars(value), deep - 1)
+        if depth and isinstance(value, (list, tuple, deque)):
+            return type(value), tuple([self._mark(item, depth - 1) for item in value])
+        if depth and isinstance(value, dict):
+            return dict, tuple([(_key(key), self._mark(item, depth - 1)) for key, item in value.items()])
+        if depth and hasattr(value, "__dict__") and not callable(value) and not _is_torch(value):
+            return type(value), self._mark(vars(value), depth - 1)
         return id(value)
 
     def entries(self, own: Mapping[str, torch.nn.Parameter], *, copied: bool = True) -> dict[str, dict[str, Any]]:
-        """All that it keeps, with nothing nested: by parameter name, or under :data:`WHOLE`.
+        """The state as flat entries, by parameter name or under :data:`WHOLE`.
 
         Args:
-            own: the stage's parameters by name. Entries of a group are left out where none of them is trained in it.
-            copied: tell copies on the CPU, not the tensors themselves.
+            own: the stage's parameters by name. Entries of a group in which none of them is trained are left out.
+            copied: return copies on the CPU, not the tensors themselves.
 
         Raises:
-            JobError: something is of a kind that cannot be kept.
+            JobError: an entry is of a type that cannot be stored.
         """
-        made = {name: self._of(name, parameter) for name, parameter in own.items()}
-        made[WHOLE] = self._whole(own)
+        states = {name: self._of(name, parameter) for name, parameter in own.items()}
+        states[WHOLE] = self._whole(own)
         if not copied:
-            return made
+            return states
         return {
             name: {k: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in flat.items()}
-            for name, flat in made.items()
+            for name, flat in states.items()
             if flat
         }
 
@@ -173,13 +173,13 @@ class OptimizerState:
         for path, state in all_states(self.optimizer):
             entries = state.get(parameter)
             if entries:
-                flat |= {f"{path}: {k}" if path else k: v for k, v in flattened(entries).items()}
+                flat |= {f"{path}: {k}" if path else k: v for k, v in flatten(entries).items()}
         for path, key, value in self._changed_attributes():
             by = self._by(path, value)
             place = self._place(path, by, name, parameter)
             if by and place is not None and (by == "place" or place in value):
-                told = flattened({"value": value[place]})
-                flat |= {f"{path} attribute {key} by {by}:{k}": v for k, v in told.items()}
+                entries = flatten({"value": value[place]})
+                flat |= {f"{path} attribute {key} by {by}:{k}": v for k, v in entries.items()}
         return flat
 
     def _whole(self, own: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
@@ -188,19 +188,19 @@ class OptimizerState:
         for path, i, group in self._groups:
             if any(id(parameter) in trained for parameter in group["params"]):
                 state = {key: value for key, value in group.items() if (path, i, key) in self.changed}
-                flat |= {f"{path} group {i}:{k}": v for k, v in flattened(state).items()}
+                flat |= {f"{path} group {i}:{k}": v for k, v in flatten(state).items()}
         for path, key, value in self._changed_attributes():
             if not self._by(path, value):
-                flat |= {f"{path} attribute:{k}": v for k, v in flattened({key: value}).items()}
+                flat |= {f"{path} attribute:{k}": v for k, v in flatten({key: value}).items()}
         return flat
 
     def _changed_attributes(self) -> Iterator[tuple[str, str, Any]]:
         for path, key, value in _attributes(self.optimizer):
-            if self._mark(value) != self._made.get((path, key), _ABSENT):
+            if self._mark(value) != self._initial.get((path, key), _ABSENT):
                 yield path, key, value
 
     def _by(self, path: str, value: Any) -> str:
-        """By what an attribute holds an entry for each parameter: how its keys say which; empty if it does not."""
+        """How the keys of an attribute with an entry per parameter identify it; empty if it has no such entries."""
         if isinstance(value, dict) and value:
             keys = list(value)
             if all(isinstance(key, torch.Tensor) and id(key) in self._names for key in keys):
@@ -220,14 +220,14 @@ class OptimizerState:
         return {"parameter": parameter, "id": id(parameter), "name": name}.get(by)
 
     def restore(self, own: Mapping[str, torch.nn.Parameter], saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put a copy of what was told into the optimizer, each tensor where the optimizer itself would have made it.
+        """Put copies of saved entries into the optimizer, each tensor on the device where it would create it.
 
-        A parameter of which nothing was told, such as one that was frozen until now, begins without a state, as with
-        its first update.
+        A parameter without saved entries, such as one that was frozen until now, begins without a state, as in its
+        first update.
 
         Args:
             own: the stage's parameters by name.
-            saved: what :meth:`entries` of all stages have told.
+            saved: the :meth:`entries` of all stages.
 
         Raises:
             CheckpointError: the job's optimizer does not wrap what the checkpoint's did.
@@ -240,20 +240,20 @@ class OptimizerState:
                 k: v.to(parameter.device if k.rpartition(" ")[2] != "step" or counted_there else v.device, copy=True)
                 if isinstance(v, torch.Tensor)
                 else v
-                for k, v in flattened(saved.get(name, {})).items()
+                for k, v in flatten(saved.get(name, {})).items()
                 if k not in (EMA, EVALUATED)
             }
             self._restore_one(name, parameter, flat)
         self._restore_whole(saved.get(WHOLE, {}))
-        self.settle()
+        self.accept_options()
 
     def _restore_one(self, name: str, parameter: torch.nn.Parameter, flat: Mapping[str, Any]) -> None:
-        found = {part.path: part.optimizer for part in parts(self.optimizer)}
+        optimizers = {held.path: held.optimizer for held in all_optimizers(self.optimizer)}
         states = dict(all_states(self.optimizer))
         of_state: dict[str, dict[str, Any]] = {}
         of_attributes: dict[tuple[str, str, str], dict[str, Any]] = {}
         for key, value in flat.items():
-            if (by := _BY.fullmatch(key)) is not None and by["path"] in found:
+            if (by := _BY.fullmatch(key)) is not None and by["path"] in optimizers:
                 of_attributes.setdefault((by["path"], by["key"], by["by"]), {})[by["rest"]] = value
             elif (of := _OF_PART.fullmatch(key)) is not None:
                 of_state.setdefault(of["path"], {})[of["rest"]] = value
@@ -261,59 +261,59 @@ class OptimizerState:
                 of_state.setdefault(next(iter(states)) if "" not in states else "", {})[key] = value
         for path, entries in of_state.items():
             if path not in states:
-                raise _unlike(f"state of its {path} for {name!r}", states)
-            states[path][parameter] = nested(entries)
+                raise _does_not_match(f"state of its {path} for {name!r}", states)
+            states[path][parameter] = unflatten(entries)
         for (path, key, kind), entries in of_attributes.items():
-            holder = getattr(found[path], key, None)
+            holder = getattr(optimizers[path], key, None)
             holder = {} if holder is None else holder
-            holder[self._place(path, kind, name, parameter)] = nested(entries)["value"]
-            setattr(found[path], key, holder)
+            holder[self._place(path, kind, name, parameter)] = unflatten(entries)["value"]
+            setattr(optimizers[path], key, holder)
 
     def _restore_whole(self, flat: Mapping[str, Any]) -> None:
         flat = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flat.items()}
         groups = {(path, i): group for path, i, group in self._groups}
         for (path, i), entries in _by_group(flat).items():
             if (path, i) not in groups:
-                raise _unlike(f"entries of optimizer{path}.param_groups[{i}]", [f"{p}[{j}]" for p, j in groups])
-            for key, value in nested(entries).items():
-                groups[path, i][key] = _beside(groups[path, i].get(key), value)
-        self.changed |= told(flat)
-        found = {part.path: part.optimizer for part in parts(self.optimizer)}
+                raise _does_not_match(f"entries of optimizer{path}.param_groups[{i}]", [f"{p}[{j}]" for p, j in groups])
+            for key, value in unflatten(entries).items():
+                groups[path, i][key] = _on_device_of(groups[path, i].get(key), value)
+        self.changed |= changed_entries(flat)
+        optimizers = {held.path: held.optimizer for held in all_optimizers(self.optimizer)}
         for key in flat:
-            if (of := _ATTRIBUTE.fullmatch(key)) is not None and of["path"] not in found:
-                raise _unlike(f"attribute {of['rest']} of its {of['path']}", found)
-        for path, optimizer in found.items():
+            if (of := _ATTRIBUTE.fullmatch(key)) is not None and of["path"] not in optimizers:
+                raise _does_not_match(f"attribute {of['rest']} of its {of['path']}", optimizers)
+        for path, optimizer in optimizers.items():
             start = f"{path} attribute:"
-            entries = nested({k.removeprefix(start): v for k, v in flat.items() if k.startswith(start)})
+            entries = unflatten({k.removeprefix(start): v for k, v in flat.items() if k.startswith(start)})
             for key, value in entries.items():
-                setattr(optimizer, key, _beside(getattr(optimizer, key, None), value))
+                setattr(optimizer, key, _on_device_of(getattr(optimizer, key, None), value))
 
 
 _ABSENT = object()
 
 
-def told(flat: Mapping[str, Any]) -> set[Entry]:
-    """The entries of groups among what an optimizer told under :data:`WHOLE`."""
-    return {(path, i, key) for (path, i), entries in _by_group(flat).items() for key in nested(entries)}
+def changed_entries(flat: Mapping[str, Any]) -> set[Entry]:
+    """The entries of groups among the flat entries under :data:`WHOLE`."""
+    return {(path, i, key) for (path, i), entries in _by_group(flat).items() for key in unflatten(entries)}
 
 
 def _by_group(flat: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
     for key, value in flat.items():
         if (of := _GROUP.fullmatch(key)) is not None:
-            found.setdefault((of["path"], int(of["index"])), {})[of["rest"]] = value
-    return found
+            groups.setdefault((of["path"], int(of["index"])), {})[of["rest"]] = value
+    return groups
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """(path, name, value) of attributes that may be state: neither torch's own, nor functions, nor optimizers."""
-    for part in parts(optimizer):
-        for key, value in list(vars(part.optimizer).items()):
+    """(path, name, value) of attributes that may be state: not torch's own, and neither functions nor optimizers."""
+    for held in all_optimizers(optimizer):
+        for key, value in list(vars(held.optimizer).items()):
             if key in _OF_TORCH or key.endswith("_hooks") or callable(value) or _is_optimizer(value):
                 continue
-            if isinstance(value, torch.nn.Parameter) or _is_state(part.optimizer, value):
+            if isinstance(value, torch.nn.Parameter) or _is_state(held.optimizer, value):
                 continue
-            yield part.path, key, value
+            yield held.path, key, value
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -322,9 +322,9 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_state(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether it is a state or the groups under another name, as wrappers keep them."""
+    """Whether it is the state or the groups under another name, as wrappers keep them."""
     return isinstance(value, (dict, list)) and any(
-        value is part.optimizer.state or value is part.optimizer.param_groups for part in parts(optimizer)
+        value is held.optimizer.state or value is held.optimizer.param_groups for held in all_optimizers(optimizer)
     )
 
 
@@ -336,19 +336,19 @@ def _is_torch(value: Any) -> bool:
     return (type(value).__module__ or "").split(".")[0] in ("torch", "builtins", "collections")
 
 
-def _beside(before: Any, value: Any) -> Any:
-    """A value where the one was that it replaces."""
+def _on_device_of(before: Any, value: Any) -> Any:
+    """The value, on the device of the one that it replaces."""
     if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(before.device)
     return value
 
 
-def _unlike(got: str, known: Collection[Any]) -> CheckpointError:
+def _does_not_match(got: str, known: Collection[Any]) -> CheckpointError:
     return CheckpointError(
-        "the optimizer that the run goes on with",
+        "the optimizer of the resumed run",
         got=f"a checkpoint with {got}",
-        expected="an optimizer that is made as the checkpoint's was; this one has "
-        + (", ".join(map(str, known)) or "nothing of the kind"),
-        remedy="Go on with the optimizer of the run; or begin a new run with the weights alone: leave --from out, and "
+        expected="an optimizer made as the checkpoint's was; this one has "
+        + (", ".join(map(str, known)) or "nothing of this kind"),
+        remedy="Resume with the optimizer of the run; or begin a new run with the weights alone: leave --from out, and "
         "call roundelay.load(model, RUN) in job().",
     )

@@ -1,9 +1,9 @@
-"""Data read ahead by a thread of its own: an actor with as many registers as the program says, two.
+"""Prefetches batches in a separate thread, the reader: an actor with as many registers as the program says, two.
 
-A register holds what the loader yields, one batch: with two of them one is in use while the other is filled. The reader
-begins when a register is free and waits when none is, as in OneFlow's runtime (sections 4.3 and 6.1): loading,
-augmenting and copying overlap with compute, and no more memory is taken. What is read, and in which order, is the same
-as in line. :mod:`roundelay.actor.reader` is the same actor on the simulator's clock.
+A register holds one batch of the loader: with two, one is in use while the other is filled. The reader loads while a
+register is free, as in OneFlow's runtime (sections 4.3 and 6.1), so that loading, augmenting and copying overlap with
+compute, and memory is bounded. The batches and their order are the same as without prefetching.
+:mod:`roundelay.actor.reader` is the same actor on the simulator's clock.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
 from roundelay.errors import DeadlineError
-from roundelay.runtime.child_process import outlast
+from roundelay.runtime.child_process import keep_thread_alive
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
-from roundelay.runtime.loader_processes import loaders_unheard
-from roundelay.transport.queues import next_item
+from roundelay.runtime.loader_processes import without_sigchld_handler
+from roundelay.transport.checked_endpoint import next_item
 
 LOOK_S = 0.5
-"""Seconds after which a reader without a free register looks whether anybody is still there."""
+"""Seconds between checks, by a reader without a free register, whether the run is over."""
 
 END_S = 5.0
-"""Seconds that an ended run waits for its loader to come back; then the loader's processes are ended, if it has any,
-and its thread is left to itself."""
+"""Seconds that an ended run waits for its loader to return; then the loader's processes are killed, if it has any, and
+its thread is abandoned."""
 
-TELL_S = 2.0
-"""Seconds of waiting after which it is told, again and again."""
+ON_WAIT_S = 2.0
+"""Seconds of waiting between two calls of ``on_wait``."""
 
 KILL_S = 1.0
-"""Seconds in which loaders' processes that were killed must have ended."""
+"""Seconds to wait for killed loader processes to end."""
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which a scheduler tells all processes that a run must end: its launcher ends it in good order."""
+"""Signals that a scheduler sends to all processes when a run must end; the launcher handles them for all."""
 
-Tell = Callable[[str, float], None]
-"""Told what is waited for, and how many seconds so far."""
+OnWait = Callable[[str, float], None]
+"""Called with what is waited for, and the seconds so far."""
 
 _Item = TypeVar("_Item")
 
 
-def silent(what: str, seconds: float) -> None:
-    """Tell nobody."""
+def ignore_wait(what: str, seconds: float) -> None:
+    """Do nothing."""
 
 
 def _kept() -> deque[tuple[int, float, float]]:
@@ -58,42 +58,41 @@ def _kept() -> deque[tuple[int, float, float]]:
 @final
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """Where a worker that reads holds its data, a batch in each.
+    """Room for the batches of a worker that reads, and the settings of its reader.
 
     Args:
         count: batches in use, waiting, or being loaded.
-        deadline_s: seconds that one batch is waited for.
-        loads: where the reader notes what it has loaded, counted from 0, and when it began and ended, in seconds of
-            ``time.perf_counter``; the last ones are kept.
-        tell: told of long waits, in the thread that waits.
+        deadline_s: seconds to wait for one batch.
+        loads: record of the last loads: number from 0, start and end in seconds of ``time.perf_counter``.
+        on_wait: called during long waits, in the waiting thread.
     """
 
     count: int
     deadline_s: float
     loads: deque[tuple[int, float, float]] = field(default_factory=_kept)
-    tell: Tell = silent
+    on_wait: OnWait = ignore_wait
 
 
 def prefetch(source: Generator[_Item, None, None], registers: Registers) -> Generator[_Item, None, None]:
-    """What ``source`` yields, made ahead as far as there are registers; the thread begins and ends with this generator.
+    """Yield what ``source`` yields, prefetched by a thread that lives as long as this generator.
 
     Args:
-        source: read, and closed, by the thread alone.
-        registers: what it is loaded into, an item each.
+        source: iterated and closed by that thread alone.
+        registers: limit of items in memory.
 
     Raises:
         DeadlineError: an item did not come in time.
     """
     reader = _Reader(source, registers)
     patience_s = END_S
-    with loaders_unheard():
+    with without_sigchld_handler():
         reader.start()
         try:
             while (item := reader.take()) is not None:
                 yield item[0]
                 reader.free.release()
         except DeadlineError:
-            patience_s = 0.0  # it has had its time
+            patience_s = 0.0  # it has had its deadline
             raise
         finally:
             reader.over.set()
@@ -102,24 +101,24 @@ def prefetch(source: Generator[_Item, None, None], registers: Registers) -> Gene
                 _end(reader.processes)
 
 
-def note(asked: str, processes: Sequence[Any] = ()) -> None:
-    """Say what the loader is asked for next, and which processes of its own work at it; heard in a reader's thread."""
+def note_request(request: str, processes: Sequence[Any] = ()) -> None:
+    """Record, in a reader thread, what is requested of the loader, and the loader's processes."""
     reader = threading.current_thread()
     if isinstance(reader, _Reader):
-        reader.asked, reader.processes = asked, processes
+        reader.request, reader.processes = request, processes
 
 
-def hold_up(held_up: bool) -> None:
-    """Say whether the loader waits for the random generators; heard in a reader's thread."""
+def set_held_up(held_up: bool) -> None:
+    """Record, in a reader thread, whether the loader waits for the process's random generators."""
     reader = threading.current_thread()
     if isinstance(reader, _Reader):
         reader.held_up = held_up
 
 
 def _end(processes: Sequence[Any]) -> None:
-    """Kill processes that a loader has started and that do not answer; a reader that waits for them wakes up.
+    """Kill unresponsive processes of a loader, which also wakes a reader that waits for them.
 
-    They are deaf to SIGTERM, which a scheduler sends to all while the run still needs them.
+    They block SIGTERM, which a scheduler sends to all processes while the run still needs them.
     """
     for process in processes:
         process.kill()
@@ -128,12 +127,12 @@ def _end(processes: Sequence[Any]) -> None:
         process.join(max(0.0, deadline - monotonic()))
 
 
-def _kept_waiting(asked: str, deadline_s: float) -> DeadlineError:
-    """Of a loader that waits for the generators, which in a worker's own process an evaluation may have."""
+def _held_up_error(request: str, deadline_s: float) -> DeadlineError:
+    """The error of a loader that waits for the random generators, which an evaluation in the same process may hold."""
     return DeadlineError(
-        f"the data: {asked}" if asked else "the data",
+        f"the data: {request}" if request else "the data",
         got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: `evaluate` "
-        "has them, or a loader that was given up before",
+        "holds them, or a loader that was abandoned before",
         expected="one within deadline_s",
         remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use --transport shm: "
         "there it runs in a process of its own.",
@@ -142,26 +141,26 @@ def _kept_waiting(asked: str, deadline_s: float) -> DeadlineError:
 
 @final
 class _Reader(threading.Thread, Generic[_Item]):
-    """The thread: fills free registers until the source ends, fails, or is not wanted any more."""
+    """The thread that fills free registers until the source ends or fails, or the consumer stops."""
 
     def __init__(self, source: Generator[_Item, None, None], registers: Registers) -> None:
         super().__init__(name="roundelay-reader", daemon=True)
         self.free = threading.Semaphore(registers.count)
         self.over, self.ended = threading.Event(), threading.Event()
-        #: what the loader has been asked for, and the processes that it has for it
-        self.asked = ""
+        #: what is requested of the loader, and its processes
+        self.request = ""
         self.processes: Sequence[Any] = ()
-        #: whether it waits for the random generators that the loader needs
+        #: whether the loader waits for the process's random generators
         self.held_up = False
         self._source, self._registers, self._numbers = source, registers, count()
         self._filled: queue.SimpleQueue[tuple[_Item] | BaseException | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """See the class. A loader's processes may outlive the reading: they are as old as this process, not as this."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by the loader's processes: the run needs them yet
+        """Read; then keep the thread, as the loader's processes may be needed after the reading."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by the loader's processes, which a run still needs
         self._read()
         self.ended.set()
-        outlast()
+        keep_thread_alive()
 
     def _read(self) -> None:
         try:
@@ -170,43 +169,43 @@ class _Reader(threading.Thread, Generic[_Item]):
                     self._filled.put((self._load(),))
         except StopIteration:
             self._filled.put(None)
-        except BaseException as error:  # the person's loader: told where it is waited for
+        except BaseException as error:  # of the user's loader: raised in the consumer
             self._filled.put(error)
 
     def _may_go_on(self) -> bool:
-        """Wait for a free register; False if nobody wants more."""
+        """Wait for a free register; False if the consumer has stopped."""
         while not self.free.acquire(timeout=LOOK_S):
             if self.over.is_set():
                 return False
         return not self.over.is_set()
 
     def _load(self) -> _Item:
-        """The next item of the source, noted with its time."""
+        """Load the next item of the source and record its times."""
         start = perf_counter()
         item = next(self._source)
         self._registers.loads.append((next(self._numbers), start, perf_counter()))
         return item
 
     def take(self) -> tuple[_Item] | None:
-        """The next item, in a tuple; None at the end."""
+        """Return the next item, in a tuple; None at the end."""
         item = self._wait()
         if isinstance(item, BaseException):
             raise item
         return item
 
     def _wait(self) -> tuple[_Item] | BaseException | None:
-        """What the thread puts down next."""
+        """Wait for the next result of the thread."""
         began, deadline_s = monotonic(), self._registers.deadline_s
         while (left := deadline_s - (monotonic() - began)) > 0:
             with suppress(queue.Empty):
-                return next_item(self._filled, min(left, TELL_S))
-            self._registers.tell(self.asked or "the data", monotonic() - began)
+                return next_item(self._filled, min(left, ON_WAIT_S))
+            self._registers.on_wait(self.request or "the data", monotonic() - began)
         if self.held_up:
-            raise _kept_waiting(self.asked, deadline_s)
+            raise _held_up_error(self.request, deadline_s)
         raise DeadlineError(
-            f"the data: {self.asked}" if self.asked else "the data",
+            f"the data: {self.request}" if self.request else "the data",
             got=f"no batch from the loader for {deadline_s:g} s",
             expected="one within deadline_s",
-            remedy="See what the job's batches(epoch) waits for; raise deadline_s (--deadline-s, or in the plan) if a "
-            "batch takes longer. What is prepared once may stand in job(seed), which is waited for.",
+            remedy="Check what the job's batches(epoch) waits for; raise deadline_s (--deadline-s, or in the plan) if "
+            "a batch takes longer. Preparation needed only once can move to job(seed), which has no deadline.",
         )

@@ -1,4 +1,4 @@
-"""The store in which a launcher's processes meet: the launcher's own, or one that worker 0 opens."""
+"""The TCPStore of the rendezvous: the launcher's own, or one that worker 0 opens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from roundelay.errors import UsageError, WorkerLostError
 from roundelay.launchers import LEADER, Launched
 
 MEET_S, OPENED_S = 30.0, 300.0
-"""Seconds in which the launcher's store must answer, and in which worker 0 must have opened one: it imports torch, too,
-and may have to wait for its machine."""
+"""Seconds in which the launcher's store must answer, and in which worker 0 must have opened one: it imports torch
+first, and its machine may start late."""
 
 _LOOPBACK = "127.0.0.1"
 
 
-def connected(place: Launched) -> Any:
-    """A connection of its own to the store.
+def connect_store(place: Launched) -> Any:
+    """Open a new connection to the store.
 
     Raises:
-        RuntimeError: it cannot be had; torch's.
+        RuntimeError: torch cannot connect.
     """
     patience = timedelta(seconds=OPENED_S if place.opens_store else MEET_S)
     return dist.TCPStore(place.host, place.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
 
 
-def opened(place: Launched) -> Any:
-    """The store that worker 0 opens where the launcher keeps none; it listens at one address alone.
+def open_store(place: Launched) -> Any:
+    """Open the store in worker 0, where the launcher hosts none; it listens on a single address.
 
     Raises:
-        UsageError: the address cannot be listened on.
+        UsageError: the address cannot be bound.
     """
     address = _address(place)
     try:
@@ -43,9 +43,9 @@ def opened(place: Launched) -> Any:
     except OSError as error:
         raise UsageError(
             f"MASTER_PORT {place.port} at {address}",
-            got=f"{error.strerror or error}, when worker {LEADER} was to listen there",
+            got=f"{error.strerror or error} when worker {LEADER} tried to listen there",
             expected="a free port, at an address of the host of the process with RANK 0",
-            remedy="Set MASTER_PORT to another one, for all processes alike; MASTER_ADDR must be the first's host.",
+            remedy="Set MASTER_PORT to another port in all processes; MASTER_ADDR must be the host of RANK 0.",
         ) from error
     return dist.TCPStore(  # type: ignore[attr-defined]
         _LOOPBACK if place.nodes == 1 else address,
@@ -57,31 +57,31 @@ def opened(place: Launched) -> Any:
 
 
 def _address(place: Launched) -> str:
-    """Where to listen: on loopback for one host; else at MASTER_ADDR, or the interface's address if that is loopback.
+    """The address to listen on: loopback for one host, else MASTER_ADDR, or the interface's if that is loopback.
 
-    Kubernetes tells the first process that MASTER_ADDR is localhost.
+    Kubernetes sets MASTER_ADDR to localhost in the first process.
     """
     if place.nodes == 1:
         return _LOOPBACK
     try:
-        told = socket.gethostbyname(place.host)
+        address = socket.gethostbyname(place.host)
     except OSError as error:
         raise UsageError(
             f"MASTER_ADDR {place.host}",
             got=f"a name without an address: {error}",
             expected="the name or address of the host of the process with RANK 0",
-            remedy="Correct MASTER_ADDR; `getent hosts NAME` says what a name stands for.",
+            remedy="Correct MASTER_ADDR; `getent hosts NAME` shows the address of a name.",
         ) from error
-    if not ipaddress.ip_address(told).is_loopback:
-        return told
-    return _addresses().get(place.interface or "", told)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    return _addresses().get(place.interface or "", address)
 
 
 def check_interface(place: Launched) -> None:
-    """Refuse a network interface that is not here.
+    """Reject a network interface that this host does not have.
 
     Raises:
-        UsageError: naming those that are.
+        UsageError: naming those that it has.
     """
     names: Sequence[str] = [name for _, name in socket.if_nameindex()]
     if place.nodes == 1 or place.interface in names:
@@ -90,32 +90,32 @@ def check_interface(place: Launched) -> None:
     raise UsageError(
         f"GLOO_SOCKET_IFNAME={place.interface}",
         got=f"no such network interface on {socket.gethostname()}",
-        expected=f"one that is here and reaches the other hosts: {', '.join(others) or 'there is only lo'}",
+        expected=f"one of this host that reaches the others: {', '.join(others) or 'there is only lo'}",
         remedy=f"Type `export GLOO_SOCKET_IFNAME={others[0] if others else 'NAME'}` on this host; `ip -brief address` "
         "shows the address of each.",
     )
 
 
 def _addresses() -> Mapping[str, str]:
-    """Interface to its IPv4 address."""
+    """Map interfaces to their IPv4 addresses."""
     known = psutil.net_if_addrs().items()
     return {name: one.address for name, each in known for one in each if one.family == socket.AF_INET}
 
 
 def unreachable(place: Launched, error: Exception) -> WorkerLostError:
-    """Why the store cannot be had."""
+    """Return the error for a store that cannot be reached."""
     lines = str(error).splitlines() or [type(error).__name__]
     if place.opens_store:
         return WorkerLostError(
             f"worker {place.rank} meeting worker {LEADER} at {place.host}:{place.port}",
             got=lines[0],
             expected=f"an answer within {OPENED_S:g} s",
-            remedy=f"See whether the process with RANK {LEADER} runs, and whether MASTER_ADDR and MASTER_PORT are the "
-            "same for all and can be reached from this host.",
+            remedy=f"Check that the process with RANK {LEADER} runs, and that MASTER_ADDR and MASTER_PORT are the same "
+            "for all and can be reached from this host.",
         )
     return WorkerLostError(
         f"the launcher's store at {place.host}:{place.port}",
         got=lines[0],
         expected=f"an answer within {MEET_S:g} s",
-        remedy="See whether the launcher still runs and its rendezvous endpoint can be reached from this host.",
+        remedy="Check that the launcher still runs and its rendezvous endpoint can be reached from this host.",
     )

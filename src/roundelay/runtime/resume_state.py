@@ -1,4 +1,4 @@
-"""What a stage keeps so that a checkpoint can be made in mid-flight, and what it starts with after one."""
+"""What a stage keeps so that a checkpoint can be made in mid-flight, and what it starts with when it resumes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from roundelay.weight_prediction import LastStep
 
 @final
 class ResumeState:
-    """The weights that forwards in flight have read, and the buffers behind the last forward before a hand-over.
+    """The weights that forwards in flight have read, and the buffers after the last forward before a checkpoint.
 
-    A batch says in its header that a checkpoint is due behind its update. What a stage forwards between that batch's
-    last forward and its update is in flight at the checkpoint: the weights of those forwards are kept until then, and
-    of no others. At the checkpoint nothing needs to be copied: an update never writes weights that are kept.
+    A batch's header says whether a checkpoint is due after its update. What a stage forwards between that batch's last
+    forward and its update is in flight at the checkpoint: the weights of these forwards, and of no others, are kept
+    until then. The checkpoint needs no copy: an update never writes weights that are kept.
 
     Args:
-        start: what was in flight where the run goes on; None if it starts with an empty stage.
-        place: where the stage computes.
+        start: what was in flight at the checkpoint from which the run resumes; None if the stage starts empty.
+        place: the stage's device.
     """
 
     def __init__(self, start: StageInFlight | None, place: torch.device = CPU) -> None:
-        self._due: set[int] = set()  # updates made at coming checkpoints
-        self._buffers: dict[int, Weights] = {}  # updates made at coming hand-overs, to the buffers there
+        self._due: set[int] = set()  # coming checkpoints, by updates made
+        self._buffers: dict[int, Weights] = {}  # coming checkpoints and ends of epochs, by updates made
         self._read: dict[int, tuple[int, int, Key]] = {}  # micro-batch: batch, version, which weights
         self._weights: dict[Key, Weights] = {}
-        #: micro-batches whose forward is still to be done again
+        #: micro-batches whose forward is still to be replayed
         self.left = set() if start is None else set(start.versions)
-        self._recalled = {} if start is None or not start.versions else placed(start.weights, place)
+        self._recalled = {} if start is None or not start.versions else _copies(start.weights, place)
 
-    def again(self, run: Run) -> Weights | None:
-        """The weights that a forward reads which is done again after a checkpoint; None for any other pass."""
+    def replayed_weights(self, run: Run) -> Weights | None:
+        """The weights of a forward that is replayed after a checkpoint; None for any other forward or backward."""
         if run.g not in self.left or run.instruction.opcode != "forward":
             return None
         own = self._recalled.get((run.reads, run.distance, run.g))
@@ -47,33 +47,37 @@ class ResumeState:
             self._recalled = {}
         return weights
 
-    def forwarded(
+    def record_forward(
         self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> None:
-        """Note what a forward has read, if a checkpoint will want it, and what a batch's last one has left."""
+        """Keep a forward's weights if a checkpoint needs them, and the buffers after a batch's last forward."""
         if self._due:
             key = run.reads, run.distance, ANY
-            if key in self._weights and not _same(self._weights[key], weights):  # foreseen from more than before
+            if key in self._weights and not _same(
+                self._weights[key], weights
+            ):  # predicted from other gradients than before
                 key = run.reads, run.distance, header.g
             self._read[header.g] = header.batch, run.version, key
-            if key not in self._weights:  # detached: a parameter's own memory is replaced by the update
+            if key not in self._weights:  # detached: the update replaces a parameter's memory
                 self._weights[key] = {name: weight.detach() for name, weight in weights.items()}
         if header.ends_batch and not header.final and (header.ends_epoch or header.saved):
-            self._buffers[header.batch + 1] = dict(buffers)  # later forwards replace buffers, they do not write them
+            self._buffers[header.batch + 1] = dict(
+                buffers
+            )  # later forwards replace buffers, and do not write into them
             self._due |= {header.batch + 1} if header.saved else set()
 
-    def held(self) -> set[int]:
-        """Addresses of weights that no update may write."""
+    def held_addresses(self) -> set[int]:
+        """Addresses of weights into which no update may write."""
         return {weight.data_ptr() for weights in self._weights.values() for weight in weights.values()}
 
     def buffers(self, updates: int) -> Weights | None:
-        """The buffers behind the last forward that ``updates`` updates have seen; None: those that there are now."""
+        """The buffers after the last forward of the first ``updates`` batches; None if they are the current ones."""
         return self._buffers.pop(updates, None)
 
     def hand_over(
         self, updates: int, kept: Mapping[int, Weights], keep: int | None, last: Mapping[str, LastStep]
     ) -> StageInFlight:
-        """What is in flight after so many updates, on the CPU; lets go what no later checkpoint wants.
+        """What is in flight after ``updates`` updates, on the CPU; releases what no later checkpoint needs.
 
         Args:
             updates: made by the stage.
@@ -86,43 +90,39 @@ class ResumeState:
             versions={g: version for g, (_, version, _) in self._read.items()},
             weights={key: {n: w.to(CPU) for n, w in named.items()} for key, named in weights.items()},
             keep=keep,
-            last={n: LastStep(s.rate, _on_cpu(s.displacement), _on_cpu(s.gradient)) for n, s in last.items()},
+            last=_moved(last, CPU, copy=False),
         )
         self._due.discard(updates)
         self._read = {g: note for g, note in self._read.items() if any(due <= note[0] for due in self._due)}
-        wanted = {key for _, _, key in self._read.values()}
-        self._weights = {key: weights for key, weights in self._weights.items() if key in wanted}
+        needed = {key for _, _, key in self._read.values()}
+        self._weights = {key: weights for key, weights in self._weights.items() if key in needed}
         return flight
 
 
 def kept_at(start: StageInFlight | None, place: torch.device = CPU) -> dict[int, Weights]:
-    """Older versions that forwards will read which were not in flight yet."""
+    """Older versions that will be read by forwards that were not in flight yet."""
     if start is None or start.keep is None:
         return {}
     kept = {key: weights for key, weights in start.weights.items() if not key[1] and key[0] >= start.keep}
-    return {version: weights for (version, *_), weights in placed(kept, place).items()}
+    return {version: weights for (version, *_), weights in _copies(kept, place).items()}
 
 
 def last_steps(start: StageInFlight, place: torch.device = CPU) -> dict[str, LastStep]:
     """Every parameter's last update."""
-    return {
-        name: LastStep(last.rate, _copied(last.displacement, place), _copied(last.gradient, place))
-        for name, last in start.last.items()
-    }
+    return _moved(start.last, place, copy=True)
 
 
-def placed(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
-    """Copies in memory of torch's own: where a file's bytes came to lie, kernels may give other last bits."""
+def _moved(last: Mapping[str, LastStep], place: torch.device, *, copy: bool) -> dict[str, LastStep]:
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(place, copy=copy)
+
+    return {name: LastStep(step.rate, move(step.displacement), move(step.gradient)) for name, step in last.items()}
+
+
+def _copies(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
+    """Copies in memory that torch has allocated: with a file's alignment, kernels may give other last bits."""
     return {key: {n: w.to(place, copy=True) for n, w in named.items()} for key, named in weights.items()}
 
 
 def _same(kept: Weights, weights: Mapping[str, torch.Tensor]) -> bool:
     return all(kept[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
-
-
-def _copied(tensor: torch.Tensor | None, place: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(place, copy=True)
-
-
-def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(CPU)

@@ -1,7 +1,7 @@
-"""The person's optimizer, stage by stage.
+"""The job's optimizer and scheduler for one stage.
 
-The job's function is called with every parameter of the model, so that groups may be made by name or shape, and the
-groups are then narrowed to the parameters of the stage. Group structure, and with it schedulers and settings, stays.
+The job's function is called with every parameter of the model, so that it can make groups by name or shape; the groups
+are then narrowed to the parameters of the stage. The group structure stays, and with it schedulers and options.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
     """The job's optimizer over all of ``named``.
 
     Raises:
-        JobError: it is no optimizer, one whose step needs a closure, one of other parameters than ``named``, or the
-            function has put hooks or gradients on the parameters, or changed them.
+        JobError: it is not an optimizer, needs a closure in its step, holds parameters that are not in ``named``, or
+            the function has put hooks or gradients on the parameters, or changed them.
     """
     before = ParameterSnapshot(named)
     try:
         optimizer = make(named)
-    except Exception as error:  # the person's own code
+    except Exception as error:  # the user's code
         raise JobError(
             "Job(optimizer=...)",
             got=f"{type(error).__name__}: {error}",
@@ -53,23 +53,23 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
             expected="a step from gradients alone: a stage cannot evaluate the whole model again",
             remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
         )
-    given = {id(parameter) for _, parameter in named}
-    if any(id(parameter) not in given for _, _, group in all_groups(optimizer) for parameter in group["params"]):
+    known = {id(parameter) for _, parameter in named}
+    if any(id(parameter) not in known for _, _, group in all_groups(optimizer) for parameter in group["params"]):
         raise JobError(
             f"Job(optimizer=...), {type(optimizer).__name__}",
             got="a parameter that the function was not given, such as one of model.parameters()",
-            expected="an optimizer over parameters of its argument: every stage trains parameters of its own",
+            expected="an optimizer over parameters of its argument: every stage trains its own parameters",
             remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
         )
     before.check()
     _unshare(optimizer)
-    if switches(optimizer):
+    if has_eval_mode(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
 def _unshare(optimizer: torch.optim.Optimizer) -> None:
-    """Give the groups tensors of their own: schedulers write into a learning rate that is one, of every optimizer."""
+    """Copy tensors in the groups: schedulers write in place into a learning rate that is a tensor."""
     own: dict[int, torch.Tensor] = {}
     for _, _, group in all_groups(optimizer):
         for key, value in group.items():
@@ -77,8 +77,8 @@ def _unshare(optimizer: torch.optim.Optimizer) -> None:
                 group[key] = own.setdefault(id(value), value.detach().clone())
 
 
-def switches(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer (schedule-free) evaluates with other weights than it trains: it has ``train``, ``eval``."""
+def has_eval_mode(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has ``train`` and ``eval``, as schedule-free ones, which evaluate with other weights."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -86,13 +86,13 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
     """The job's scheduler.
 
     Raises:
-        JobError: the function raises, or what it makes is no scheduler.
+        JobError: the function raises, or what it returns is not a scheduler.
     """
     if make is None:
         return None
     try:
         scheduler: Any = make(optimizer)
-    except Exception as error:  # the person's own code
+    except Exception as error:  # the user's code
         raise JobError(
             "Job(scheduler=...)",
             got=f"{type(error).__name__}: {error}",
@@ -109,12 +109,12 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
     return scheduler
 
 
-def stepped(scheduler: LRScheduler | None, numbers: Sequence[float]) -> LRScheduler | None:
-    """The scheduler that every update steps, if one does; one that waits for numbers has been stepped with these.
+def per_update_scheduler(scheduler: LRScheduler | None, numbers: Sequence[float]) -> LRScheduler | None:
+    """The scheduler if every update steps it, else None: a ``ReduceLROnPlateau`` is stepped here with ``numbers``.
 
     Args:
-        scheduler: the job's, as it was made.
-        numbers: what evaluations have said so far, one for each epoch.
+        scheduler: the job's, newly made.
+        numbers: results of the evaluations so far, one for each epoch.
     """
     if not isinstance(scheduler, ReduceLROnPlateau):
         return scheduler
@@ -124,12 +124,12 @@ def stepped(scheduler: LRScheduler | None, numbers: Sequence[float]) -> LRSchedu
 
 
 def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], named: Named) -> None:
-    """Keep of each group the parameters in ``own``; groups stay, also when nothing of theirs is left.
+    """Keep in each group only the parameters in ``own``. Groups stay, also if they become empty.
 
     Args:
         optimizer: over all of ``named``.
         own: the stage's parameters by name.
-        named: what the optimizer was made of.
+        named: the parameters with which the optimizer was made.
     """
     kept = {id(parameter) for parameter in own.values()}
     names = {id(parameter): name for name, parameter in named}
@@ -141,9 +141,9 @@ def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Paramete
 
 @contextlib.contextmanager
 def no_group_empty(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While it steps, a group of which this stage has nothing holds a parameter of no size, and without a gradient.
+    """A context in which every empty group holds one parameter of no elements and without a gradient.
 
-    In plain PyTorch no group is empty, and optimizers look at a group's first parameter.
+    In plain PyTorch no group is empty, and some optimizers read a group's first parameter.
     """
     empty = [group for _, _, group in all_groups(optimizer) if not group["params"]]
     for group in empty:
@@ -161,13 +161,13 @@ _NOTHING = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class RateTable:
-    """Learning rates of updates to come: lr(u) of every group, from a second optimizer and scheduler run ahead.
+    """Learning rates of future updates: lr(u) of every group, from a second optimizer and scheduler that run ahead.
 
     Args:
-        make: the job's optimizer.
-        schedule: the job's scheduler.
-        named: parameters to make them with; they are not touched.
-        numbers: what evaluations have said, for a scheduler that waits for it: its rate stays until the next.
+        make: the job's optimizer function.
+        schedule: the job's scheduler function.
+        named: parameters to call them with; not changed.
+        numbers: results of the evaluations so far, for a ``ReduceLROnPlateau``, whose rate changes only with the next.
 
     Raises:
         JobError: the optimizer or the scheduler cannot be used.
@@ -181,32 +181,33 @@ class RateTable:
         numbers: Sequence[float] = (),
     ) -> None:
         self._optimizer = build_optimizer(make, named)
-        #: what kind of optimizer it is, and what kinds that is
+        #: names of the optimizer's class and of its base classes
         self.kinds = tuple(kind.__name__ for kind in type(self._optimizer).__mro__[:-2])
-        narrow(self._optimizer, {}, named)  # groups alone: a step ahead costs nothing, and no state is held
+        narrow(self._optimizer, {}, named)  # without parameters a step costs nothing, and keeps no state
         for _, state in all_states(self._optimizer):
             state.clear()
         self._kept = OptimizerState(self._optimizer, named)
-        #: options of its groups, as the functions have made them
-        self.made_with = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
-        self._scheduler = stepped(made := build_scheduler(schedule, self._optimizer), numbers)
-        #: whether the next epoch's rates wait for what an evaluation says
-        self.waits = made is not self._scheduler
-        self._kept.settle()
+        #: options of its groups before the first update
+        self.group_options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        scheduler = build_scheduler(schedule, self._optimizer)
+        self._scheduler = per_update_scheduler(scheduler, numbers)
+        #: whether the next epoch's rates depend on an evaluation
+        self.waits = scheduler is not self._scheduler
+        self._kept.accept_options()
         self._rates: list[tuple[float, ...]] = [self._now()]
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that every update steps."""
+        """The scheduler that every update steps; None if there is none."""
         return self._scheduler
 
     @property
     def scheduled(self) -> bool:
-        """Whether a scheduler says them, update by update; else they are what the optimizer's groups say."""
+        """Whether a scheduler sets the rates update by update; else they are constant."""
         return self._scheduler is not None
 
     def check(self) -> None:
-        """Refuse rates and options that the person's program has changed by hand, in this optimizer.
+        """Refuse rates and options of this optimizer that the user's program has changed by hand.
 
         Raises:
             JobError: naming the option.
@@ -227,24 +228,24 @@ class RateTable:
         if self._scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
-            self._stand_still()
-            with contextlib.suppress(ValueError):  # behind the end of a schedule of fixed length its last rate goes on
+            self._empty_step()
+            with contextlib.suppress(ValueError):  # a schedule of fixed length has ended: its last rate holds
                 self._scheduler.step()
-            self._kept.settle()
+            self._kept.accept_options()
             self._rates.append(self._now())
         return self._rates[update]
 
-    def _stand_still(self) -> None:
-        """Let an update pass without gradients: it changes nothing, but the scheduler wants to see it first."""
+    def _empty_step(self) -> None:
+        """Step the optimizer without gradients, which changes nothing: a scheduler expects it before its own step."""
         try:
             with no_group_empty(self._optimizer):
                 self._optimizer.step()
-        except Exception as error:  # the person's own code
+        except Exception as error:  # the user's code
             raise JobError(
-                f"Job(optimizer=...), {type(self._optimizer).__name__}, beside a scheduler",
+                f"Job(optimizer=...), {type(self._optimizer).__name__}, with a scheduler",
                 got=f"{type(error).__name__} in a step without gradients: {error}",
-                expected="a step that leaves parameters alone whose grad is None: the schedule is run ahead with it",
-                remedy="Skip such parameters in step(), as torch's own optimizers do, or give no scheduler.",
+                expected="a step that skips parameters whose grad is None: the schedule is run ahead with it",
+                remedy="Skip such parameters in step(), as torch's own optimizers do, or use no scheduler.",
             ) from error
 
     def _now(self) -> tuple[float, ...]:
@@ -255,7 +256,7 @@ def _rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
     """A group's learning rate.
 
     Raises:
-        JobError: it has none that is a number.
+        JobError: it is not a number.
     """
     try:
         return float(group["lr"])
@@ -263,13 +264,13 @@ def _rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
         raise JobError(
             f"Job(optimizer=...), {type(optimizer).__name__}",
             got=f"a parameter group with lr = {group.get('lr', 'nothing')!r:.80}",
-            expected="a number: curves show it, schedulers change it, and weights are predicted with it",
+            expected="a number: curves show it, schedulers change it, and weight prediction uses it",
             remedy="Give the optimizer a learning rate, for example lr=3e-4.",
         ) from error
 
 
 def without_gradients(model: torch.nn.Module) -> Named:
-    """The model's parameters as objects of their own, which share the weights but no gradient."""
+    """New parameters that share the memory of the model's, but not their gradients."""
     return [(n, torch.nn.Parameter(p.detach(), p.requires_grad)) for n, p in model.named_parameters()]
 
 

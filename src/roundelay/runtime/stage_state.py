@@ -34,7 +34,7 @@ from roundelay.runtime.stage_optimizer import (
     build_scheduler,
     narrow,
     no_group_empty,
-    stepped,
+    per_update_scheduler,
     without_gradients,
 )
 from roundelay.runtime.weight_averages import WeightAverages
@@ -106,7 +106,7 @@ class Stage:
         self.optimizer = build_optimizer(job.optimizer, named)
         self._kept_state = OptimizerState(self.optimizer, named)
         narrow(self.optimizer, self.parameters, named)
-        self.scheduler = stepped(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
+        self.scheduler = per_update_scheduler(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
         self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
@@ -158,14 +158,14 @@ class Stage:
         measure = key not in self._tape_bytes
         kept = self._leaves_of(weights) if mode == "stash" else ()  # other tapes hold no weights
         outputs, tape = self.function.forward(
-            weights, self.buffers, inputs, draw, mode=mode, measure=measure, kept=kept
+            weights, self.buffers, inputs, draw, mode=mode, measure=measure, cached_leaves=kept
         )
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
         if self._keep is not None or run.keep is not None:
             self._keep = run.keep
             self._forget()
-        self.in_flight.forwarded(run, header, weights, self.buffers)
+        self.in_flight.record_forward(run, header, weights, self.buffers)
         return outputs
 
     def backward(
@@ -199,7 +199,7 @@ class Stage:
             g: micro-batch.
             scale: its loss scale, by which they are divided.
         """
-        of_parameters = _unscaled(self.function.weights(self.debts.pop(g)), scale)
+        of_parameters = _unscaled(self.function.backward_weights(self.debts.pop(g)), scale)
         self.gradients.add(of_parameters)
         return of_parameters
 
@@ -274,7 +274,7 @@ class Stage:
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-            self._kept_state.settle()
+            self._kept_state.accept_options()
         self.gradients.clear()
         self._predictions.clear()
 
@@ -288,7 +288,11 @@ class Stage:
         """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
         stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
         kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
-        return kept | self.in_flight.held() | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+        return (
+            kept
+            | self.in_flight.held_addresses()
+            | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+        )
 
     def _forget(self) -> None:
         """Drop versions that no later forward reads."""
@@ -301,7 +305,7 @@ class Stage:
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
         """Return the weights that a forward or backward reads: the newest, older ones, or predicted ones."""
-        if self.in_flight.left and (again := self.in_flight.again(run)) is not None:
+        if self.in_flight.left and (again := self.in_flight.replayed_weights(run)) is not None:
             return again
         if run.reads != run.version:
             return self._kept[run.reads]

@@ -1,6 +1,6 @@
-"""Break a run on purpose, to show that ``verify`` notices.
+"""Breaks a run on purpose, to show that ``verify`` reports it.
 
-Each way replaces handlers of one worker by ones that do something subtly wrong:
+Each way replaces handlers of one worker by ones that do something slightly wrong:
 
 ===============  =============================================================================
 ``stash``        backward differentiates at the weights of the version before
@@ -13,36 +13,33 @@ Each way replaces handlers of one worker by ones that do something subtly wrong:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
-
 import torch
 
 from roundelay.actor.machine import Run
+from roundelay.errors import UsageError
 from roundelay.frontend import RngKey
+from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.stage import Partition
 from roundelay.runtime.handlers import Context, Handler, do_forward, do_update
 
-WAYS = ("stash", "s", "order", "rng", "drop-update")
 
-
-def tampered(way: str) -> dict[str, Handler]:
-    """Handlers that break a run in one way: a key of :data:`WAYS`."""
-    return _MAKERS[way]().handlers()
-
-
-class _Broken(Protocol):
-    def handlers(self) -> dict[str, Handler]: ...
-
-
-class _Stash:
-    """Backward at the weights before the last update."""
+class _Worker:
+    """Handlers that do what they should; each way to break a run overrides some of them."""
 
     def __init__(self) -> None:
-        self.before: dict[str, torch.Tensor] = {}
+        self.before: dict[str, torch.Tensor] = {}  # the weights before the last update
 
-    def handlers(self) -> dict[str, Handler]:
-        return {"forward": self.forward, "update": self.update}
+    def forward(self, context: Context, run: Run) -> MicroBatch | None:
+        return do_forward(context, run)
+
+    def update(self, context: Context, run: Run) -> MicroBatch | None:
+        self.before = {name: weight.detach().clone() for name, weight in context.stage.live().items()}
+        return do_update(context, run)
+
+
+class _Stash(_Worker):
+    """Backward at the weights before the last update."""
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         stage = context.stage
@@ -58,19 +55,9 @@ class _Stash:
             )
         return result
 
-    def update(self, context: Context, run: Run) -> MicroBatch | None:
-        self.before = _copies(context.stage.live())
-        return do_update(context, run)
 
-
-class _TooFar:
-    """Forward at weights one update too far on."""
-
-    def __init__(self) -> None:
-        self.before: dict[str, torch.Tensor] = {}
-
-    def handlers(self) -> dict[str, Handler]:
-        return {"forward": self.forward, "update": self.update}
+class _TooFar(_Worker):
+    """Forward at weights predicted one update too far."""
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         stage = context.stage
@@ -82,20 +69,12 @@ class _TooFar:
         stage.forward_weights = None
         return result
 
-    def update(self, context: Context, run: Run) -> MicroBatch | None:
-        self.before = _copies(context.stage.live())
-        return do_update(context, run)
 
+class _Late(_Worker):
+    """The update after the next forward instead of before it."""
 
-class _Late:
-    """The update after the next forward."""
-
-    def __init__(self) -> None:
-        self.waiting: Run | None = None
-        self.over = False
-
-    def handlers(self) -> dict[str, Handler]:
-        return {"forward": self.forward, "update": self.update}
+    waiting: Run | None = None
+    over = False
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         context.stage.forward_weights = None if self.waiting is None else context.stage.live()
@@ -114,11 +93,8 @@ class _Late:
         return None
 
 
-class _OtherNumbers:
+class _OtherSeed(_Worker):
     """Forward with the random numbers of another seed."""
-
-    def handlers(self) -> dict[str, Handler]:
-        return {"forward": self.forward}
 
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         seed = context.seed
@@ -129,35 +105,75 @@ class _OtherNumbers:
             context.seed = seed
 
 
-class _Dropped:
+class _Dropped(_Worker):
     """The second update of the run is left out."""
 
-    def __init__(self) -> None:
-        self.updates = 0
-
-    def handlers(self) -> dict[str, Handler]:
-        return {"update": self.update}
+    updates = 0
 
     def update(self, context: Context, run: Run) -> MicroBatch | None:
+        result = super().update(context, run)
         self.updates += 1
-        if self.updates != 2:
-            return do_update(context, run)
-        before = _copies(context.stage.live())
-        do_update(context, run)
-        with torch.no_grad():
+        if self.updates == 2:
             for name, parameter in context.stage.parameters.items():
-                parameter.data = before[name]
-        return None
+                parameter.data = self.before[name]
+        return result
 
 
-def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in weights.items()}
-
-
-_MAKERS: dict[str, Callable[[], _Broken]] = {
+_CLASSES: dict[str, type[_Worker]] = {
     "stash": _Stash,
     "s": _TooFar,
     "order": _Late,
-    "rng": _OtherNumbers,
+    "rng": _OtherSeed,
     "drop-update": _Dropped,
 }
+
+WAYS = tuple(_CLASSES)
+
+
+def tampered_handlers(way: str) -> dict[str, Handler]:
+    """Handlers that break a run in one of the :data:`WAYS`."""
+    broken = _CLASSES[way]()
+    return {"forward": broken.forward, "update": broken.update}
+
+
+def check_tamper(tamper: str | None) -> None:
+    """Refuse an unknown way to tamper; None is accepted.
+
+    Raises:
+        UsageError: the way is unknown.
+    """
+    if tamper is not None and tamper not in WAYS:
+        known = "one of " + ", ".join(WAYS)
+        raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
+
+
+def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None) -> int:
+    """The stage to break: the last one at which the way makes a difference.
+
+    Args:
+        way: one of :data:`WAYS`.
+        graph: of the model.
+        stages: its stages.
+        batches: updates of the run; None if their number is not known.
+
+    Raises:
+        UsageError: the way makes no difference anywhere.
+    """
+    if way != "rng" and batches == 1:
+        raise UsageError(
+            f"--tamper {way}",
+            got="a run of one update, in which it changes nothing",
+            expected="at least two updates",
+            remedy="Give --steps 2 or more.",
+        )
+    for spec in reversed(stages.stages):
+        draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])
+        trains = any(graph.parameters[n].trainable for n in spec.parameters)
+        if draws if way == "rng" else trains:
+            return spec.stage
+    raise UsageError(
+        f"--tamper {way}",
+        got="a model that " + ("draws no random numbers" if way == "rng" else "has no trainable parameter"),
+        expected="a model on which it makes a difference",
+        remedy="Choose another way to tamper.",
+    )

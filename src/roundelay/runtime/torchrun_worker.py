@@ -1,6 +1,6 @@
-"""What a member of a party does in a run: the leader leads, the others attend, and each has a worker.
+"""Runs one worker in a process that a launcher started: the leader (rank 0) or a follower.
 
-The main thread hears the signals by which a launcher ends this process, so the worker has a thread of its own.
+The main thread handles the signals by which a launcher ends this process, so the worker has a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
-from roundelay.runtime.device import Device, device_of
-from roundelay.runtime.failure_tracker import FailureTracker, Listener, failure, instead
-from roundelay.runtime.gc_policy import settled
+from roundelay.runtime.device import Device, make_device
+from roundelay.runtime.failure_tracker import FailureTracker, Listener
+from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
-from roundelay.runtime.threaded_workers import follow
+from roundelay.runtime.threaded_workers import take_reports
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker import Task, Wrap, work
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.worker_messages import Report, Reporter, failure, unsendable
+from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.queues import next_item
 
 LEAVE_S = 2.0
-"""Seconds that a worker which has failed, or was given up, gets to leave its connections. It tells its end before."""
+"""Seconds to wait for a failed or aborted worker to close its connections; it reports its end before."""
 
 _LEADER_TELLS = "the run has failed; worker 0 tells why"
 _ENDED = "it was ended"
 
 
 @final
-class _Working:
-    """This process's worker, in a thread of its own, which first connects it with the others.
+class _WorkerThread:
+    """Runs this process's worker in a thread, which first connects it with the others.
 
     Args:
         task: the run.
-        party: whose member this is.
-        wrap: put around the worker's endpoint.
-        report: where the worker tells its end, too.
+        party: the group of processes.
+        wrap: applied to the worker's endpoint.
+        report: called with every report of the worker, its end included.
         device: where it computes.
     """
 
@@ -51,12 +51,12 @@ class _Working:
         self._lock = threading.Lock()
         self._until_s = math.inf
         self._endpoint: Endpoint | None = None
-        self._ended = ""  # why, if it has been
+        self._ended = ""  # reason of an abort
         self._thread = threading.Thread(target=self._main, name=f"worker {party.rank}", daemon=True)
         self._thread.start()
 
     def abort(self, reason: str) -> None:
-        """End its connections, now or when they are there."""
+        """Abort the worker's connections, now or as soon as they are open."""
         with self._lock:
             self._ended = self._ended or reason
             endpoint = self._endpoint
@@ -64,9 +64,9 @@ class _Working:
             endpoint.abort(reason)
 
     def join(self, seconds: float) -> None:
-        """Wait until it has left: threads that gloo wakes while the interpreter shuts down abort it.
+        """Wait until the worker has ended: gloo threads that run during interpreter shutdown abort the process.
 
-        Who waits again, because the first wait was interrupted, waits no longer than that would have.
+        A second call, after the first was interrupted, does not extend the first one's deadline.
         """
         now = time.monotonic()
         self._until_s = min(self._until_s, now + seconds)
@@ -76,11 +76,11 @@ class _Working:
         torch.set_num_threads(1)
         rank = self._party.rank
         try:
-            endpoint = self._wrap(self._party.data(self._task.plan, self._device))
+            endpoint = self._wrap(self._party.data_endpoint(self._task.plan, self._device))
         except RoundelayError as error:
             self._report(failure(rank, error))
             return
-        except Exception as error:  # nothing may end a worker in silence
+        except Exception as error:  # otherwise the worker would end without a report
             self._report(failure(rank, unexpected(f"worker {rank}", error)))
             return
         with self._lock:
@@ -91,41 +91,43 @@ class _Working:
 
 
 def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
-    """Run worker 0 in this process, and hear all; see :func:`roundelay.runtime.launch.run`."""
+    """Run worker 0 in this process and take all reports; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tally = FailureTracker(party.size, listen)
-    device = device_of(task.plan.devices[party.rank])  # first: if there is none, nobody is to be told of a loss
+    tracker = FailureTracker(party.size, listen)
+    device = make_device(
+        task.plan.workers[party.rank].device
+    )  # before connecting: else the others would report a lost worker
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
-    line = party.line(task.plan.deadline_s, reports.put, failed, partial(failed, party.rank))
-    worker = _Working(task, party, wrap, reports.put, device)
+    channel = party.control_channel(task.plan.deadline_s, reports.put, failed, partial(failed, party.rank))
+    worker = _WorkerThread(task, party, wrap, reports.put, device)
     causes: list[Report] = []
     try:
         try:
-            _follow(reports, tally, party.rank)
+            _take_reports(reports, tracker, party.rank)
         except KeyboardInterrupt:
             time.sleep(NEWS_S)
-            _drain(reports, tally)
+            _drain(reports, tracker)
             raise
         finally:
-            causes = [f for f in tally.failures if f.data["got"] != _ENDED]
-            well = not tally.failures and len(tally.ended) == task.plan.num_workers
-            _leave(line, worker, task.plan.deadline_s if well else None)
-    except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to tell
-        _leave(line, worker, None)  # which it may have cut short
+            causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
+            succeeded = not tracker.failures and len(tracker.ended) == task.plan.num_workers
+            _leave(channel, worker, task.plan.deadline_s if succeeded else None)
+    except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
+        _leave(channel, worker, None)  # the interrupt may have cut the first call short
         if not causes:
             raise
-        tally.failures[:] = causes
-    _drain(reports, tally)
-    tally.raise_failure()
+        tracker.failures[:] = causes
+    _drain(reports, tracker)
+    tracker.raise_failure()
 
 
-def _follow(reports: queue.SimpleQueue[Report], tally: FailureTracker, rank: int) -> None:
-    """Hear the reports to the end of the run; whatever goes wrong on the way is an error with a cause to tell."""
+def _take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker, rank: int) -> None:
+    """Take reports until the run is over; unexpected exceptions become RoundelayErrors."""
     try:
-        follow(reports, tally)
+        take_reports(reports, tracker)
     except RoundelayError:
         raise
     except MemoryError as error:
@@ -134,83 +136,82 @@ def _follow(reports: queue.SimpleQueue[Report], tally: FailureTracker, rank: int
         raise unexpected(f"worker {rank}", error) from error
 
 
-def _leave(line: ControlChannel, worker: _Working, patience_s: float | None) -> None:
-    """End this process's part, its worker too: in good order, which may take so long, or at once."""
+def _leave(channel: ControlChannel, worker: _WorkerThread, patience_s: float | None) -> None:
+    """End the worker and the control channel: in good order within ``patience_s``, or at once if that is None."""
     if patience_s is None:
         worker.abort("the run was ended")
-        line.end(_LEADER_TELLS)
+        channel.end(_LEADER_TELLS)
         worker.join(LEAVE_S)
     else:
         worker.join(patience_s)
-        line.end(None)
+        channel.end(None)
 
 
-def _drain(reports: queue.SimpleQueue[Report], tally: FailureTracker) -> None:
+def _drain(reports: queue.SimpleQueue[Report], tracker: FailureTracker) -> None:
     while not reports.empty():
-        tally.late(reports.get())
+        tracker.add_failure(reports.get())
 
 
-def _pass_on(report: Report, line: ControlChannel) -> tuple[bool, bool]:
-    """Send a report, or why it cannot be sent; whether it is the worker's last, and whether all is well."""
+def _pass_on(report: Report, channel: ControlChannel) -> tuple[bool, bool]:
+    """Send a report, or a failure if it cannot be sent; return (is it the last, is it no failure)."""
     try:
-        line.send(report)
+        kind = channel.send(report)
     except WorkerLostError:
         raise
     except Exception as error:
-        report = instead(report, error)
-        line.send(report)
-    return report.kind in ("finished", "failed"), report.kind != "failed"
+        kind = channel.send(unsendable(report, error))
+    return kind in ("finished", "failed"), kind != "failed"
 
 
 def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
-    """Run one other worker in this process; whether all went well. What went wrong, the leader tells.
+    """Run a worker other than 0 in this process and return whether it succeeded; the leader reports failures.
 
     Raises:
-        WorkerLostError: the leader is gone, and has told nothing.
+        WorkerLostError: the leader is gone without having reported a failure.
     """
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
-    device = device_of(task.plan.devices[party.rank])
+    device = make_device(task.plan.workers[party.rank].device)
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)
         gone.set()
 
-    def on_deaf(error: RoundelayError) -> None:
+    def on_unreadable(error: RoundelayError) -> None:
         outgoing.put(failure(party.rank, error))
 
-    line = party.line(task.plan.deadline_s, lambda report: None, on_lost, on_deaf)
-    worker = _Working(task, party, wrap, outgoing.put, device)
-    ended, well = False, True
+    channel = party.control_channel(task.plan.deadline_s, lambda report: None, on_lost, on_unreadable)
+    worker = _WorkerThread(task, party, wrap, outgoing.put, device)
+    ended, succeeded = False, True
 
     def leave(hasty: bool = False) -> None:
-        good = ended and well and not lost and not hasty
+        good = ended and succeeded and not lost and not hasty
         if not good:
             worker.abort("the leader is gone" if lost else _ENDED)
         worker.join(task.plan.deadline_s if good else LEAVE_S)
-        if not well:  # perhaps since the leader is gone
+        if not succeeded:  # the loss of the leader may be the cause
             gone.wait(NEWS_S)
-        line.end(None if ended and not hasty else _ENDED)
+        channel.end(None if ended and not hasty else _ENDED)
 
     try:
         try:
-            with settled():
+            with frozen_gc():
                 while not ended and not lost:
                     try:
                         report = next_item(outgoing, TICK_S)
                     except queue.Empty:
                         continue
-                    ended, well = _pass_on(report, line)
+                    ended, succeeded = _pass_on(report, channel)
         except KeyboardInterrupt:
             time.sleep(NEWS_S)
             raise
         finally:
             leave()
-    except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to tell
-        leave(hasty=True)  # which it may have cut short
+    except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to report
+        leave(hasty=True)  # the interrupt may have cut the first call short
         if not lost:
             raise
     if lost and lost[0].got != _LEADER_TELLS:
         raise lost[0]
-    return well and not lost
+    return succeeded and not lost

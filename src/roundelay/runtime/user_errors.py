@@ -1,4 +1,4 @@
-"""What went wrong in a worker, in words: the person's own errors with their place, and memory that ran out."""
+"""Turns errors of a worker or a loader's process into messages: the user's own with their place, and lack of memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from roundelay.errors import JobError, RoundelayError, UserCodeError
 
 
 def explain_error(error: BaseException, where: str) -> BaseException:
-    """What an instruction has raised; with its place, if it comes from the person's data, model or optimizer.
+    """Add the place to an error raised by an instruction, if it comes from the user's data, model or optimizer.
 
     Args:
-        error: as it was raised; itself if it explains itself.
+        error: as it was raised.
         where: the stage, the instruction and the micro-batch.
+
+    Returns:
+        the error with its place; other errors of Roundelay and MemoryErrors unchanged.
     """
     if isinstance(error, JobError):
         what = f"{where}: {error.subject}"
@@ -30,24 +33,24 @@ def explain_error(error: BaseException, where: str) -> BaseException:
 
 
 def unexpected(subject: str, error: BaseException) -> UserCodeError:
-    """An error of no kind that is raised on purpose, with the last line of the person's code that it came through."""
+    """Describe an unexpected exception, with the last line of the user's code in its traceback."""
     if (known := out_of_threads(subject, error)) is not None:
         return known
     return UserCodeError(
         subject,
-        got=_told(error),
-        expected="an instruction that ends well",
+        got=_summary(error),
+        expected="no exception",
         remedy="Correct the model, loss or optimizer; ROUNDELAY_DEBUG=1 shows the traceback.",
     )
 
 
 def out_of_threads(subject: str, error: BaseException) -> UserCodeError | None:
-    """The system starts no further thread; None if that is not what went wrong."""
+    """Describe a failure to start a thread; None if ``error`` is something else."""
     if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
         return None
     return UserCodeError(
         subject,
-        got="the system starts no further thread",
+        got="the system cannot start another thread",
         expected="room for a handful of threads in each process",
         remedy="Raise the limit of processes and threads (`ulimit -u`, docker run --pids-limit, Slurm's), or give "
         "fewer --workers and fewer processes of the loader.",
@@ -55,20 +58,20 @@ def out_of_threads(subject: str, error: BaseException) -> UserCodeError | None:
 
 
 def loading_failed(what: str, error: BaseException, processes: Sequence[BaseProcess] = ()) -> UserCodeError:
-    """What the person's loader has raised, or what has become of a process that it has started.
+    """Describe an error raised by the user's loader, or the end of one of its processes.
 
     Args:
-        what: what it was asked for.
+        what: what was requested of it.
         error: as it was raised in this process; torch puts the traceback of a loader's process into its text.
-        processes: those that the loader has.
+        processes: of the loader.
     """
-    passed_on = _PASSED_ON.search(str(error))
-    if passed_on is not None:
-        got = f"{_last_of(passed_on['trace'])}, {passed_on['where']}"
-    elif (ended := _ended(error, processes)) is not None:
+    forwarded = _FORWARDED.search(str(error))
+    if forwarded is not None:
+        got = f"{_summary_of_traceback(forwarded['trace'])}, {forwarded['where']}"
+    elif (ended := _ended_process(error, processes)) is not None:
         got = ended
     else:
-        got = _told(error)
+        got = _summary(error)
     text = f"{type(error).__name__}: {error} {got}"
     return UserCodeError(
         what,
@@ -78,15 +81,16 @@ def loading_failed(what: str, error: BaseException, processes: Sequence[BaseProc
     )
 
 
-_PASSED_ON = re.compile(r"Caught \S+ (?P<where>in [^\n]*)\.\nOriginal (?P<trace>Traceback .*)", re.DOTALL)
-"""How torch passes on what was raised in a process or thread of a loader."""
+_FORWARDED = re.compile(r"Caught \S+ (?P<where>in [^\n]*)\.\nOriginal (?P<trace>Traceback .*)", re.DOTALL)
+"""How torch forwards an exception of a loader's process or thread."""
 
 _FRAME = re.compile(r'^ +File "(?P<file>.*)", line (?P<line>\d+)(, in .*)?$', re.MULTILINE)
-"""A place in a printed traceback."""
+"""A frame in a printed traceback."""
 
-_SENT = (
-    "A process by spawn or forkserver imports the job file, whose name must have no dot, nor be another module's, and "
-    "is sent the data set: put its classes and functions at the top level, not within job(), and no lambda"
+_SPAWN_RULES = (
+    "A process started by spawn or forkserver imports the job file and unpickles the data set: the file's name must "
+    "have no dot and not be another module's; define classes and functions at the top level, not inside job(), and use "
+    "no lambda"
 )
 
 _REMEDIES = (
@@ -97,9 +101,9 @@ _REMEDIES = (
     ),
     (
         ("shared memory", "torch_shm", "</torch_", "SIGBUS", "Bus error", "No space left on device"),
-        "What a DataLoader's processes hand over lies in /dev/shm: make it larger (`docker run --shm-size=1g`, or "
+        "A DataLoader's processes hand batches over in /dev/shm: make it larger (`docker run --shm-size=1g`, or "
         "`mount -o remount,size=1g /dev/shm`), or use DataLoader(num_workers=0). `roundelay doctor` shows its size; "
-        "where it is large enough, a disk is full.",
+        "if it is large enough, a disk is full.",
     ),
     (
         ("SIGKILL",),
@@ -108,32 +112,32 @@ _REMEDIES = (
     ),
     (
         ("was killed by SIG", "has ended with"),
-        f"See what it has printed. {_SENT}; DataLoader(num_workers=0) starts none, and shows where loading fails.",
+        f"Check its output. {_SPAWN_RULES}; DataLoader(num_workers=0) starts no process and shows where loading fails.",
     ),
     (
         ("PicklingError", "an't pickle", "annot pickle", "an't get local object", "bootstrapping phase"),
-        f'{_SENT}. Or use DataLoader(multiprocessing_context="fork").',
+        f'{_SPAWN_RULES}. Or use DataLoader(multiprocessing_context="fork").',
     ),
     (("",), "The error is in the job's data loading; run it alone to see it."),
 )
-"""Words in an error of a loader, and what helps then: the first whose words are there."""
+"""Fragments of a loader's error and the remedy; the first match counts."""
 
 
-def _told(error: BaseException) -> str:
-    """Kind, message and place of an error, as short as a screen wants it."""
+def _summary(error: BaseException) -> str:
+    """Type, shortened message, and place of an error."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {_brief(str(error))}{_place(frames)}"
+    return f"{type(error).__name__}: {_shorten(str(error))}{_place(frames)}"
 
 
-def _last_of(trace: str) -> str:
-    """The same of a printed traceback: of the last one in it, where errors have led to others."""
+def _summary_of_traceback(trace: str) -> str:
+    """Summarize the last exception of a printed traceback."""
     own = trace[trace.rindex("Traceback (most recent call last):") :]
-    frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(own)]
+    frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(own)]
     message = re.search(r"^(?=\S).*", own.partition("\n")[2], re.MULTILINE | re.DOTALL)
-    return f"{_brief(message[0] if message else '')}{_place(frames)}"
+    return f"{_shorten(message[0] if message else '')}{_place(frames)}"
 
 
-def _brief(text: str) -> str:
+def _shorten(text: str) -> str:
     """The first lines of a message."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     cut = "\n".join(lines[:3])[:300]
@@ -141,37 +145,37 @@ def _brief(text: str) -> str:
 
 
 def _place(frames: Sequence[tuple[str, int]]) -> str:
-    """Where the person's code was last: what is installed is rather not theirs, torch and this package never."""
-    outside = [(file, line) for file, line in frames if not file.startswith(_NEVER_THEIRS)]
+    """The innermost frame of the user's code: preferably not of an installed package, never of torch or Roundelay."""
+    outside = [(file, line) for file, line in frames if not file.startswith(_NEVER_USER_CODE)]
     own = [(file, line) for file, line in outside if not file.startswith(_INSTALLED)]
     return next((f" at {file}:{line}" for file, line in reversed(own or outside)), "")
 
 
-_NEVER_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NEVER_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def _ended(error: BaseException, processes: Sequence[BaseProcess]) -> str | None:
-    """That a process of the loader has ended, if that is what the error comes from."""
+def _ended_process(error: BaseException, processes: Sequence[BaseProcess]) -> str | None:
+    """Describe the end of a loader's process; None if that is not the cause of the error."""
     if not isinstance(error, (OSError, EOFError, RuntimeError)):
         return None
-    deadline = time.monotonic() + (_BEHIND_S if processes else 0.0)
-    while not (gone := [process for process in processes if process.exitcode]) and time.monotonic() < deadline:
+    deadline = time.monotonic() + (_EXIT_DELAY_S if processes else 0.0)
+    while not (dead := [process for process in processes if process.exitcode]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    if not gone:
+    if not dead:
         return None
-    code = gone[0].exitcode or 0
+    code = dead[0].exitcode or 0
     known = {number.value: number.name for number in signal.Signals}
     how = f"has ended with exit code {code}" if code > 0 else f"was killed by {known.get(-code, f'SIG {-code}')}"
-    return f"{type(error).__name__}, as process {gone[0].pid} of the DataLoader {how}"
+    return f"{type(error).__name__}, as process {dead[0].pid} of the DataLoader {how}"
 
 
-_BEHIND_S = 0.2
-"""Seconds by which the end of a process may be behind that of its connections."""
+_EXIT_DELAY_S = 0.2
+"""Seconds by which a process's exit status may follow the closing of its connections."""
 
 
 def out_of_memory(subject: str, error: MemoryError) -> UserCodeError:
-    """A process had no memory left."""
+    """Describe a MemoryError."""
     return UserCodeError(
         subject,
         got=f"out of memory {error}",

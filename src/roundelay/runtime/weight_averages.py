@@ -1,4 +1,4 @@
-"""Averages of one stage's weights: a moving one that the plan asks for, or what the optimizer evaluates with."""
+"""Averages of one stage's weights: the plan's moving average, or the weights with which the optimizer evaluates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from roundelay.ir.plan import EMA, EVALUATED
-from roundelay.runtime.stage_optimizer import switches
+from roundelay.runtime.stage_optimizer import has_eval_mode
 
 States = dict[str, dict[str, Any]]
 
@@ -23,8 +23,8 @@ class WeightAverages:
     Args:
         decay: d; 0 for no average.
         parameters: the stage's, by name.
-        start: optimizer state by parameter name where the run goes on, with averages among its entries; a parameter
-            without one begins with its weights.
+        start: optimizer state by parameter name of the checkpoint, if the run resumes, with averages among its entries;
+            a parameter without one begins with its weights.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class WeightAverages:
         self._averages = {n: start.get(n, {}).get(EMA, p.detach()).to(p.device, copy=True) for n, p in trained.items()}
 
     def update(self) -> None:
-        """The optimizer has made a step."""
+        """Update the averages after a step of the optimizer."""
         for name, average in self._averages.items():
             average.lerp_(self._parameters[name].detach(), self._weight)
 
     def entries(self, optimizer: torch.optim.Optimizer) -> States:
-        """Copies of what is evaluated in the weights' place, as entries of a state by parameter name, on the CPU."""
+        """Copies on the CPU of what is evaluated instead of the weights, as state entries by parameter name."""
         averaged = {n: {EMA: average.to("cpu", copy=True)} for n, average in self._averages.items()}
         for name, weight in _evaluated(optimizer, self._parameters).items():
             averaged.setdefault(name, {})[EVALUATED] = weight.to("cpu")
@@ -53,8 +53,8 @@ class WeightAverages:
 def _evaluated(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """The weights under the optimizer's ``eval()``, made on copies: those in flight stay as they are."""
-    if not switches(optimizer):
+    """The weights under the optimizer's ``eval()``, called on copies: the stage's own weights are in use."""
+    if not has_eval_mode(optimizer):
         return {}
     twin, weights = copy.deepcopy((optimizer, dict(parameters)))
     with torch.no_grad():

@@ -25,7 +25,6 @@ from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import Extent, RunControl, read
 from roundelay.runtime.device import HOST, Device
-from roundelay.runtime.failure_tracker import failure
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.instruction_log import InstructionLog
@@ -33,7 +32,7 @@ from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.stage_state import Initial, Stage
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Report, Reporter
+from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
@@ -143,7 +142,7 @@ class _Worker:
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, _in_flight(task.initial, program))
         self.channels = {c.id: c for c in program.channels}
         self.handlers = {
-            stage: device.watched({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
+            stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
         self.resident, self.thread = resident_bytes(), threading.get_native_id()
         self.registers = Registers(program.registers, task.plan.deadline_s)

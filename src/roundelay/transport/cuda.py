@@ -1,95 +1,69 @@
-"""The few things that are asked of CUDA: streams, events, pinned memory, and keeping memory until a stream is done.
+"""The interface to CUDA: streams, events, pinned memory, and keeping memory alive until a stream has used it.
 
-They stand behind one small face, so that all order between streams can be tested where there is no such device.
+It can be replaced so that the ordering between streams can be tested without a GPU.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 
 
 class Event(Protocol):
-    """A place in a stream's work, passed when all work before it is done."""
+    """A point in a stream's work, as `torch.cuda.Event`."""
 
     def record(self, stream: Any) -> None:
-        """Place it behind everything that the stream has been given so far."""
+        """Record the event after everything submitted to the stream so far."""
         ...
 
     def query(self) -> bool:
-        """Whether it has been passed."""
+        """Whether the recorded work is complete."""
         ...
 
     def synchronize(self) -> None:
-        """Let the calling thread wait until it has been passed."""
+        """Block the calling thread until the recorded work is complete."""
         ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to ``end``; both were made for timing and have been passed."""
+        """Milliseconds from this event to ``end``; both are complete and were created with timing."""
         ...
 
 
 class Stream(Protocol):
-    """Work that a device does in order, beside that of its other streams."""
+    """A queue of work that a device executes in order, as `torch.cuda.Stream`."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what is given to the stream from now on wait for the event; the caller does not wait."""
+        """Make work submitted from now on wait for the event, without blocking the caller."""
         ...
 
     def synchronize(self) -> None:
-        """Let the calling thread wait until the stream has done all its work."""
+        """Block the calling thread until the stream has done all its work."""
         ...
 
 
-class Driver(ABC):
-    """What an accelerator offers."""
-
-    @abstractmethod
-    def stream(self, device: torch.device) -> Stream:
-        """A new stream of the device."""
-
-    @abstractmethod
-    def event(self, *, timing: bool = False) -> Event:
-        """A new event."""
-
-    @abstractmethod
-    def using(self, stream: Stream) -> AbstractContextManager[Any]:
-        """While this lasts, the calling thread's work goes to the stream, and to its device."""
-
-    @abstractmethod
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory of the host that the device can read by itself."""
-
-    @abstractmethod
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The tensor's memory, made on another stream, is not given away before the stream has used it."""
-
-
-@final
-class Cuda(Driver):
-    """CUDA, through ``torch.cuda``."""
+class Cuda:
+    """CUDA, through ``torch.cuda``; tests override it where there is no GPU."""
 
     def stream(self, device: torch.device) -> Stream:
-        """As the contract says."""
-        made: Stream = torch.cuda.Stream(device)
-        return made
+        """Create a stream on the device."""
+        stream: Stream = torch.cuda.Stream(device)
+        return stream
 
     def event(self, *, timing: bool = False) -> Event:
-        """As the contract says."""
-        made: Event = torch.cuda.Event(enable_timing=timing)
-        return made
+        """Create an event."""
+        event: Event = torch.cuda.Event(enable_timing=timing)
+        return event
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """As the contract says."""
+        """Make the stream and its device current for the calling thread."""
         return torch.cuda.stream(stream)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the contract says; torch keeps the memory until the copies from it that it knows of are done."""
+        """Copy a tensor into pinned host memory; torch keeps it until its copies to the device are done."""
         return tensor.pin_memory()
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """As the contract says."""
+        """Keep the tensor's memory, allocated on another stream, from reuse until the stream has used it."""
         tensor.record_stream(stream)

@@ -1,8 +1,7 @@
-"""A transport with bad timing: it delays what arrives, by chance but within the contract.
+"""A transport that delays deliveries at random, within what the interface allows; for tests.
 
-Results must depend on the plan alone, never on timing. Running the same job over a delayed transport with several
-seeds shows that they do not: deliveries of different channels or workers overtake each other here as no quiet
-machine would let them.
+Results must depend on the plan alone, never on timing. Tests run the same job over a delayed transport with several
+seeds: deliveries of different channels or workers then overtake each other as they rarely would otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Mess
 
 @final
 class DelayedEndpoint(Endpoint):
-    """`inner`, but each delivery is held back for up to `max_delay_s` seconds, drawn from `seed`.
+    """Wraps `inner` and holds each delivery back for a random time up to `max_delay_s` seconds.
 
     The order of one worker's deliveries on one channel is kept, and a `Lost` comes after everything of that worker.
     """
@@ -29,7 +28,7 @@ class DelayedEndpoint(Endpoint):
         self._inner = inner
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
-        self._held: list[tuple[float, int, Delivery]] = []  # a heap: when due, how many came before, what
+        self._held: list[tuple[float, int, Delivery]] = []  # a heap: time due, arrival number, delivery
         self._count = 0
         self._last_due: dict[tuple[int, int], float] = {}
         self._received: Counter[int] = Counter()
@@ -43,7 +42,7 @@ class DelayedEndpoint(Endpoint):
         self._inner.grant(to, channel)
 
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
-        """The next delivery that is due; a credit that is held back counts as any other.
+        """Return the next delivery that is due; held-back credits are returned too.
 
         Raises:
             DeadlineError: nothing was due within `timeout_s` seconds.
@@ -81,10 +80,10 @@ class DelayedEndpoint(Endpoint):
         """Bytes of what `receive` returned: less than `inner` counts while something is held back."""
         return dict(self._received)
 
-    def _hold(self, patience_s: float, credits: bool) -> None:
-        """Wait up to `patience_s` seconds for a delivery of `inner`, and hold it back."""
+    def _hold(self, timeout_s: float, credits: bool) -> None:
+        """Wait up to `timeout_s` seconds for a delivery of `inner`, and hold it back."""
         try:
-            delivery = self._inner.receive(max(0.0, patience_s), credits)
+            delivery = self._inner.receive(max(0.0, timeout_s), credits)
         except DeadlineError:
             return
         due = max(time.monotonic() + self._random.uniform(0.0, self._max_delay_s), self._earliest(delivery))
@@ -94,7 +93,7 @@ class DelayedEndpoint(Endpoint):
         self._count += 1
 
     def _earliest(self, delivery: Delivery) -> float:
-        """When the last one that `delivery` may not overtake is due."""
+        """The time before which `delivery` must not be released, to keep the order."""
         if isinstance(delivery, Lost):
             return max((due for (source, _), due in self._last_due.items() if source == delivery.source), default=0.0)
         return self._last_due.get((delivery.source, _channel(delivery)), 0.0)

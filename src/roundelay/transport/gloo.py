@@ -1,28 +1,32 @@
-"""Workers as processes of one trust domain: messages travel over gloo's point-to-point operations, on loopback.
+"""The `gloo` transport: workers are processes that trust each other; messages travel by gloo's send and recv over TCP.
 
-Each message is one frame of bytes, small tensors included; tensors that do not fit follow under a second tag, straight
-from and into their own memory. Nothing is ever unpickled: a frame holds numbers only, and each is checked.
+Each message is one frame of bytes, small tensors included; tensors that do not fit follow under a second tag, sent from
+and received into their own memory. Nothing is unpickled: a frame holds numbers only, and each is checked.
 
-Threads: `send` posts to gloo itself and never waits; one *listener* per other worker waits for that worker's frames,
-so a dead worker is told apart from a silent one by its own connection; one *watcher* per other worker waits for what
-never comes, and so for the end of the connection alone; one *releaser* keeps what was posted alive until gloo has
-written it. (gloo may leave a receive waiting for ever that is posted just while the connection breaks. The listener may
-post one then, for a message's tensors; the watcher's stands from the beginning.)
+Threads: `send` posts to gloo and never waits. One *listener* per other worker waits for that worker's frames, so that a
+dead worker is distinguished from a silent one by its own connection. One *watcher* per other worker posts a receive
+that is never matched, and so waits for the end of the connection alone: gloo may never complete a receive that is
+posted while the connection breaks, which can happen to the listener but not to the watcher. One *releaser* keeps posted
+tensors alive until gloo has written them.
 
-The end of a link is a handshake. Each side sends one END, behind everything else, and answers the other's END with an
-END of its own (if it has sent none) and an ACK. Who has received END and ACK may close the connection without cutting
-off bytes still under way. An END with a reason is an abort. A connection that breaks before END is a lost worker.
+A link ends with a handshake. Each side sends one END after everything else, and answers the other's END with its own
+END (unless sent before) and an ACK. A side that has received END and ACK may close the connection without cutting off
+bytes in transit. An END with a reason is an abort. A connection that breaks before END means that the worker is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, final
 
 import torch
@@ -30,41 +34,41 @@ import torch.distributed as dist
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import Arrived, CheckedEndpoint, Granted, Lost, Message
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ABORT_GRACE_S = 1.0
-"""Seconds that the other workers have to take an abort before their connections are cut."""
+"""Seconds that the other workers have to receive an abort before their connections are cut."""
 
 LISTENER_S = 0.5
 """Seconds that a listener has to handle what came before its connection broke."""
 
 FLUSH_S = 0.2
-"""Seconds in which gloo has written a short frame, where no answer is heard."""
+"""Seconds to wait for gloo to write a short frame to a worker whose answer nobody receives."""
 
 SMALL_HELD = 32
-"""So many frames without tensors behind them are released together, as waking a thread for each costs time."""
+"""How many frames without separate tensors are released together, to wake the releaser less often."""
 
 FOREVER = timedelta(days=365)
-"""A listener waits as long as its worker lives: that worker's END or death ends the wait, or `_cut`."""
+"""A listener waits until its worker's END or death, or until `_cut`."""
 
 _FRAME_TAG, _DATA_TAG, _NEVER_TAG = 1, 2, 3
 
 
 @final
 class GlooEndpoint(CheckedEndpoint):
-    """One process's end. Building it is the rendezvous: it returns when all `num_workers` have met.
+    """One process's endpoint. Its constructor is the rendezvous: it returns when all `num_workers` have connected.
 
     Args:
         worker: this worker's number.
         num_workers: how many there are.
-        store: where they meet: a store of torch.distributed, or the path of a file that nobody has used before, on a
-            file system they share.
+        store: the rendezvous: a store of torch.distributed, or the path of an unused file on a shared file system.
         deadline_s: seconds that the rendezvous, and later `close`, may take.
         interface: network interface to listen on; by default loopback.
-        partners: the workers that it exchanges messages with, which must agree; by default all others.
+        partners: the workers that it exchanges messages with, which must list this one too; by default all others.
 
     Raises:
         DeadlineError: not all workers came in time.
@@ -79,14 +83,12 @@ class GlooEndpoint(CheckedEndpoint):
         interface: str | None = None,
         partners: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(worker, num_workers)
-        if partners is not None:
-            self._others = tuple(partners)
+        super().__init__(worker, range(num_workers) if partners is None else partners)
         self._deadline_s = deadline_s
         self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
-        self._fault: RoundelayError | None = None  # what this process met itself when it took a message
+        self._fault: RoundelayError | None = None  # what failed in this process when it received a message
         self._links = {other: _Link(other, self._listen, self._watch) for other in self._others}
         self._releaser.start()
         for link in self._links.values():
@@ -107,7 +109,7 @@ class GlooEndpoint(CheckedEndpoint):
                 f"worker {self.worker} closing",
                 got=f"no answer from workers {late} for {self._deadline_s:g} s",
                 expected="each to take what was sent",
-                remedy="See whether they still run, or allow more time.",
+                remedy="Check whether they still run, or allow more time.",
             )
 
     def _abort(self, reason: str) -> None:
@@ -122,21 +124,21 @@ class GlooEndpoint(CheckedEndpoint):
             try:
                 link.held.append(self._group.send([_as_tensor(frame)], link.worker, _FRAME_TAG))
                 link.held += [self._group.send([tensor], link.worker, _DATA_TAG) for tensor in apart]
-            except RuntimeError:  # the connection is broken: the link's listener tells
+            except RuntimeError:  # the connection is broken: the link's listener reports it
                 link.sealed = True
             if apart or last or len(link.held) >= SMALL_HELD:
-                self._hand_over(link)
+                self._release_held(link)
 
     def _acknowledge(self, link: _Link) -> None:
-        """Answer END with END, unless posted before, and ACK: the one frame that may follow END."""
+        """Answer END with END, unless posted before, and ACK, the only frame that may follow END."""
         self._post(link, wire.end_frame(""), last=True)
         with link.lock, contextlib.suppress(RuntimeError):
             if self._group is not None:
                 link.held.append(self._group.send([_as_tensor(wire.ack_frame())], link.worker, _FRAME_TAG))
-                self._hand_over(link)
+                self._release_held(link)
 
-    def _hand_over(self, link: _Link) -> None:
-        """Let the releaser wait for what was posted; under the link's lock."""
+    def _release_held(self, link: _Link) -> None:
+        """Pass what was posted to the releaser; called under the link's lock."""
         self._posted.put(link.held)
         link.held = []
 
@@ -158,7 +160,7 @@ class GlooEndpoint(CheckedEndpoint):
             self._lose(link, fault)
 
     def _watch(self, link: _Link) -> None:
-        """Wait for the end of the connection; tell it if the listener, which comes first, does not."""
+        """Wait for the end of the connection; report it if the listener does not do so first."""
         group = self._group
         assert group is not None
         try:
@@ -169,14 +171,14 @@ class GlooEndpoint(CheckedEndpoint):
                 self._lose(link, fault)
 
     def cause(self, error: RoundelayError) -> RoundelayError:
-        """What this process met when it took a message, if it did: the loss of the sender follows from it."""
+        """The failure to receive a message in this process, if any: the loss of the sender follows from it."""
         return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
 
     def _lose(self, link: _Link, fault: Exception) -> None:
-        """The connection is broken: nothing comes or goes any more."""
+        """Mark the connection as broken, and report the worker as lost unless its END has come."""
         with link.lock:
             first, link.lost = not link.lost, True
-            link.sealed = link.sealed or self._fault is None  # else the other can be told still
+            link.sealed = link.sealed or self._fault is None  # else END can still be sent
         if first and not link.ended and self._ended is None:
             self.deliver(Lost(link.worker, _explain(fault)))
 
@@ -188,7 +190,7 @@ class GlooEndpoint(CheckedEndpoint):
                 self.deliver(Arrived(link.worker, message))
         elif head.kind == wire.GRANT:
             if not link.lost:
-                self.deliver(Granted(link.worker, head.channel))
+                self.deliver(Granted(link.worker, head.number))
         elif head.kind == wire.ACK:
             link.acknowledged = True
         elif head.kind != wire.END:
@@ -201,14 +203,14 @@ class GlooEndpoint(CheckedEndpoint):
             self._acknowledge(link)
 
     def _leave(self, reason: str, grace_s: float) -> list[int]:
-        """End every link, then every thread; the workers that did not answer within `grace_s` seconds."""
+        """End every link, then every thread; return the workers that did not answer within `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
         for link in self._links.values():
             self._post(link, wire.end_frame(reason), last=True)
         for link in self._links.values():
             link.listener.join(0.0 if link.lost else max(0.0, deadline - time.monotonic()))
         late = [link.worker for link in self._links.values() if link.listener.is_alive() and not link.lost]
-        if self._fault is not None:  # nobody listens to the answer of the one whose message had no room
+        if self._fault is not None:  # the listener of the worker whose message did not fit has ended
             time.sleep(FLUSH_S)
         self._cut()
         self._posted.put(None)
@@ -217,9 +219,9 @@ class GlooEndpoint(CheckedEndpoint):
         return late
 
     def _cut(self) -> None:
-        """End every thread that still waits: a gloo wait that times out breaks every pair of its group.
+        """End every thread that still waits: a gloo wait that times out breaks all connections of its group.
 
-        Whoever has answered has taken everything; the others are given up.
+        Workers that have answered have received everything; the others are given up.
         """
         for link in list(self._links.values())[:1]:
             assert self._group is not None
@@ -228,6 +230,27 @@ class GlooEndpoint(CheckedEndpoint):
         for link in self._links.values():
             link.listener.join(ABORT_GRACE_S)
             link.watcher.join(ABORT_GRACE_S)
+
+
+@contextmanager
+def forked_over_gloo(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open."""
+    with _rendezvous_file() as path:
+        yield ForkedLinks(lambda worker: GlooEndpoint(worker, num_workers, path, deadline_s), lambda: None)
+
+
+@contextmanager
+def _rendezvous_file() -> Generator[str, None, None]:
+    """Path of an empty file for the rendezvous, in memory if possible, so that nothing can be left over."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        descriptor = os.memfd_create("roundelay")
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder) / "store")
 
 
 class _Group(Protocol):
@@ -239,22 +262,22 @@ class _Group(Protocol):
 
 
 class _Link:
-    """What an endpoint knows about its connection to one other worker."""
+    """The state of the connection to one other worker."""
 
     def __init__(self, worker: int, listen: Callable[[_Link], None], watch: Callable[[_Link], None]) -> None:
         self.worker = worker
         self.lock = threading.Lock()  # a frame and the tensors that follow it are posted as one
-        self.held: list[dist.Work] = []  # posted, and not yet the releaser's
+        self.held: list[dist.Work] = []  # posted, not yet passed to the releaser
         self.sealed = False  # nothing more may be posted
         self.ended = False  # the other's END has come
-        self.acknowledged = False  # the other has taken everything up to our END
+        self.acknowledged = False  # the other has received everything up to our END
         self.lost = False  # the connection broke
         self.listener = threading.Thread(target=listen, args=(self,), daemon=True)
         self.watcher = threading.Thread(target=watch, args=(self,), daemon=True)
 
 
 class _Posted:
-    """A buffer that waits for the next frame of one worker."""
+    """A posted receive for the next frame of one worker, with its buffer."""
 
     def __init__(self, group: _Group, source: int, frame: bytearray | None = None) -> None:
         self.frame = bytearray(wire.FRAME_BYTES) if frame is None else frame
@@ -267,30 +290,30 @@ def _connect(worker: int, num_workers: int, store: str | Store, deadline_s: floa
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     try:
-        where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
-        options._devices = [dist.ProcessGroupGloo.create_device(**where)]
-        place = dist.FileStore(store, num_workers) if isinstance(store, str) else store  # type: ignore[attr-defined]
-        place.set_timeout(limit)
-        return cast(_Group, dist.ProcessGroupGloo(place, worker, num_workers, options))
+        address = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
+        options._devices = [dist.ProcessGroupGloo.create_device(**address)]
+        rendezvous = dist.FileStore(store, num_workers) if isinstance(store, str) else store  # type: ignore[attr-defined]
+        rendezvous.set_timeout(limit)
+        return cast(_Group, dist.ProcessGroupGloo(rendezvous, worker, num_workers, options))
     except RuntimeError as fault:
-        where_told = store if isinstance(store, str) else "the launcher's store"
+        store_name = store if isinstance(store, str) else "the launcher's store"
         raise DeadlineError(
-            f"worker {worker} meeting the others at {where_told}",
+            f"worker {worker} meeting the others at {store_name}",
             got=_explain(fault),
             expected=f"{num_workers} workers within {deadline_s:g} s",
-            remedy="See which worker did not start, and give every run a file of its own.",
+            remedy="Check which worker did not start, and give every run a file of its own.",
         ) from fault
 
 
 def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Message:
-    """The message that `frame` begins, when all that follows the frame has come."""
+    """Return the message that `frame` begins, after receiving the tensors that follow the frame."""
     body = wire.body_of(head, frame)
     if head.kind == wire.MESSAGE_APART:
         body = memoryview(bytearray(head.length))
         group.recv([_as_tensor(body)], source, _DATA_TAG).wait(FOREVER)
     try:
         message, apart = wire.decode(head, body)
-    except RuntimeError as fault:  # torch found no room
+    except RuntimeError as fault:  # torch's allocator is out of memory
         raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
     for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
         work.wait(FOREVER)
@@ -311,15 +334,15 @@ def _as_tensor(buffer: bytearray | memoryview) -> torch.Tensor:
 
 
 def _release(posted: queue.SimpleQueue[list[dist.Work] | None]) -> None:
-    """Hold what was posted until gloo has written it, then let it go."""
+    """The releaser thread: keep what was posted alive until gloo has written it."""
     while (works := posted.get()) is not None:
         while works:
-            with contextlib.suppress(RuntimeError):  # a broken connection: the link's listener tells
+            with contextlib.suppress(RuntimeError):  # a broken connection: the link's listener reports it
                 works.pop(0).wait(FOREVER)
 
 
 def _explain(fault: Exception) -> str:
-    """The part of gloo's message that a person can use."""
+    """The part of gloo's error message that helps a user."""
     if isinstance(fault, InternalError):
         return f"it sent bytes that are no message ({fault.got})"
     return "its connection broke: " + str(fault).split("] ", 1)[-1].split(". ", 1)[0]

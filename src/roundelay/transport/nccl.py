@@ -1,196 +1,157 @@
-"""Workers as processes with a device each: frames and credits over gloo, tensors of the devices over NCCL.
+"""The `nccl` transport: workers are processes with a GPU each; frames and credits travel over gloo, tensors over NCCL.
 
-Every message is a frame; what it holds on the device follows on a *lane* (:mod:`roundelay.transport.nccl_p2p`). A
-*guard*, one thread for each endpoint, takes the frames, makes room on the device and posts the matching receives at
-once; the worker's stream waits for them when the worker takes the message, and the host for nothing.
+Every message is a frame; its GPU tensors follow on a *lane* (:mod:`roundelay.transport.nccl_p2p`). One *guard* thread
+per endpoint receives the frames, allocates the tensors and posts the matching receives at once. When the worker takes
+the message, its CUDA stream waits for them; the host never does.
 
-NCCL does not tell that a worker has died: whoever waits for it waits for ever. gloo does tell; the guard then aborts
-the lanes to that worker, which ends what waits on the device. What was computed behind such an end means nothing, so
-that an error that follows is told as the loss it comes from (:meth:`NcclEndpoint.cause`).
+NCCL does not report that a worker has died: its peers wait forever. gloo reports it; the guard then aborts the lanes to
+that worker, which ends what waits on the GPU. What was computed after that is meaningless, so an error that follows is
+reported as the loss of the worker (:meth:`NcclEndpoint.cause`).
 
 All but ``NcclLane`` is tested on the CPU, with lanes over gloo. It has not been run on GPUs yet.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections import Counter
+from collections import deque
 from typing import final
 
 import torch
 
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
-from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, check_message, nothing_came
-from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, announced, expected
-from roundelay.transport.queues import next_item
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message
+from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce
 
 TICK_S = 0.2
-"""Seconds after which the guard looks whether it should end."""
+"""How often the guard checks whether it should end, in seconds."""
 
 
 @final
-class NcclEndpoint(Endpoint):
-    """One process's end; see the module's docstring.
+class NcclEndpoint(CheckedEndpoint):
+    """One process's endpoint; see the module's docstring.
 
     Args:
-        inner: carries frames and credits, and tells of lost workers.
-        lanes: carry tensors.
-        place: where this worker's tensors lie; others travel in the frames.
+        inner: carries frames and credits, and reports lost workers.
+        lanes: carry tensors, to and from the workers that this one exchanges messages with.
+        place: the device whose tensors travel on lanes; others travel in the frames.
         deadline_s: seconds that `close` may take.
     """
 
     def __init__(self, inner: Endpoint, lanes: Lanes, place: Place, deadline_s: float) -> None:
-        self.worker = inner.worker
+        super().__init__(inner.worker, lanes.to)
+        self.carries = ("cpu", place.device.type)
         self._inner, self._lanes, self._place, self._deadline_s = inner, lanes, place, deadline_s
-        self._inbox: queue.SimpleQueue[tuple[Delivery, Wait | None]] = queue.SimpleQueue()
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._waits: deque[Wait] = deque()  # of the messages in the inbox, in order
         self._lost: dict[int, str] = {}
-        self._aborted = ""
-        self._ended = False
+        self._losing = threading.Lock()
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._guard = threading.Thread(target=self._main, name="guard", daemon=True)
         self._guard.start()
 
-    def send(self, to: int, message: Message) -> int:
-        """As the contract says: the frame, then the tensors."""
-        payload_bytes = check_message(message, ("cpu", self._place.device.type))
-        frame, parts = announced(message, self._place.device.type)
+    def _send(self, to: int, message: Message) -> None:
+        frame, parts = announce(message, self._place.device.type)
         self._inner.send(to, frame)
-        self._sent[message.channel] += payload_bytes
         if parts and to not in self._lost:
             try:
                 self._lanes.to[to].send(parts)
             except RuntimeError as fault:
                 self._lose(to, str(fault))
-        return payload_bytes
 
-    def grant(self, to: int, channel: int) -> None:
-        """As the contract says."""
+    def _grant(self, to: int, channel: int) -> None:
         self._inner.grant(to, channel)
 
-    def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
-        """As the contract says; what the worker's stream is given from now on comes behind the message's tensors."""
-        deadline = time.monotonic() + timeout_s
+    def _take(self, timeout_s: float, credits: bool) -> Delivery:
+        """Take a delivery; what the worker submits to its stream from now on waits for the message's tensors."""
         while True:
+            delivery = super()._take(timeout_s, credits)
+            if not isinstance(delivery, Arrived):
+                return delivery
             try:
-                delivery, wait = next_item(self._inbox, deadline - time.monotonic())
-            except queue.Empty:
-                raise nothing_came(self.worker, timeout_s) from None
-            if isinstance(delivery, Arrived) and wait is not None:
-                try:
-                    wait()
-                except RuntimeError as fault:
-                    self._lose(delivery.source, str(fault))
-                    continue
-                message = delivery.message
-                self._place.keep(v for v in message.values if isinstance(v, torch.Tensor) and v.is_cuda)
-                self._received[message.channel] += message.payload_bytes
+                self._waits.popleft()()
+            except RuntimeError as fault:
+                self._lose(delivery.source, str(fault))
+                continue
+            self._place.keep(v for v in delivery.message.values if isinstance(v, torch.Tensor) and v.is_cuda)
             return delivery
 
-    def close(self) -> None:
-        """As the contract says: the last word is said when all tensors have been taken.
+    def _close(self) -> None:
+        """Close after all tensors have been received by the others.
 
-        Until the others have said theirs the guard goes on: what they still send must be taken, if only to be dropped.
+        The guard runs until the others have closed too: what they still send must be received, if only to be dropped.
         """
-        if self._end(""):
-            deadline = time.monotonic() + self._deadline_s
-            flushed = all(lane.flush(deadline - time.monotonic()) for lane in self._living())
-            try:
-                self._inner.close()
-            finally:
-                self._stop.set()
-                self._guard.join(10 * TICK_S)
-                flushed = self._lanes.close(max(0.0, deadline - time.monotonic())) and flushed
-            if not flushed and not self._lost:
-                raise self._late()
-
-    def abort(self, reason: str) -> None:
-        """As the contract says; ends at once what waits on the device."""
-        if self._end(reason or "no reason given"):
-            self._lanes.abort_all()
-            self._inner.abort(reason)
+        deadline = time.monotonic() + self._deadline_s
+        flushed = all(lane.flush(deadline - time.monotonic()) for lane in self._living())
+        try:
+            self._inner.close()
+        finally:
             self._stop.set()
             self._guard.join(10 * TICK_S)
+            flushed = self._lanes.close(max(0.0, deadline - time.monotonic())) and flushed
+        if not flushed and not self._lost:
+            raise DeadlineError(
+                f"worker {self.worker} closing",
+                got=f"tensors that nobody received for {self._deadline_s:g} s",
+                expected="each worker to receive what was sent",
+                remedy="Check whether the others still run, or allow more time.",
+            )
 
-    @property
-    def aborted(self) -> bool:
-        """As the contract says."""
-        return bool(self._aborted)
+    def _abort(self, reason: str) -> None:
+        """End what waits on the GPU, too."""
+        self._lanes.abort_all()
+        self._inner.abort(reason)
+        self._stop.set()
+        self._guard.join(10 * TICK_S)
 
     def cause(self, error: RoundelayError) -> RoundelayError:
-        """The loss of a worker, if one is lost or this endpoint was aborted: what came later may follow from it."""
+        """The loss of a worker, if one is lost or this endpoint was aborted: later errors may follow from it."""
         error = self._inner.cause(error)
         lost = next(iter(self._lost.items()), None)
         if (lost is None and not self._aborted) or isinstance(error, WorkerLostError):
             return error
         return WorkerLostError(
             f"worker {lost[0]}" if lost else f"worker {self.worker}'s endpoint",
-            got=lost[1] if lost else f"it was aborted ({self._aborted})",
+            got=lost[1] if lost else f"it was aborted ({self._ended})",
             expected="a living worker",
-            remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+            remedy="Read its own message; continue with `roundelay train --from` the last checkpoint.",
         )
-
-    @property
-    def bytes_sent(self) -> dict[int, int]:
-        """A copy of the counters."""
-        return dict(self._sent)
-
-    @property
-    def bytes_received(self) -> dict[int, int]:
-        """A copy of the counters."""
-        return dict(self._received)
-
-    def _end(self, reason: str) -> bool:
-        with self._lock:
-            first = not self._ended
-            if first:
-                self._ended, self._aborted = True, reason
-        return first
 
     def _living(self) -> list[Lane]:
         return [lane for other, lane in self._lanes.to.items() if other not in self._lost]
 
-    def _late(self) -> DeadlineError:
-        return DeadlineError(
-            f"worker {self.worker} closing",
-            got=f"tensors that nobody took for {self._deadline_s:g} s",
-            expected="each worker to take what was sent",
-            remedy="See whether they still run, or allow more time.",
-        )
-
     def _main(self) -> None:
-        """The guard."""
+        """The guard thread."""
         with self._place.receiving():
             while not self._stop.is_set():
                 try:
                     delivery = self._inner.receive(TICK_S)
                 except DeadlineError:
                     continue
-                self._take(delivery)
+                if delivery.source not in (self.worker, *self._lost):
+                    self._handle(delivery)
 
-    def _take(self, delivery: Delivery) -> None:
-        if isinstance(delivery, Lost) and delivery.source != self.worker:
+    def _handle(self, delivery: Delivery) -> None:
+        if isinstance(delivery, Lost):
             self._lose(delivery.source, delivery.reason)
-        elif isinstance(delivery, Arrived) and delivery.source not in self._lost:
+        elif isinstance(delivery, Arrived):
             try:
-                message, parts = expected(delivery.message, self._place.device)
+                message, parts = allocate_announced(delivery.message, self._place.device)
                 wait = self._lanes.source[delivery.source].post(parts) if parts else lambda: None
             except (InternalError, RuntimeError) as fault:
                 self._lose(delivery.source, str(fault))
             else:
-                self._inbox.put((Arrived(delivery.source, message), wait))
-        elif delivery.source not in self._lost:
-            self._inbox.put((delivery, None))
+                self._waits.append(wait)
+                self.deliver(Arrived(delivery.source, message))
+        else:
+            self.deliver(delivery)
 
     def _lose(self, other: int, reason: str) -> None:
-        """Another worker is gone: first note it, then end what waits for it, then tell."""
-        with self._lock:
+        """Record that worker `other` is lost, abort what waits for it, then report it."""
+        with self._losing:
             first = other not in self._lost
             self._lost.setdefault(other, reason)
         if first:
             self._lanes.abort(other)
-            self._inbox.put((Lost(other, reason), None))
+            self.deliver(Lost(other, reason))

@@ -1,9 +1,9 @@
-"""Lanes: what carries tensors beside the frames of a message, from one process to one other; and NCCL's.
+"""Lanes: what carries the tensors of messages from one process to another, apart from their frames; and NCCL's.
 
-A frame announces a message: its channel, header, numbers, and of each tensor on the device its dtype and shape
-(:func:`announced`). The receiver makes room for just that (:func:`expected`), so nothing that comes over a lane is read
-as anything but the bytes of a tensor. There is one lane for each pair of workers and direction, so that the order on it
-is that of the frames.
+A frame announces a message: its channel, header, numbers, and dtype and shape of each tensor on the device
+(:func:`announce`). The receiver allocates these (:func:`allocate_announced`), so that what comes over a lane is never
+interpreted as anything but the bytes of a tensor. There is one lane per pair of workers and direction, so that its
+order is that of the frames.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 
 from roundelay.errors import DeadlineError, InternalError
-from roundelay.transport.cuda import Driver, Stream
+from roundelay.transport.cuda import Cuda, Stream
 from roundelay.transport.endpoint import DTYPES, MAX_DIMENSIONS, MAX_MESSAGE_BYTES, Message, Value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 LONG_S = 86_400.0
-"""Seconds after which NCCL itself ends the process; whoever waits is told by gloo or its own deadline long before."""
+"""Seconds after which NCCL's own watchdog ends the process; gloo or a deadline ends every wait long before."""
 
 Wait = Callable[[], None]
-"""Makes what comes next wait for a receive; raises RuntimeError if its lane is broken."""
+"""Makes the current stream wait for a receive; raises RuntimeError if its lane is broken."""
 
 
 class Lane(ABC):
@@ -41,23 +41,23 @@ class Lane(ABC):
 
     @abstractmethod
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send one-dimensional uint8 tensors and return at once; nobody may write them afterwards."""
+        """Send one-dimensional uint8 tensors without waiting; they must not be written afterwards."""
 
     @abstractmethod
     def post(self, parts: Sequence[torch.Tensor]) -> Wait:
-        """Receive into as many tensors of the same sizes; returns at once."""
+        """Post receives into tensors of the same number and sizes, without waiting."""
 
     @abstractmethod
     def flush(self, seconds: float) -> bool:
-        """Whether everything sent has been taken, or dropped by a side that is gone, within so many seconds."""
+        """Wait up to `seconds` until everything sent is received, or dropped by a side that is gone; whether it is."""
 
     @abstractmethod
     def close(self) -> None:
-        """End in good order, when everything has been taken; may wait for the other side to do the same."""
+        """Close normally, when everything has been received; may wait for the other side to do the same."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End everything under way, and the lane; may come from any thread, and again."""
+        """End all transfers and the lane; safe from any thread, and more than once."""
 
 
 @final
@@ -77,13 +77,13 @@ class NcclLane(Lane):
         self._held: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """As the contract says; what has been sent by now is let go."""
-        self._let_go()
+        """As `Lane` says; also releases tensors whose sends are complete."""
+        self._release_sent()
         for part in parts:
             self._held.append((self._group.send([part], 1, 0), part))
 
     def post(self, parts: Sequence[torch.Tensor]) -> Wait:
-        """As the contract says; waiting is the current stream's, not the host's."""
+        """As `Lane` says; the current stream waits, not the host."""
         works = [self._group.recv([part], 0, 0) for part in parts]
 
         def wait() -> None:
@@ -93,22 +93,22 @@ class NcclLane(Lane):
         return wait
 
     def flush(self, seconds: float) -> bool:
-        """As the contract says."""
+        """As `Lane` says."""
         deadline = time.monotonic() + seconds
         while self._held and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._let_go()
+            self._release_sent()
         return not self._held
 
     def close(self) -> None:
-        """As the contract says: ncclCommFinalize and ncclCommDestroy."""
+        """As `Lane` says: ncclCommFinalize and ncclCommDestroy."""
         self._group.shutdown()
 
     def abort(self) -> None:
-        """As the contract says: ncclCommAbort."""
+        """As `Lane` says: ncclCommAbort."""
         self._group.abort()
 
-    def _let_go(self) -> None:
+    def _release_sent(self) -> None:
         while self._held and self._held[0][0].is_completed():
             self._held.popleft()
 
@@ -116,44 +116,44 @@ class NcclLane(Lane):
 @final
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker's tensors lie: a device and the worker's stream; without a driver, the CPU."""
+    """A worker's device and CUDA stream; without a driver, the CPU."""
 
     device: torch.device
-    driver: Driver | None = None
+    driver: Cuda | None = None
     stream: Stream | None = None
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """Room for what comes is made on a stream of its own."""
+        """The context in which received tensors are allocated: a stream of its own."""
         return nullcontext() if self.driver is None else self.driver.using(self.driver.stream(self.device))
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Received tensors are the worker's stream's from now on."""
+        """Keep the memory of received tensors until the worker's stream has used them."""
         for tensor in tensors if self.driver is not None and self.stream is not None else ():
-            self.driver.keep(tensor, self.stream)  # type: ignore[union-attr, arg-type]
+            self.driver.keep(tensor, self.stream)  # type: ignore[union-attr]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """One worker's lanes: by the other worker, to it and from it; and all in the order in which they were opened."""
+    """One worker's lanes, to and from each other worker, and all of them in the order in which they were opened."""
 
     to: dict[int, Lane]
     source: dict[int, Lane]
     opened: list[Lane]
 
     def abort(self, other: int) -> None:
-        """End both lanes between here and ``other``."""
+        """Abort both lanes between this worker and ``other``."""
         for lanes in (self.to, self.source):
             if other in lanes:
                 lanes[other].abort()
 
     def abort_all(self) -> None:
-        """End every lane."""
+        """Abort every lane."""
         for lane in self.opened:
             lane.abort()
 
     def close(self, seconds: float) -> bool:
-        """End every lane in good order; whether all that was sent has been taken within so many seconds."""
+        """Close every lane normally; return whether all that was sent was received within `seconds`."""
         deadline = time.monotonic() + seconds
         flushed = [lane.flush(max(0.0, deadline - time.monotonic())) for lane in self.to.values()]
 
@@ -173,15 +173,16 @@ class Lanes:
 def open_lanes(
     worker: int, others: Sequence[int], make: Callable[[str, bool], Lane], place: Place, deadline_s: float
 ) -> Lanes:
-    """Lanes to and from ``others``, each used once: the first use of a lane waits for its other side.
+    """Open lanes to and from ``others``, and send a byte over each: the first use of a lane waits for its other side.
 
-    Pairs are opened in the same order by all, and each in both directions one after the other, so nobody waits in vain.
+    All workers open the pairs in the same order, and both directions one after the other, so that no two wait for each
+    other.
 
     Args:
         worker: this worker's number.
-        others: with whom it exchanges messages.
-        make: from a lane's name and whether this side sends to the lane.
-        place: where its tensors lie.
+        others: the workers that it exchanges messages with.
+        make: makes a lane from its name and whether this side sends.
+        place: this worker's device.
         deadline_s: seconds that this may take.
 
     Raises:
@@ -218,18 +219,18 @@ def open_lanes(
             f"worker {worker} opening its lanes to workers {list(others)}",
             got=str(broken[0]).splitlines()[0] if broken else "no answer",
             expected=f"all of them within {deadline_s:g} s",
-            remedy="See whether every process has a device of its own (NCCL refuses two on one) and can reach others.",
+            remedy="Check that every process has a device of its own (NCCL refuses two on one) and can reach others.",
         )
     return lanes
 
 
-def announced(message: Message, kind: str) -> tuple[Message, list[torch.Tensor]]:
-    """The frame's message, its first value describing the tensors on devices of this kind, and those as bytes."""
+def announce(message: Message, device_type: str) -> tuple[Message, list[torch.Tensor]]:
+    """Return the message for the frame, its first value describing the tensors on the device, and these as bytes."""
     described: list[int] = []
     values: list[Value] = []
     parts: list[torch.Tensor] = []
     for i, value in enumerate(message.values):
-        if isinstance(value, torch.Tensor) and value.device.type == kind:
+        if isinstance(value, torch.Tensor) and value.device.type == device_type:
             described += [i, DTYPES.index(value.dtype), value.dim(), *value.shape]
             values.append(None)
             parts += [value.reshape(-1).view(torch.uint8)] if value.nbytes else []
@@ -239,8 +240,8 @@ def announced(message: Message, kind: str) -> tuple[Message, list[torch.Tensor]]
     return frame, parts
 
 
-def expected(frame: Message, device: torch.device) -> tuple[Message, list[torch.Tensor]]:
-    """The message that a frame announces, with room for its tensors, and that room as bytes.
+def allocate_announced(frame: Message, device: torch.device) -> tuple[Message, list[torch.Tensor]]:
+    """Return the message that a frame announces, its device tensors allocated but not filled, and these as bytes.
 
     Raises:
         InternalError: the frame announces what no message may hold.

@@ -1,21 +1,22 @@
-"""Workers as processes of one host that talk through pipes and shared memory.
+"""The `shm` transport: workers are processes of one host that communicate through pipes and shared memory.
 
-Everything they share is made before they fork (`wiring.py`). A short message is one frame, written into a pipe by its
-sender and read out of it by its receiver, a system call each, and the kernel wakes who waits; longer tensors are copied
-into a ring by the sender and out of it, into memory of torch's own, by the receiver (`stream.py`, `ring.py`).
+Everything that they share is created before they fork (`shm_resources`). A short message and a credit are one frame
+each, written into a pipe by the sender and read by the receiver, one system call each; the kernel wakes the receiver.
+Longer tensors are copied into a ring by the sender, and from there into memory of torch's own by the receiver
+(`shm_stream`).
 
-Choices, and what speaks for them:
+Design choices:
 
-- No thread receives: `receive` waits for the pipes itself. A thread of its own would take each message first, then
-  wait for the interpreter's lock, then wake the one that wants it.
-- Nobody looks again and again: on a machine with fewer processors than workers that takes the time of those who work.
-- A message that finds no room does not make its sender wait: it stays in the sender's memory, and a thread that is
-  started then and only then copies it in as the receiver makes room.
-- A credit is no message (`credits.py`): whoever lacks none does not look for any, nor is woken for one.
-- No handshake ends a link. What is in pipe and ring stays there when its writer ends; so `close` is done when
-  everything is in them, END last. A pipe that ends without END is a loss: `abort` has left its reason on the board, a
-  death says nothing. Who leaves stops reading first, and the kernel tells those who still send.
-- Tensors are copied out, not handed over in place: they live as long as a tape does, and a ring is freed in order.
+- No thread receives: `receive` itself polls the pipes. A thread would have to take each message, wait for the GIL, then
+  wake the thread that wants the message.
+- Nothing spins: with fewer cores than workers, that would take time from workers that compute.
+- A message that finds no room does not block its sender: it stays in the sender's memory, and a helper thread, started
+  only then, copies it as the receiver makes room.
+- Only pipes and eventfds synchronise the processes; no flag or counter in shared memory does.
+- Closing needs no handshake: what is in pipe and ring stays there when its writer ends, so `close` returns when
+  everything is in them, END last. A pipe that ends without END is a loss; after an `abort` its reason is in shared
+  memory. A worker that leaves stops reading first, which the kernel reports to those that still send.
+- Tensors are copied out of the ring, not used in place: they live as long as a tape, and a ring is freed in order.
 """
 
 from __future__ import annotations
@@ -23,155 +24,113 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import final
 
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import CheckedEndpoint, Delivery, Granted, Lost, Message, nothing_came
-from roundelay.transport.shm_credits import CreditsGiven, CreditsTaken
-from roundelay.transport.shm_resources import ShmResources
-from roundelay.transport.shm_ring import Fence
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Delivery, ForkedLinks, Lost, Message, nothing_came
+from roundelay.transport.shm_resources import EventFd, ShmResources
 from roundelay.transport.shm_stream import FrameReader, FrameWriter
 
 INLINE_BYTES = 20 * 1024
-"""Longest frame with tensors inside: up to 32 KiB the pipe is faster than the ring, but others need its room, too."""
-
-MANY_CREDITS = 64
-"""A worker that finds so many credits in a row listens to the others once."""
+"""Longest frame with tensors inside. Up to 32 KiB the pipe is faster than the ring, but others need its room too."""
 
 ABORT_GRACE_S = 1.0
 """Seconds that an abort may take to pass on what was sent before it."""
 
-_NAP_S = 1.0
-_LONGEST_S = 1e6
-"""As long as the kernel can be asked to wait, and longer than any run is silent."""
+_MAX_POLL_S = 1e6
+"""Longer than any wait, and accepted by the kernel."""
 
 
 @final
 class ShmEndpoint(CheckedEndpoint):
-    """One process's end; to be built first of all in the forked child.
+    """One process's endpoint, to be created first of all in the forked child.
 
     Args:
         worker: this worker's number.
-        wiring: what the launcher made before it forked; what is not this worker's is closed in this process.
+        resources: what the launcher created before it forked; what this worker does not use is closed in this process.
         deadline_s: seconds that `close` may take.
     """
 
-    def __init__(self, worker: int, wiring: ShmResources, deadline_s: float) -> None:
-        super().__init__(worker, wiring.num_workers)
-        wiring.keep(worker)
-        self._wiring, self._deadline_s = wiring, deadline_s
-        self._links = {other: _Link(worker, other, wiring) for other in self._others}
-        self._heard = {link.inlet.pipe: link for link in self._links.values()}  # those that may still say something
-        self._credited = CreditsTaken({other: wiring.rings[other, worker] for other in self._others})
-        self._unheard = 0  # how often in a row a credit was there, and nobody was heard
-        self._come: deque[Delivery] = deque()
-        self._ending = wiring.ended[worker]
+    def __init__(self, worker: int, resources: ShmResources, deadline_s: float) -> None:
+        super().__init__(worker, range(resources.num_workers))
+        resources.keep_only(worker)
+        self._resources, self._deadline_s = resources, deadline_s
+        self._links = {other: _Link(self, other, resources) for other in self._others}
+        self._reading_links = {link.reader.pipe: link for link in self._links.values()}
+        self._stop_wait, self._wake = EventFd(), EventFd()  # end a `receive`; wake the helper
         self._poller = select.poll()
-        for fd in (self._ending.fd, *self._heard):
+        for fd in (self._stop_wait.fd, *self._reading_links):
             self._poller.register(fd, select.POLLIN)
-        self._fence = Fence()
-        self._reading = threading.Lock()  # held by whoever reads the pipes
-        self._holding = threading.Lock()  # held by whoever starts or wakes the helper, or ends everything
+        self._reading = threading.Lock()  # held while a thread reads the pipes
+        self._holding = threading.Lock()  # held while a thread starts or wakes the helper, or closes everything
         self._helper: threading.Thread | None = None
         self._left = False
-        self._idle = False  # whether everything may be closed: it has ended, and no thread writes any more
+        self._idle = False  # whether everything may be closed: the endpoint has ended and no thread writes
 
     def _send(self, to: int, message: Message) -> None:
         frame, tensors = wire.encode(message, INLINE_BYTES)
-        if self._links[to].outlet.put(frame, tensors):
+        if self._links[to].writer.put(frame, tensors):
             self._wake_helper()
 
     def _grant(self, to: int, channel: int) -> None:
-        link = self._links[to]
-        try:
-            link.credits.give(channel)
-            if self._wiring.board.wants_credit(to) and link.outlet.put(wire.stir_frame()):
-                self._wake_helper()
-        except ValueError:  # another thread has ended this endpoint, and closed what it shared
-            if not self._left:
-                raise
+        if self._links[to].writer.put(wire.grant_frame(channel)):
+            self._wake_helper()
 
     def _take(self, timeout_s: float, credits: bool) -> Delivery:
         deadline = time.monotonic() + timeout_s
         try:
             with self._reading:
-                delivery = self._await(deadline, credits)
+                while (delivery := self._take_arrived(credits)) is None and not self._left:
+                    left_s = deadline - time.monotonic()
+                    self._read(left_s)
+                    if left_s <= 0:
+                        delivery = self._take_arrived(credits)
+                        break
         finally:
             if self._left:
                 self._let_go()
-        if delivery is None and self._aborted:
-            return Lost(self.worker, "it was aborted")
         if delivery is None:
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise nothing_came(self.worker, timeout_s)
         return delivery
 
-    def _await(self, deadline: float, credits: bool) -> Delivery | None:
-        """The next delivery; None when the deadline has passed or this endpoint has ended."""
-        come = self._come
-        while not self._left:
-            if come:
-                return come.popleft()
-            if not credits:
-                self._hear(deadline - time.monotonic())
-            elif (credit := self._hear_or_credit(deadline)) is not None:
-                return credit
-            if not come and time.monotonic() >= deadline:
-                break
-        return None
-
-    def _hear_or_credit(self, deadline: float) -> Granted | None:
-        """A credit that is there; without one, wait until there is, or somebody says something."""
-        if self._unheard < MANY_CREDITS and (credit := self._credited.take()) is not None:
-            self._unheard += 1
-            return credit
-        board = self._wiring.board
-        board.want_credit(self.worker, True)
-        self._fence()  # a giver counts, then asks whether we want one; we the other way round
-        try:
-            credit = self._credited.take()
-            self._hear(0.0 if credit is not None else deadline - time.monotonic())
-        finally:
-            board.want_credit(self.worker, False)
-        return credit
-
-    def _hear(self, patience_s: float) -> None:
-        """Wait until somebody says something, or patience is over; and take it."""
-        self._unheard = 0
-        milliseconds = int(1000 * min(patience_s, _LONGEST_S)) + 1 if patience_s > 0 else 0
+    def _read(self, timeout_s: float) -> None:
+        """Wait until a pipe has something to read, and deliver it."""
+        milliseconds = int(1000 * min(timeout_s, _MAX_POLL_S)) + 1 if timeout_s > 0 else 0
         for fd, _ in self._poller.poll(milliseconds):
-            link = self._heard.get(fd)
+            link = self._reading_links.get(fd)
             if link is None:
-                self._ending.still()
+                self._stop_wait.take()
                 continue
             try:
-                more = link.inlet.read(self._come)
+                more = link.reader.read()
             except InternalError as fault:
                 self._lose(link, f"it sent bytes that are no message ({fault.got})")
             else:
-                if not more and link.inlet.ended:
+                if not more and link.reader.ended:
                     self._drop(link)
                 elif not more:
-                    self._lose(link, self._wiring.board.last_words(link.worker) or "its process ended")
+                    self._lose(link, self._resources.reasons.read(link.worker) or "its process ended")
 
     def _lose(self, link: _Link, reason: str) -> None:
         self._drop(link)
-        self._credited.forget(link.worker)
-        self._come.append(Lost(link.worker, reason))
+        self.deliver(Lost(link.worker, reason))
 
     def _drop(self, link: _Link) -> None:
-        """Hear `link` no more, and drop what is sent to it."""
-        del self._heard[link.inlet.pipe]
-        self._poller.unregister(link.inlet.pipe)
-        link.outlet.seal(ABORT_GRACE_S)
+        """Read `link` no more, and drop what is sent to it."""
+        del self._reading_links[link.reader.pipe]
+        self._poller.unregister(link.reader.pipe)
+        link.writer.seal(ABORT_GRACE_S)
 
     def _close(self) -> None:
         with self._reading:
             self._stop_reading()
         for link in self._links.values():
-            if link.outlet.put(wire.end_frame("")):
+            if link.writer.put(wire.end_frame("")):
                 self._wake_helper()
         late = self._wait_for_room(self._deadline_s)
         self._leave()
@@ -180,12 +139,13 @@ class ShmEndpoint(CheckedEndpoint):
                 f"worker {self.worker} closing",
                 got=f"workers {late} took nothing for {self._deadline_s:g} s",
                 expected="each to take what was sent",
-                remedy="See whether they still run, or allow more time.",
+                remedy="Check whether they still run, or allow more time.",
             )
 
     def _abort(self, reason: str) -> None:
-        self._wiring.board.leave_words(self.worker, reason or "no reason given")
-        if self._reading.acquire(blocking=False):  # else another thread receives meanwhile
+        self._stop_wait.add()
+        self._resources.reasons.write(self.worker, reason or "no reason given")
+        if self._reading.acquire(blocking=False):  # else another thread is in `receive`
             try:
                 self._stop_reading()
             finally:
@@ -194,90 +154,100 @@ class ShmEndpoint(CheckedEndpoint):
         self._leave()
 
     def _stop_reading(self) -> None:
-        """Those that still send to us learn that nobody reads, and need not wait for room while they end, too."""
-        for fd in self._heard:
+        """Close the reading ends: the kernel reports it to those that still send, so that they need not wait."""
+        for fd in self._reading_links:
             self._poller.unregister(fd)
-        self._heard.clear()
-        self._wiring.stop_reading()
+        self._reading_links.clear()
+        self._resources.stop_reading()
 
-    def _wait_for_room(self, patience_s: float) -> list[int]:
-        """Wait until the helper has copied in all that waits; the workers that did not make room for it."""
-        deadline = time.monotonic() + patience_s
-        while (late := [k for k, link in self._links.items() if link.outlet.waits]) and time.monotonic() < deadline:
+    def _wait_for_room(self, timeout_s: float) -> list[int]:
+        """Wait until the helper has sent all that waits; return the workers that did not make room for it."""
+        deadline = time.monotonic() + timeout_s
+        while (late := [k for k, link in self._links.items() if link.writer.waits]) and time.monotonic() < deadline:
             time.sleep(0.001)
         return late
 
     def _leave(self) -> None:
-        """Send nothing more, end the helper, and let the others see the end."""
+        """Send nothing more, end the helper, and let the other workers' pipes end."""
         self._left = True
-        idle = [link.outlet.seal(ABORT_GRACE_S) for link in self._links.values()]
+        idle = [link.writer.seal(ABORT_GRACE_S) for link in self._links.values()]
         with self._holding:
             if self._helper is not None:
-                self._wiring.freed[self.worker].ring()
+                self._wake.add()
                 self._helper.join(ABORT_GRACE_S)
                 idle.append(not self._helper.is_alive())
-            self._ending.ring()
+            self._stop_wait.add()
         self._idle = all(idle)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Close everything, unless another thread is reading: then that one does it when it stops."""
+        """Close everything, unless another thread is reading, which then calls this when it stops."""
         while self._idle and self._reading.acquire(blocking=False):
             try:
                 with self._holding:
-                    self._wiring.close()
+                    self._resources.close()
+                    self._stop_wait.close()
+                    self._wake.close()
                     self._idle = False
             finally:
                 self._reading.release()
 
     def _wake_helper(self) -> None:
-        """Somebody must copy in what waits, while this thread goes on."""
+        """Let the helper thread send what waits."""
         with self._holding:
             if self._left:
                 return
             if self._helper is None:
-                self._helper = threading.Thread(target=self._copy_on, daemon=True)
+                self._helper = threading.Thread(target=self._help, daemon=True)
                 self._helper.start()
-            self._wiring.freed[self.worker].ring()
+            self._wake.add()
 
-    def _copy_on(self) -> None:
-        """The helper thread: copy in what waits whenever there is room for it."""
-        bell = self._wiring.freed[self.worker]
-        outlets = [link.outlet for link in self._links.values()]
+    def _help(self) -> None:
+        """The helper thread: send what waits whenever there is room for it."""
         while not self._left:
-            for outlet in outlets:
-                outlet.flush()
-            waiting = [outlet for outlet in outlets if outlet.waits]
-            for outlet in waiting:
-                outlet.want_room(True)
-            if not any(outlet.has_room for outlet in waiting):
-                self._await_room(waiting)
-        bell.still()
+            for link in self._links.values():
+                link.writer.flush()
+            self._wait_for_work()
 
-    def _await_room(self, waiting: list[FrameWriter]) -> None:
-        """Wait until there is room, something more to copy, or nobody left to copy for."""
-        bell = self._wiring.freed[self.worker]
-        by_pipe = {outlet.pipe: outlet for outlet in waiting}
+    def _wait_for_work(self) -> None:
+        """Wait until there is room for what waits, or more to send, or a receiver has gone."""
         poller = select.poll()
-        poller.register(bell.fd, select.POLLIN)
-        for pipe, outlet in by_pipe.items():
-            poller.register(pipe, select.POLLOUT if outlet.full else 0)
-        for fd, event in poller.poll(1000 * _NAP_S):
-            if fd == bell.fd:
-                bell.still()
-            elif event & select.POLLERR:  # nobody reads any more
-                by_pipe[fd].seal(ABORT_GRACE_S)
-        for outlet in waiting:
-            outlet.want_room(False)
+        poller.register(self._wake.fd, select.POLLIN)
+        waiting = {link.writer.pipe: link.writer for link in self._links.values() if link.writer.waits}
+        for pipe, writer in waiting.items():
+            full = writer.pipe_full
+            poller.register(pipe, select.POLLOUT if full else 0)  # 0: only whether its reader has gone
+            if not full:
+                poller.register(writer.room_fd, select.POLLIN)
+        for fd, event in poller.poll():
+            if fd == self._wake.fd:
+                self._wake.take()
+            elif event & select.POLLERR and fd in waiting:
+                waiting[fd].seal(ABORT_GRACE_S)
+
+
+@contextmanager
+def forked_over_shm(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open.
+
+    Raises:
+        PlanError: this system does not have enough open files or memory.
+    """
+    resources = ShmResources(num_workers)
+    try:
+        yield ForkedLinks(lambda worker: ShmEndpoint(worker, resources, deadline_s), resources.close)
+    finally:
+        resources.close()
 
 
 @final
 class _Link:
-    """What an endpoint knows of one other worker."""
+    """Both ends of the connection to one other worker."""
 
-    def __init__(self, worker: int, other: int, wiring: ShmResources) -> None:
-        to, back = (worker, other), (other, worker)
+    def __init__(self, endpoint: ShmEndpoint, other: int, resources: ShmResources) -> None:
+        to, back = (endpoint.worker, other), (other, endpoint.worker)
         self.worker = other
-        self.outlet = FrameWriter(wiring.pipes[to].writing, wiring.rings[to])
-        self.inlet = FrameReader(other, wiring.pipes[back].reading, wiring.rings[back], wiring.freed[other].ring)
-        self.credits = CreditsGiven(wiring.rings[to])
+        self.writer = FrameWriter(resources.pipes[to].writing.fileno(), resources.rings[to])
+        self.reader = FrameReader(
+            other, resources.pipes[back].reading.fileno(), resources.rings[back], endpoint.deliver
+        )

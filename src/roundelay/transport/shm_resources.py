@@ -1,56 +1,62 @@
-"""What the processes of one run share to talk to each other, all of it made before they fork.
+"""What the processes of one run share for the `shm` transport, all of it created before they fork.
 
-Nothing here has a name in any file system. Memory, pipes and bells are inherited by the fork, and the kernel takes them
-back when the last process that holds them ends, however it ends: there is nothing to leak.
+Nothing here has a name in any file system: the fork inherits memory, pipes and eventfds, and the kernel frees them when
+the last process that holds them ends, however it ends. So nothing can leak.
 
-- A *pipe* for each ordered pair of workers carries the frames. Its writing end belongs to one worker alone: when that
-  worker ends, by SIGKILL too, the pipe ends behind the last byte that it wrote.
-- A *ring* for each ordered pair carries the tensors that are too long for a frame.
-- Two *bells* for each worker wake its threads: one when a ring has room again, one when it has ended itself.
-- The *board* is a page for each worker: whether it waits for a credit, and the last words of one that gave up.
+- A *pipe* per ordered pair of workers carries the frames. Only one worker holds its writing end: when that worker ends,
+  even by SIGKILL, the pipe ends after the last byte written.
+- A *ring* per ordered pair carries the tensors that are too long for a frame.
+- The *abort reasons* are shared memory in which a worker that aborts writes why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import io
+import mmap
 import os
 import struct
 import weakref
 from typing import final
 
-from roundelay.errors import PlanError
-from roundelay.transport.shm_ring import RING_BYTES, Ring, shared_memory
+from roundelay.errors import InternalError, PlanError
 from roundelay.transport.wire_format import MAX_REASON_BYTES
 
 PIPE_BYTES = 2**18
-"""Room of a pipe, where the system allows it; four times what is usual."""
+"""Capacity of a pipe, where the system allows it; four times the default."""
 
-_WANTS, _WORDS = 0, 128  # places on a worker's part of the board
-_PART_BYTES = 4096 + MAX_REASON_BYTES
+RING_BYTES = 2**22
+"""Capacity of a ring; a sender keeps what exceeds it in its own memory."""
+
+MIN_RING_BYTES = 2**16
+
 _LENGTH = struct.Struct("<I")
 
 
 @final
 class EventFd:
-    """An eventfd: whoever rings it wakes the one that waits for it; ringing never waits and many rings are as one."""
+    """A counter in the kernel (eventfd) whose owner can wait for it with poll; adding to it never waits."""
 
     __slots__ = ("fd",)
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def ring(self) -> None:
-        """Wake the owner, now or when it next waits."""
-        os.eventfd_write(self.fd, 1)
+    def add(self, count: int = 1) -> None:
+        """Add to the counter, which wakes the owner."""
+        os.eventfd_write(self.fd, count)
 
-    def still(self) -> None:
-        """The owner's: forget the rings so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
+    def take(self) -> int:
+        """Return the counter and reset it to 0."""
+        try:
+            return os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return 0
 
     def close(self) -> None:
-        """Close this process's hold; a second call does nothing."""
+        """Close the file descriptor; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -58,60 +64,92 @@ class EventFd:
 
 @final
 class Pipe:
-    """A pipe of the kernel's; neither end ever blocks."""
+    """A pipe whose ends never block."""
 
     __slots__ = ("reading", "writing")
 
     def __init__(self) -> None:
-        self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        with contextlib.suppress(
-            PermissionError
-        ):  # the person's share of such memory is used up: an ordinary pipe does
-            fcntl.fcntl(self.writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-
-    def close_reading(self) -> None:
-        """Close this process's hold on the reading end; a second call does nothing."""
-        if self.reading >= 0:
-            os.close(self.reading)
-            self.reading = -1
-
-    def close_writing(self) -> None:
-        """Close this process's hold on the writing end; a second call does nothing."""
-        if self.writing >= 0:
-            os.close(self.writing)
-            self.writing = -1
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reading, self.writing = io.FileIO(reading), io.FileIO(writing, "w")
+        with contextlib.suppress(PermissionError):  # over the user's limit for pipes: keep the default size
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 @final
-class StatusPage:
-    """A part for each worker, written by that worker and read by all."""
+class Ring:
+    """Shared memory for bytes in transit from one worker to another. One writes, one reads; neither waits here.
 
-    def __init__(self, num_workers: int) -> None:
-        self._map = shared_memory(num_workers * _PART_BYTES)
+    Positions count all bytes that ever pass through the ring. A frame in the pipe says how many were written, and the
+    eventfd `freed` counts those that were read: so system calls order the memory accesses of the two processes.
 
-    def wants_credit(self, worker: int) -> int:
-        """Whether `worker` sleeps, or is about to, and is to be woken for a credit: 1 or 0."""
-        return self._map[worker * _PART_BYTES + _WANTS]
+    Args:
+        size: capacity in bytes, a power of two of at least 64 KiB.
+    """
 
-    def want_credit(self, worker: int, wanted: bool) -> None:
-        """The worker's own: whether it is to be woken for a credit."""
-        self._map[worker * _PART_BYTES + _WANTS] = wanted
+    __slots__ = ("_base", "_data", "_map", "_pin", "freed", "size")
 
-    def leave_words(self, worker: int, reason: str) -> None:
-        """The worker's own: why it gave up, cut to `MAX_REASON_BYTES`; before its pipes end."""
-        words = reason.encode()[:MAX_REASON_BYTES]
-        start = worker * _PART_BYTES + _WORDS
-        self._map[start : start + _LENGTH.size + len(words)] = _LENGTH.pack(len(words)) + words
+    def __init__(self, size: int = RING_BYTES) -> None:
+        if size < MIN_RING_BYTES or size & (size - 1):
+            raise InternalError(
+                "ring between two workers", got=f"{size} bytes", expected="a power of two", remedy="Report this."
+            )
+        self.size = size
+        self.freed = EventFd()
+        self._map: mmap.mmap | None = _shared_memory(size)
+        self._data = memoryview(self._map)
+        self._pin: ctypes.c_char | None = ctypes.c_char.from_buffer(self._data)
+        self._base = ctypes.addressof(self._pin)
 
-    def last_words(self, worker: int) -> str:
-        """Why `worker` gave up; empty if it said nothing. After its pipe has ended."""
-        start = worker * _PART_BYTES + _WORDS
-        (length,) = _LENGTH.unpack_from(self._map, start)
-        body = self._map[start + _LENGTH.size : start + _LENGTH.size + min(length, MAX_REASON_BYTES)]
-        return body.decode(errors="replace")
+    def write(self, position: int, address: int, count: int) -> None:
+        """Copy `count` bytes at `address` to `position`."""
+        at = position & (self.size - 1)
+        first = min(count, self.size - at)
+        ctypes.memmove(self._base + at, address, first)
+        if first < count:
+            ctypes.memmove(self._base, address + first, count - first)
+
+    def read(self, position: int, address: int, count: int) -> None:
+        """Copy `count` bytes at `position` to `address`."""
+        at = position & (self.size - 1)
+        first = min(count, self.size - at)
+        ctypes.memmove(address, self._base + at, first)
+        if first < count:
+            ctypes.memmove(address + first, self._base, count - first)
 
     def close(self) -> None:
-        """Give this process's hold back; a second call does nothing."""
+        """Unmap the memory in this process; a second call does nothing."""
+        if self._map is not None:
+            self._pin = None
+            self._data.release()
+            self._map.close()
+            self._map = None
+            self.freed.close()
+
+
+@final
+class AbortReasons:
+    """Shared memory with one text for each worker: why it aborted. It is written before the worker's pipes end."""
+
+    _BYTES = _LENGTH.size + MAX_REASON_BYTES
+
+    def __init__(self, num_workers: int) -> None:
+        self._map = _shared_memory(num_workers * self._BYTES)
+
+    def write(self, worker: int, reason: str) -> None:
+        """Set the reason of this process's `worker`, cut to `MAX_REASON_BYTES`."""
+        text = reason.encode()[:MAX_REASON_BYTES]
+        start = worker * self._BYTES
+        self._map[start : start + _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
+
+    def read(self, worker: int) -> str:
+        """Return the reason of a worker whose pipe has ended; empty if it did not abort."""
+        start = worker * self._BYTES
+        (length,) = _LENGTH.unpack_from(self._map, start)
+        text = self._map[start + _LENGTH.size : start + _LENGTH.size + min(length, MAX_REASON_BYTES)]
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        """Unmap the memory in this process; a second call does nothing."""
         self._map.close()
 
 
@@ -119,91 +157,85 @@ class StatusPage:
 class ShmResources:
     """Everything that the workers of one run share.
 
-    Made by the launcher before it forks; in a child, `keep` closes what is not its own; the launcher calls `close`
-    when all children are forked, for as long as it holds a pipe nobody sees its writer end.
+    The launcher creates it before it forks. A child calls `keep_only`; the launcher calls `close` when all children are
+    forked, since a pipe that it holds open does not end with its writer.
 
     Args:
         num_workers: how many processes there will be.
-        ring_bytes: room of each ring, a power of two.
+        ring_bytes: capacity of each ring, a power of two.
 
     Raises:
-        PlanError: this system does not have what it takes.
+        PlanError: this system does not have enough open files or memory.
     """
 
     def __init__(self, num_workers: int, ring_bytes: int = RING_BYTES) -> None:
         if not (hasattr(os, "eventfd") and hasattr(os, "pipe2")):
-            raise _unable("no eventfd or pipe2")
+            raise _unavailable("no eventfd or pipe2")
         self.num_workers = num_workers
-        self.board = StatusPage(num_workers)
-        #: from and to, as in `rings`
+        self.reasons = AbortReasons(num_workers)
+        #: by sender and receiver, as in `rings`
         self.pipes: dict[tuple[int, int], Pipe] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
-        self.freed: list[EventFd] = []
-        self.ended: list[EventFd] = []
         try:
             for worker in range(num_workers):
-                self.freed.append(EventFd())
-                self.ended.append(EventFd())
                 for other in range(num_workers):
                     if other != worker:
                         self.pipes[worker, other] = Pipe()
                         self.rings[worker, other] = Ring(ring_bytes)
         except OSError as fault:
             self.close()
-            raise _unable(str(fault)) from fault
+            raise _unavailable(str(fault)) from fault
 
-    def keep(self, worker: int) -> None:
-        """Be `worker`: close the ends of pipes, and the rings, that are none of its business.
+    def keep_only(self, worker: int) -> None:
+        """Close what `worker`, which this process is, does not use.
 
-        A process that the worker forks, say of a data loader, would hold its pipes open beyond its death. So the
-        worker's own children close them first of all.
+        A process that the worker forks itself, for example of a data loader, would hold its pipes open after its death;
+        so it closes them first of all.
         """
         for (source, target), pipe in self.pipes.items():
             if source != worker:
-                pipe.close_writing()
+                pipe.writing.close()
             if target != worker:
-                pipe.close_reading()
+                pipe.reading.close()
         for pair in [pair for pair in self.rings if worker not in pair]:
             self.rings.pop(pair).close()
-        mine = weakref.ref(self)  # the hook itself stays as long as the process
+        this = weakref.ref(self)  # the hook cannot be removed
 
-        def forget() -> None:
-            wiring = mine()
-            if wiring is not None:
-                wiring.cut()
+        def after_fork() -> None:
+            resources = this()
+            if resources is not None:
+                resources.close_pipes()
 
-        os.register_at_fork(after_in_child=forget)
+        os.register_at_fork(after_in_child=after_fork)
 
     def stop_reading(self) -> None:
-        """Close this process's reading ends of all pipes; a second call does nothing."""
+        """Close the reading ends of all pipes in this process; a second call does nothing."""
         for pipe in self.pipes.values():
-            pipe.close_reading()
+            pipe.reading.close()
 
-    def cut(self) -> None:
-        """Close this process's ends of all pipes; a second call does nothing."""
+    def close_pipes(self) -> None:
+        """Close the ends of all pipes in this process; a second call does nothing."""
         for pipe in self.pipes.values():
-            pipe.close_reading()
-            pipe.close_writing()
+            pipe.reading.close()
+            pipe.writing.close()
 
     def close(self) -> None:
-        """Close all that this process holds; a second call does nothing."""
-        self.cut()
-        for bell in (*self.freed, *self.ended):
-            bell.close()
+        """Close everything in this process; a second call does nothing."""
+        self.close_pipes()
         for ring in self.rings.values():
             ring.close()
-        self.board.close()
+        self.reasons.close()
 
 
-def open_pairs(num_workers: int, ring_bytes: int = RING_BYTES) -> ShmResources:
-    """What `num_workers` processes need to talk to each other, for the launcher to make before it forks them."""
-    return ShmResources(num_workers, ring_bytes)
+def _shared_memory(size: int) -> mmap.mmap:
+    """Zeroed memory shared with forked children; pages are allocated when first touched."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
 
 
-def _unable(got: str) -> PlanError:
+def _unavailable(got: str) -> PlanError:
     return PlanError(
         "transport 'shm'",
         got=got,
-        expected="a Linux with room for four open files and a few MiB of shared memory for each pair of workers",
+        expected="a Linux with room for six open files and a few MiB of shared memory for each pair of workers",
         remedy='Use transport = "gloo", fewer workers, or raise the limit (`ulimit -n`).',
     )

@@ -1,9 +1,9 @@
-"""Messages from one process to another: frames in a pipe, and in a ring beside it tensors too long for a frame.
+"""The two ends of a link of the `shm` transport: frames in a pipe, and tensors too long for a frame in a ring.
 
-The pipe says everything, in order: a frame is a message, or tells that so many bytes more lie in the ring. So the
-kernel orders memory, and wakes whoever waits. What finds no room waits at the sender, which goes on; whoever is told
-that there is room again copies on from there. The sizes of pipe and ring decide how much is under way, never what may
-be sent.
+The pipe carries everything in order: a frame is a message, a credit, or says that so many more bytes are in the ring.
+The kernel thereby orders memory accesses and wakes the receiver. What does not fit stays in the sender's memory while
+its worker continues; `FrameWriter.flush` copies on when there is room. The capacities of pipe and ring limit how much
+is in transit, never what may be sent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from roundelay.errors import InternalError
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import Arrived, Delivery, Message
-from roundelay.transport.shm_ring import HEAD, WANTED, Fence, Ring
+from roundelay.transport.endpoint import Arrived, Delivery, Granted, Message
+from roundelay.transport.shm_resources import Ring
 
 CHUNK_BYTES = 2**18
-"""After so many bytes the other end is told, so that it copies out while we copy in."""
+"""The receiver is notified after so many bytes, so that it copies out while the sender copies in."""
 
 READ_BYTES = 2**16
-"""Most that is read from a pipe at once: as much as an ordinary one holds."""
+"""Most bytes that are read from a pipe at once: the default capacity of a pipe."""
 
 
 class _Payload(NamedTuple):
-    """Memory that is to be copied, and its place among all the bytes that ever pass through the ring."""
+    """Memory to copy into the ring, from position `start` to `end`."""
 
     start: int
     end: int
@@ -40,24 +40,23 @@ class _Payload(NamedTuple):
 
 @final
 class FrameWriter:
-    """The sending end: `put` belongs to one thread, everything else to any.
+    """The sending end: `put` is called by one thread, everything else by any.
 
-    What waits carries its place in the ring's stream, and a count says how much of that is written: an exception in the
-    middle of a copy leaves nothing twice and nothing out.
+    Each waiting payload has its positions in the ring, and a counter says what is written: an exception in the middle
+    of a copy neither loses nor duplicates bytes.
 
     Args:
         pipe: file descriptor of the writing end, which never blocks.
-        ring: beside the pipe.
+        ring: carries the tensors.
     """
 
     def __init__(self, pipe: int, ring: Ring) -> None:
         self.pipe, self._ring = pipe, ring
-        self.full = False
-        """Whether what waits, waits for room in the pipe."""
-        self._fence = Fence()
+        self.pipe_full = False
+        """Whether `flush` stopped for want of room in the pipe, not in the ring."""
         self._waiting: deque[bytearray | _Payload] = deque()
         self._copying = threading.Lock()
-        self._given = self._tail = self._told = 0  # bytes of the ring's stream: to be sent, written, told of
+        self._queued = self._written = self._announced = self._freed = 0  # positions in the ring
         self._sealed = False
 
     @property
@@ -66,15 +65,15 @@ class FrameWriter:
         return bool(self._waiting) and not self._sealed
 
     @property
-    def has_room(self) -> bool:
-        """Whether it is worth copying on."""
-        return not self.full and self._tail - self._ring.counters[HEAD] <= self._ring.size // 2
+    def room_fd(self) -> int:
+        """File descriptor that is readable when the ring has more room."""
+        return self._ring.freed.fd
 
     def put(self, frame: bytearray, tensors: Sequence[torch.Tensor] = ()) -> bool:
-        """Send a frame, which from now on is ours, and the tensors that belong to it; dropped once sealed.
+        """Send a frame, which must not be changed afterwards, and its tensors; drop them if sealed.
 
         Returns:
-            Whether something waits, so that somebody must call `flush` when there is room.
+            Whether something waits, so that `flush` must be called when there is room.
         """
         if self._copying.acquire(blocking=False):
             try:
@@ -86,97 +85,101 @@ class FrameWriter:
                 self._copying.release()
         self._waiting.append(frame)
         for tensor in tensors:
-            start, self._given = self._given, self._given + tensor.nbytes
-            self._waiting.append(_Payload(start, self._given, tensor.data_ptr(), tensor))
+            start, self._queued = self._queued, self._queued + tensor.nbytes
+            self._waiting.append(_Payload(start, self._queued, tensor.data_ptr(), tensor))
         self.flush()
         return self.waits
 
     def flush(self) -> None:
-        """Copy in what there is room for, unless another thread is at it."""
+        """Send what there is room for, unless another thread is sending."""
         if self._copying.acquire(blocking=False):
             try:
                 self._flush()
             finally:
                 self._copying.release()
 
-    def want_room(self, wanted: bool) -> None:
-        """Ask to be told when the ring has room; look at `has_room` once more before waiting for it."""
-        self._ring.counters[WANTED] = wanted
-        self._fence()
-
-    def seal(self, patience_s: float) -> bool:
-        """Send nothing any more and drop what waits; whether no other thread is copying, so that memory may go."""
+    def seal(self, timeout_s: float) -> bool:
+        """Drop what waits and what is put from now on; return whether no other thread is copying any more."""
         self._sealed = True
-        done = self._copying.acquire(timeout=patience_s)
-        if done:
+        idle = self._copying.acquire(timeout=timeout_s)
+        if idle:
             self._waiting.clear()
             self._copying.release()
-        return done
+        return idle
 
     def _copy_at_once(self, frame: bytearray, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy short tensors in before their frame is written, which then tells of them; whether there is room."""
-        ring, tail = self._ring, self._tail
-        size = sum([tensor.nbytes for tensor in tensors])
-        if size > CHUNK_BYTES or tail + size - ring.counters[HEAD] > ring.size:
+        """If there is room, copy short tensors before their frame is sent, and announce them in the same write."""
+        at, size = self._written, sum([tensor.nbytes for tensor in tensors])
+        if size > CHUNK_BYTES or self._room(size) < size:
             return False
         for tensor in tensors:
-            ring.write(tail, tensor.data_ptr(), tensor.nbytes)
-            tail += tensor.nbytes
-        frame += wire.more_frame(tail - self._told)
-        self._given = self._tail = self._told = tail
+            self._ring.write(at, tensor.data_ptr(), tensor.nbytes)
+            at += tensor.nbytes
+        frame += wire.more_frame(at - self._announced)
+        self._queued = self._written = self._announced = at
         return True
 
+    def _room(self, wanted: int) -> int:
+        """How many bytes the ring has room for; asks the kernel only if fewer than `wanted` are known of."""
+        room = self._freed + self._ring.size - self._written
+        if room < wanted:
+            freed = self._ring.freed.take()
+            self._freed += freed
+            room += freed
+        return room
+
     def _post(self, frame: bytearray) -> bool:
-        """Write a frame; what finds no room is kept, to be the first of all that waits. Whether nothing is."""
+        """Write a frame; return False and keep the rest as the first to wait if the pipe is full."""
         try:
             count = os.write(self.pipe, frame)
         except BlockingIOError:
             count = 0
-        except BrokenPipeError:  # nobody reads any more
+        except BrokenPipeError:  # the receiver does not read any more
             self._sealed = True
             return True
         if count == len(frame):
             return True
         self._waiting.appendleft(frame[count:])
-        self.full = True
+        self.pipe_full = True
         return False
 
     def _flush(self) -> None:
         waiting = self._waiting
-        self.full = False
+        self.pipe_full = False
         while waiting and not self._sealed:
             first = waiting[0]
             if isinstance(first, _Payload):
-                moved = self._copy(first)
-                if self._tail == first.end:
+                copied = self._copy(first)
+                if self._written == first.end:
                     waiting.popleft()
-                elif not moved:
+                elif not copied:
                     break
-                if self._tail - self._told < CHUNK_BYTES:
+                if self._written - self._announced < CHUNK_BYTES:
                     continue
-            elif self._told == self._tail:
+            elif self._announced == self._written:
                 waiting.popleft()
                 if self._post(first):
                     continue
                 return
-            if not self._tell():
+            if not self._announce():
                 return
-        if self._told < self._tail:
-            self._tell()
+        if self._announced < self._written:
+            self._announce()
 
-    def _copy(self, piece: _Payload) -> bool:
-        """Copy in what there is room for, up to a chunk; whether there is any."""
-        tail = self._tail
-        stop = min(piece.end, self._ring.counters[HEAD] + self._ring.size, tail + CHUNK_BYTES)
-        if stop > tail:
-            self._ring.write(tail, piece.address + tail - piece.start, stop - tail)
-            self._tail = stop
-        return stop > tail
+    def _copy(self, payload: _Payload) -> bool:
+        """Copy what there is room for, up to a chunk; return whether there was any."""
+        at = self._written
+        count = min(payload.end - at, CHUNK_BYTES)
+        count = min(count, self._room(count))
+        if count:
+            self._ring.write(at, payload.address + at - payload.start, count)
+            self._written = at + count
+        return count > 0
 
-    def _tell(self) -> bool:
-        """Tell what lies in the ring; whether the pipe had room."""
-        told, self._told = self._told, self._tail
-        return self._post(wire.more_frame(self._tail - told))
+    def _announce(self) -> bool:
+        """Send how much more is in the ring; return whether the pipe had room."""
+        announced, self._announced = self._announced, self._written
+        return self._post(wire.more_frame(self._written - announced))
 
 
 @final
@@ -186,28 +189,27 @@ class FrameReader:
     Args:
         source: the worker at the other end.
         pipe: file descriptor of the reading end, which never blocks.
-        ring: beside the pipe.
-        tell: wakes the sender, which waits for room in the ring.
+        ring: carries the tensors.
+        deliver: called with each message and credit.
     """
 
-    def __init__(self, source: int, pipe: int, ring: Ring, tell: Callable[[], None]) -> None:
+    def __init__(self, source: int, pipe: int, ring: Ring, deliver: Callable[[Delivery], None]) -> None:
         self.pipe = pipe
         self.ended = False
-        """Whether the sender has closed in good order; nothing follows."""
-        self._source, self._ring, self._tell = source, ring, tell
-        self._fence = Fence()
+        """Whether the sender has closed normally; nothing follows."""
+        self._source, self._ring, self._deliver = source, ring, deliver
         self._rest = b""  # the beginning of a frame
-        self._taken = 0  # bytes of the ring's stream
-        self._announced: wire.Head | None = None  # of the message whose body or tensors come through the ring
+        self._position = 0  # in the ring
+        self._head: wire.Head | None = None  # of the message whose body or tensors come through the ring
         self._body: bytearray | None = None  # its body, if that does not fit into a frame
         self._message: Message | None = None
         self._parts: deque[tuple[int, int]] = deque()  # address and bytes of what is still to be filled
 
-    def read(self, come: deque[Delivery]) -> bool:
-        """Take what lies in the pipe and append the messages that are whole to `come`; whether more may follow.
+    def read(self) -> bool:
+        """Read what is in the pipe and deliver what is complete; return whether more may follow.
 
         Raises:
-            InternalError: what comes in is no message.
+            InternalError: what was read is no message.
         """
         try:
             data = os.read(self.pipe, READ_BYTES)
@@ -224,32 +226,34 @@ class FrameReader:
             stop = body + head.length if head.kind != wire.MESSAGE_APART else body
             if stop > end:
                 break
-            if head.kind == wire.MESSAGE and self._announced is None:
+            if head.kind == wire.MESSAGE and self._head is None:
                 message, apart = wire.decode(head, data, body)
                 if apart:
-                    self._announced = head
+                    self._head = head
                     self._await(message, apart)
                 else:
-                    come.append(Arrived(self._source, message))
-            elif not self._take(head, data, body, come):
+                    self._deliver(Arrived(self._source, message))
+            elif not self._take(head):
                 return False
             at = stop
         self._rest = data[at:]
         return True
 
-    def _take(self, head: wire.Head, data: bytes, at: int, come: deque[Delivery]) -> bool:
-        """Take a frame that is not a message of its own, its body beginning at `at`; whether more may follow."""
+    def _take(self, head: wire.Head) -> bool:
+        """Handle a frame other than a whole message; return whether more may follow."""
         if head.kind == wire.MORE:
-            self._fill(wire.more_of(head, data, at), come)
-        elif self._announced is not None:
+            self._fill(head.number)
+        elif self._head is not None:
             raise wire.unexpected(head)
+        elif head.kind == wire.GRANT:
+            self._deliver(Granted(self._source, head.number))
         elif head.kind == wire.MESSAGE_APART:
-            self._announced, self._body = head, bytearray(head.length)
+            self._head, self._body = head, bytearray(head.length)
             self._parts.append((ctypes.addressof(ctypes.c_char.from_buffer(self._body)), head.length))
         elif head.kind == wire.END:
             self.ended = True
             return False
-        elif head.kind != wire.STIR:
+        else:
             raise wire.unexpected(head)
         return True
 
@@ -257,8 +261,8 @@ class FrameReader:
         self._message = message
         self._parts.extend([(tensor.data_ptr(), tensor.nbytes) for tensor in apart])
 
-    def _fill(self, count: int, come: deque[Delivery]) -> None:
-        """Copy out `count` bytes that have come through the ring."""
+    def _fill(self, count: int) -> None:
+        """Copy out `count` bytes from the ring."""
         parts, ring = self._parts, self._ring
         if count > ring.size:
             raise _damaged(count)
@@ -267,35 +271,26 @@ class FrameReader:
                 raise _damaged(count)
             address, missing = parts[0]
             step = min(count, missing, CHUNK_BYTES)
-            ring.read(self._taken, address, step)
+            ring.read(self._position, address, step)
             if step == missing:
                 parts.popleft()
             else:
                 parts[0] = (address + step, missing - step)
-            self._taken += step
+            self._position += step
             count -= step
-            self._free()
+            ring.freed.add(step)
             if not parts:
-                self._complete(come)
+                self._complete()
 
-    def _complete(self, come: deque[Delivery]) -> None:
-        """All that was awaited has come: the body, or the message."""
-        assert self._announced is not None
+    def _complete(self) -> None:
+        """The awaited body, or the message with all its tensors, is complete."""
+        assert self._head is not None
         if self._message is None:
             assert self._body is not None
-            self._await(*wire.decode(self._announced, self._body))
+            self._await(*wire.decode(self._head, self._body))
         if self._message is not None and not self._parts:
-            come.append(Arrived(self._source, self._message))
-            self._announced = self._body = self._message = None
-
-    def _free(self) -> None:
-        """Give the room of what was taken back to the sender."""
-        counters = self._ring.counters
-        self._fence.order()
-        counters[HEAD] = self._taken
-        self._fence()  # the sender says that it wants room, then looks at the head; we the other way round
-        if counters[WANTED]:
-            self._tell()
+            self._deliver(Arrived(self._source, self._message))
+            self._head = self._body = self._message = None
 
 
 def _damaged(count: int) -> InternalError:
@@ -303,5 +298,5 @@ def _damaged(count: int) -> InternalError:
         "ring between two workers",
         got=f"{count} bytes announced",
         expected="no more than its size, and than the tensors announced before",
-        remedy="See whether a worker writes outside its own memory.",
+        remedy="Check whether a worker writes outside its own memory.",
     )

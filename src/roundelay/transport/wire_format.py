@@ -1,12 +1,11 @@
-"""Messages as bytes: what a transport between processes puts on the wire, and how it reads it back.
+"""The wire format of messages between processes: encoding and decoding of frames.
 
 A frame is a fixed head and a body. A message's body is its layout (the kind of each value, dtype and shape of each
 tensor), its header and numbers, then the bytes of the tensors that travel inside the frame. Other tensors follow the
-frame, straight from and into their own memory. A frame holds numbers only: reading one runs no code of the sender's,
-and every number that sizes memory is checked.
+frame, sent from and received into their own memory. A frame holds numbers only: decoding it runs no code of the
+sender's, and every number that sizes memory is checked.
 
-The messages of a channel look alike, so what they have in common is written and read once and remembered: a pure
-function's results.
+The messages of a channel have the same head and layout, so these are encoded and decoded once and cached.
 """
 
 from __future__ import annotations
@@ -24,43 +23,49 @@ from roundelay.transport.endpoint import MAX_HEADER, Message
 from roundelay.transport.wire_layout import Layout, unreadable
 
 FRAME_BYTES = 65_536
-"""Longest frame; a message's tensors travel inside it while they fit."""
+"""Most bytes of a frame; a message's tensors travel inside it while they fit."""
 
 MAX_BODY_BYTES = 2**24
 MAX_REASON_BYTES = 2**15
-"""A longer reason of an abort, a traceback perhaps, is cut."""
+"""Longer reasons of an abort, such as a traceback, are cut."""
 
-MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE, STIR = range(1, 8)
-"""Kinds of frames; the body of MESSAGE_APART does not fit into the frame and follows it. MORE tells of bytes that lie
-beside, STIR does no more than wake its receiver."""
+MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE = range(1, 7)
+"""Kinds of frames. The body of MESSAGE_APART does not fit into the frame and follows it; MORE announces bytes in a ring
+of shared memory."""
 
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
-_MORE = struct.Struct("<BBHiIIQ")
-_COUNT = struct.Struct("<Q")
-_REMEMBERED_VALUES = 32
-"""The forms of longer messages are not kept."""
+_CACHED_VALUES = 32
+"""Templates of messages with more values are not cached."""
 
 
 @final
 class Head(NamedTuple):
-    """The first bytes of every frame; `layout` and `length`, of the body, in bytes."""
+    """The first bytes of every frame.
+
+    Args:
+        kind: of the frame.
+        header: how many numbers a message's header has.
+        number: the channel of a message or credit; the bytes that MORE announces.
+        layout: bytes of a message's layout.
+        length: bytes of the body.
+    """
 
     kind: int
     header: int = 0
     unused: int = 0
-    channel: int = 0
+    number: int = 0
     layout: int = 0
     length: int = 0
 
 
-class _Form(NamedTuple):
-    """How alike messages are written.
+class _Template(NamedTuple):
+    """What messages with values of the same kinds have in common.
 
     Args:
-        start: head and layout, the same for all of them.
+        start: head and layout, encoded.
         layout: what follows.
-        whole: whether all but the tensors apart fits into a frame.
+        whole: whether everything but the separate tensors fits into a frame.
     """
 
     start: bytes
@@ -69,47 +74,31 @@ class _Form(NamedTuple):
 
 
 def grant_frame(channel: int) -> bytearray:
-    """One credit of `channel`."""
+    """Encode one credit of `channel`."""
     return bytearray(_HEAD.pack(GRANT, 0, 0, channel, 0, 0))
 
 
 def end_frame(reason: str) -> bytearray:
-    """The sender's last word but ACK; a reason makes it an abort."""
+    """Encode the end of a link, after which only ACK may follow; with a reason it is an abort."""
     body = reason.encode()[:MAX_REASON_BYTES]
     return bytearray(_HEAD.pack(*Head(END, length=len(body))) + body)
 
 
 def ack_frame() -> bytearray:
-    """The answer to END."""
+    """Encode the answer to END."""
     return bytearray(_HEAD.pack(*Head(ACK)))
 
 
 def more_frame(count: int) -> bytearray:
-    """`count` bytes more lie where sender and receiver have agreed."""
-    return bytearray(_MORE.pack(MORE, 0, 0, 0, 0, _COUNT.size, count))
-
-
-def more_of(head: Head, data: bytes, at: int) -> int:
-    """How many bytes a MORE tells of, whose body begins at `at`.
-
-    Raises:
-        InternalError: the body is no such number.
-    """
-    if head.length != _COUNT.size:
-        raise unexpected(head)
-    return int(_COUNT.unpack_from(data, at)[0])
-
-
-def stir_frame() -> bytearray:
-    """Nothing but a reason to wake up."""
-    return bytearray(_HEAD.pack(STIR, 0, 0, 0, 0, 0))
+    """Announce `count` more bytes in the ring."""
+    return bytearray(_HEAD.pack(MORE, 0, 0, count, 0, 0))
 
 
 def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[torch.Tensor]]:
-    """The frame of `message` and, in order, what follows it: a body too long for it, then tensors likewise.
+    """Return the frame of `message` and, in order, what follows it: a body that is too long for it, then tensors.
 
-    Tensors travel inside the frame while that stays within `room` bytes. Bytes are copied by address: the same through
-    tensor operations costs more than all the rest.
+    Tensors travel inside the frame while it stays within `room` bytes. Bytes are copied by address: copying them with
+    tensor operations would cost more than everything else.
     """
     channel, header, values = message
     kinds: list[Any] = []
@@ -123,8 +112,8 @@ def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[t
             kinds.append(type(value))
             if value is not None:
                 numbers.append(value)
-    form_of = _form if len(values) <= _REMEMBERED_VALUES else _form_anew
-    start, layout, whole = form_of(channel, len(header), tuple(kinds), room)
+    template = _cached_template if len(values) <= _CACHED_VALUES else _template
+    start, layout, whole = template(channel, len(header), tuple(kinds), room)
     parts: list[bytes | ctypes.Array[ctypes.c_char]] = [start, layout.numbers.pack(*header, *numbers)]
     apart = []
     for tensor, (_, _, _, nbytes, bytes_at) in zip(tensors, layout.tensors, strict=True):
@@ -139,22 +128,22 @@ def encode(message: Message, room: int = FRAME_BYTES) -> tuple[bytearray, list[t
 
 
 def read_head(frame: bytearray) -> Head:
-    """The head of a frame.
+    """Decode the head of a frame.
 
     Raises:
-        InternalError: it announces what no head may announce.
+        InternalError: a field is out of range.
     """
     return head_of(bytes(frame[:HEAD_BYTES]))
 
 
 @lru_cache(maxsize=1024)
 def head_of(frame: bytes) -> Head:
-    """What the bytes of a head say. Raises as `read_head` does."""
+    """Decode the bytes of a head. Raises as `read_head` does."""
     head = Head._make(_HEAD.unpack(frame))
-    kind, header, _, channel, layout, length = head
+    kind, header, _, number, layout, length = head
     least, most = (1, MAX_BODY_BYTES) if kind == MESSAGE_APART else (0, FRAME_BYTES - HEAD_BYTES)
     if (
-        not (MESSAGE <= kind <= STIR and channel >= 0 and layout <= length and least <= length <= most)
+        not (MESSAGE <= kind <= MORE and number >= 0 and layout <= length and least <= length <= most)
         or header > MAX_HEADER
     ):
         raise unreadable(str(head))
@@ -162,17 +151,17 @@ def head_of(frame: bytes) -> Head:
 
 
 def unexpected(head: Head) -> InternalError:
-    """What to raise for a frame that has no place where it came."""
+    """The error for a frame that must not come at this point."""
     return unreadable(f"{head}, out of place")
 
 
 def body_of(head: Head, frame: bytearray) -> memoryview:
-    """The body inside `frame`."""
+    """The body of `frame`, not copied."""
     return memoryview(frame)[HEAD_BYTES : HEAD_BYTES + head.length]
 
 
 def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tuple[Message, list[torch.Tensor]]:
-    """The message whose body begins at `at`, and in order those of its tensors that follow it, still unfilled.
+    """Decode the message whose body begins at `at`; also return its tensors that follow the frame, not filled yet.
 
     Raises:
         InternalError: the body is not one that `encode` writes.
@@ -187,29 +176,29 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
     numbers = layout.numbers.unpack_from(data, numbers_at)
     tensors = []
     for shape, strides, dtype, nbytes, bytes_at in layout.tensors:
-        # in torch's own memory: its alignment decides which kernel runs, and so the last bit of a result
+        # allocated by torch: the alignment decides which kernel runs, and so the last bit of a result
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
         tensors.append(tensor)
         if bytes_at is not None:
             bytes_at(tensor.data_ptr()).raw = bytes(data[at : at + nbytes])
             at += nbytes
-    message = Message(head.channel, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
+    message = Message(head.number, numbers[:count], layout.pick((*tensors, *numbers[count:], None)))
     return message, _apart(layout, tensors) if layout.apart else []
 
 
 def _apart(layout: Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that travel outside of their frame."""
+    """The tensors that follow their frame."""
     return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.apart]
 
 
-def _form_anew(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Form:
-    """The form of messages on `channel` with so many numbers in the header and values of these kinds."""
+def _template(channel: int, header: int, kinds: tuple[Any, ...], room: int) -> _Template:
+    """The template of messages on `channel` with `header` numbers in the header and values of these kinds."""
     text = layouts.write(kinds, room - HEAD_BYTES - 8 * header)
     layout = layouts.read(text, header)
     length = len(text) + layout.numbers.size + layout.inside_bytes
-    whole = HEAD_BYTES + length <= FRAME_BYTES  # if not, no tensor with any bytes is inside
+    whole = HEAD_BYTES + length <= FRAME_BYTES  # if not, no tensor's bytes are inside
     head = _HEAD.pack(MESSAGE if whole else MESSAGE_APART, header, 0, channel, len(text), length)
-    return _Form(head + text, layout, whole)
+    return _Template(head + text, layout, whole)
 
 
-_form = lru_cache(maxsize=1024)(_form_anew)
+_cached_template = lru_cache(maxsize=1024)(_template)

@@ -1,6 +1,6 @@
-"""What a message's body is made of, as bytes and as plain data: the kind of each value, dtype and shape of each tensor.
+"""The layout of a message's body: the kind of each value, and dtype and shape of each tensor.
 
-The messages of a channel look alike, so layouts are read once and remembered: a pure function's results.
+The messages of a channel have the same layout, so parsed layouts are cached.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from roundelay.transport.endpoint import (
 _NONE, _INT, _FLOAT, _INSIDE, _APART = range(5)
 _NUMBER = {_INT: "q", _FLOAT: "d"}
 _TENSOR = struct.Struct("<BBB")
-_REMEMBERED_BYTES = 1024
-"""Longer layouts are not kept."""
+_CACHED_BYTES = 1024
+"""Longer layouts are not cached."""
 
 
 @final
 class TensorLayout(NamedTuple):
-    """A tensor as it is laid out."""
+    """Shape, dtype and place of one tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     bytes_at: Callable[[int], ctypes.Array[ctypes.c_char]] | None
-    """Its bytes, by address, if it has any and they are inside the frame."""
+    """Maps the tensor's address to its bytes; None if it has none, or they are not inside the frame."""
 
     @property
     def apart(self) -> bool:
@@ -52,14 +52,14 @@ class TensorLayout(NamedTuple):
 
 @final
 class Layout(NamedTuple):
-    """What a body is made of, behind its layout.
+    """What follows the layout in a body.
 
     Args:
-        numbers: the header, then the values that are numbers.
+        numbers: format of the header and of the values that are numbers.
         tensors: in order.
-        pick: the values in order, out of the tensors, then the numbers, then None.
-        inside_bytes: of the tensors inside.
-        apart: whether there are others.
+        pick: selects the values in order from (*tensors, *numbers, None).
+        inside_bytes: total bytes of the tensors inside the frame.
+        apart: whether any tensor's bytes follow the frame.
     """
 
     numbers: struct.Struct
@@ -70,9 +70,11 @@ class Layout(NamedTuple):
 
 
 def write(kinds: tuple[Any, ...], room: int) -> bytes:
-    """The layout of values of these kinds: (dtype, shape) of a tensor, the type of another.
+    """Return the layout of values of these kinds, as bytes.
 
-    `room` bytes of a frame are there for the body without its header.
+    Args:
+        kinds: (dtype, shape) of a tensor, the type of another value.
+        room: bytes that the frame has for the body without its header.
     """
     room -= sum([3 + 8 * len(kind[1]) if isinstance(kind, tuple) else 9 for kind in kinds])
     text = bytearray()
@@ -90,16 +92,16 @@ def write(kinds: tuple[Any, ...], room: int) -> bytes:
 
 
 def read(text: bytes, header: int) -> Layout:
-    """What `write` described, behind so many numbers of a header.
+    """Parse the layout that `write` returned, for a header of `header` numbers.
 
     Raises:
         InternalError: it is no layout, or describes what no message has.
     """
-    return (_read if len(text) <= _REMEMBERED_BYTES else _read_anew)(text, header)
+    return (_read_cached if len(text) <= _CACHED_BYTES else _read)(text, header)
 
 
-def _read_anew(text: bytes, header: int) -> Layout:
-    """What `write` described, refused before it takes memory that no message would fill."""
+def _read(text: bytes, header: int) -> Layout:
+    """As `read`; sizes that no message has are refused before memory is allocated for them."""
     kinds: list[int] = []
     tensors: list[TensorLayout] = []
     at = 0
@@ -126,16 +128,16 @@ def _read_anew(text: bytes, header: int) -> Layout:
 
 
 def _picker(kinds: list[int], tensors: int) -> Callable[[tuple[Value, ...]], tuple[Value, ...]]:
-    """Picks each value out of a row of all tensors, then all numbers, then None."""
-    each_tensor, each_number = itertools.count(), itertools.count(tensors)
-    behind = tensors + sum([kind in _NUMBER for kind in kinds])
-    places = [
-        behind if kind == _NONE else next(each_number) if kind in _NUMBER else next(each_tensor) for kind in kinds
+    """Return a getter of the values, in order, from (*tensors, *numbers, None)."""
+    next_tensor, next_number = itertools.count(), itertools.count(tensors)
+    none_at = tensors + sum([kind in _NUMBER for kind in kinds])
+    indices = [
+        none_at if kind == _NONE else next(next_number) if kind in _NUMBER else next(next_tensor) for kind in kinds
     ]
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    start = places[0] if places else 0
-    return operator.itemgetter(slice(start, start + len(places)))  # a tuple, too
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    start = indices[0] if indices else 0
+    return operator.itemgetter(slice(start, start + len(indices)))  # a tuple, too
 
 
 def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> TensorLayout:
@@ -150,11 +152,11 @@ def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> TensorLayout:
     return TensorLayout(shape, strides, DTYPES[dtype], nbytes, bytes_at)
 
 
-_read = lru_cache(maxsize=1024)(_read_anew)
+_read_cached = lru_cache(maxsize=1024)(_read)
 
 
 def unreadable(got: str) -> InternalError:
-    """What to raise for bytes that `got` describes and no worker of this version writes."""
+    """The error for bytes that no worker of this version writes; `got` describes them."""
     return InternalError(
         "bytes from another worker",
         got=got,

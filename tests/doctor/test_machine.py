@@ -1,10 +1,11 @@
-"""The machine is read as it is, and whatever cannot be read ends nothing."""
+"""The machine is read as it is; what cannot be read raises nothing."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from roundelay import fork_safety
-from roundelay.doctor import examine
-from roundelay.doctor import probe as probe_machine
-from roundelay.doctor.cgroup import cpu_quota, memory_limit
-from roundelay.doctor.machine import Cores, Memory
-from roundelay.doctor.probe import read_torch
+from roundelay.doctor import examine, fork_probe, read_machine
+from roundelay.doctor.machine import core_quota, memory_limit, read_torch
 
 
 def folder(root: Path, files: dict[str, str]) -> Path:
@@ -70,63 +68,55 @@ def test_a_container_s_limits_are_read(tmp_path: Path, case: str) -> None:
     files, membership, cores, memory = CGROUPS[case]
     root = folder(tmp_path / "cgroup", files)
     (tmp_path / "self").write_text(membership)
-    assert cpu_quota(root, tmp_path / "self") == cores
+    assert core_quota(root, tmp_path / "self") == cores
     assert memory_limit(root, tmp_path / "self") == memory
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path, tmp_path / "self") is None
+    assert core_quota(tmp_path, tmp_path / "self") is None
     assert memory_limit(tmp_path, tmp_path / "self") is None
-
-
-def test_the_tightest_limit_is_what_can_be_used() -> None:
-    assert Cores(total=8, allowed=4, quota=None).usable == 4.0
-    assert Cores(total=8, allowed=4, quota=2.5).usable == 2.5
-    assert Cores(total=8, allowed=4, quota=6.0).usable == 4.0
-    assert Memory(total=9, available=5, limit=3).usable == 3
-    assert Memory(total=9, available=5, limit=None).usable == 5
-    assert Memory(total=None, available=None, limit=None).usable is None
 
 
 def test_cores_are_those_that_this_process_may_run_on() -> None:
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     try:
-        assert probe_machine().cores.allowed == 1
+        assert read_machine().allowed_cores == 1
     finally:
         os.sched_setaffinity(0, mine)
 
 
 def test_this_machine_is_read() -> None:
-    machine = probe_machine()
-    assert machine.python == sys.version_info[:3]
+    machine = read_machine()
     assert machine.torch.version is not None
     assert machine.torch.gloo
-    assert machine.fork
     assert machine.fork_error == ""
+    assert machine.folder is not None
     assert machine.folder.free > 0
     assert machine.folder.path == str(Path.cwd())
-    assert machine.packages["tensorboard"] is not None
-    assert machine.cores.usable > 0
+    assert 0 < machine.allowed_cores <= machine.cores
+    assert 0 < machine.free_memory <= machine.memory
+    assert set(machine.interfaces) == {name for _, name in socket.if_nameindex()}
+    assert machine.files is None or machine.files > 0
     assert {one.name for one in examine(machine) if one.state == "problem"} <= {"loopback", "disk"}
 
 
-def test_what_torch_says_of_an_lstm_in_bf16_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_error_for_an_lstm_in_bf16_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(self: nn.LSTM, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
             raise RuntimeError("could not create a primitive. Run again")
         return x
 
     monkeypatch.setattr(nn.LSTM, "forward", refuses)
-    assert read_torch().lowered_error == "RuntimeError: could not create a primitive"
+    assert read_torch().bf16_lstm_error == "RuntimeError: could not create a primitive"
 
 
-def test_a_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    (disk,) = (one for one in examine(probe_machine()) if one.name == "disk")
+    (disk,) = (one for one in examine(read_machine()) if one.name == "disk")
     assert disk.state == "problem"
 
 
@@ -139,24 +129,34 @@ def test_nothing_listens_but_on_loopback(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(address, **options)
 
     monkeypatch.setattr(socket, "create_server", listen)
-    assert probe_machine().loopback_error == ""
+    assert read_machine().loopback_error == ""
     assert bound == ["127.0.0.1"]
 
 
-def test_a_loopback_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> socket.socket:
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert "Cannot assign requested address" in probe_machine().loopback_error
+    assert "Cannot assign requested address" in read_machine().loopback_error
 
 
-def test_a_launcher_s_variables_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    machine = probe_machine()
+@pytest.mark.parametrize(
+    ("variable", "value", "check", "part"),
+    [
+        ("TORCHELASTIC_RUN_ID", "test", "launcher", "TORCHELASTIC_RESTART_COUNT"),
+        ("ROUNDELAY_DEBUG", "9", "variables", "ROUNDELAY_DEBUG: '9'"),
+        ("ROUNDELAY_MALLOC", "no", "variables", "ROUNDELAY_MALLOC: 'no'"),
+    ],
+)
+def test_variables_that_a_run_would_refuse_are_reported(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, check: str, part: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    machine = read_machine()
     assert machine.launched is None
-    assert machine.launch_error is not None
-    assert "TORCHELASTIC_RESTART_COUNT" in machine.launch_error[0]
+    assert set(machine.refused) == {check}
+    assert part in machine.refused[check][0]
 
 
 class Broken:
@@ -195,13 +195,13 @@ def test_devices_and_what_torch_says_of_them_are_read(monkeypatch: pytest.Monkey
     assert read_torch("torch_with").devices == (("NVIDIA H100", 80 << 30),) * 2
 
 
-def test_a_torch_that_is_not_there_is_told() -> None:
+def test_a_torch_that_is_not_installed_is_reported() -> None:
     found = read_torch("no_such_torch")
     assert found.version is None
     assert "no_such_torch" in found.error
 
 
-def test_a_fork_in_which_no_gradient_can_be_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_in_which_no_gradient_can_be_computed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     tried_by, real = os.getpid(), fork_safety.one_backward
 
     def refused() -> None:
@@ -211,9 +211,18 @@ def test_a_fork_in_which_no_gradient_can_be_computed_is_told(monkeypatch: pytest
         real()
 
     monkeypatch.setattr(fork_safety, "one_backward", refused)
-    assert probe_machine().fork_error == "RuntimeError: Unable to handle autograd's threading here"
+    assert read_machine().fork_error == "RuntimeError: Unable to handle autograd's threading here"
 
 
-def test_a_forked_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_that_is_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_safety, "one_backward", lambda: os.kill(os.getpid(), 9))
-    assert probe_machine().fork_error == "it ends with -9"
+    assert read_machine().fork_error == "it ends with -9"
+
+
+def test_a_forked_process_that_hangs_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried_by = os.getpid()
+    monkeypatch.setattr(fork_probe, "_WORKER_S", 0.3)
+    monkeypatch.setattr(fork_safety, "one_backward", lambda: None if os.getppid() == tried_by else time.sleep(60))
+    started = time.monotonic()
+    assert read_machine().fork_error == "it hangs"
+    assert time.monotonic() - started < 20

@@ -1,0 +1,84 @@
+"""Explain a plan in words: the comments of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundelay.errors import counted
+from roundelay.frontend import Captured
+from roundelay.ir.graph import Graph
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import UpdateRule, rule_named
+from roundelay.lower.validate_plan import CPU, HALF
+from roundelay.schedules import schedule_named
+
+
+def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
+    """Return comments for the plan's text: the plan in words, and the reasons for its choices if they are known."""
+    rule = rule_named(plan.rule)
+    owners, size = plan.stage_workers, plan.num_workers
+    lines = [
+        f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
+        f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
+    ]
+    for k, stage in enumerate(plan.stages):
+        ends = ", ".join(f"{end} ({_operation(captured.graph, end)})" for end in stage.segments)
+        where = "" if owners == tuple(range(size)) else f", worker {owners[k]}"
+        where += "" if plan.devices[k] == CPU else f" on {plan.devices[k]}"
+        lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
+    for edge in plan.edges:
+        lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
+    if plan.read_s:
+        lines.append(_loader(plan))
+    lines += _recompute(captured, plan)
+    if plan.compile:
+        lines.append("compile: for the shapes of the first batch; micro-batches of other shapes are computed without")
+    if plan.precision == HALF:
+        flushes = schedule_named(rule.schedule).window == "batch"
+        who, where = ("every stage", "anywhere") if flushes else ("a stage", "there")
+        lines.append(f"fp16: {who} skips the update of a batch whose gradients are not finite {where}")
+    if rule.predicts and plan.backward == "stash":
+        lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
+    if far := _staleness_warning(plan, rule):
+        lines.append(far)
+    return [*lines, *reasons]
+
+
+def _loader(plan: Plan) -> str:
+    """Describe the loader's seconds, with a warning if it limits the rate."""
+    again = plan.backward == "recompute"
+    slowest = max(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
+    line = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by a thread of worker 0 while the stages compute"
+    if plan.read_s <= slowest:
+        return line
+    passes = f"{slowest * 1e3:.3g} ms (forward_s + backward_s)"
+    return f"{line}; warning: no stage takes more than {passes}, so the loader sets the rate"
+
+
+FAR = 7
+"""Staleness in updates at which training with some rules was seen to fail (benchmarks/depth)."""
+
+
+def _staleness_warning(plan: Plan, rule: UpdateRule) -> str:
+    """A warning if stage 0 reads weights so stale that training was seen to fail; else empty."""
+    crossed = -(-(plan.num_stages - 1) // plan.micro_batches)
+    if schedule_named(rule.schedule).window == "batch" or rule.versions == "table" or crossed < FAR:
+        return ""
+    return (
+        f"warning: stage 0 runs {crossed} updates behind, where training was seen to fail; give "
+        f"--micro-batches {plan.num_stages - 1} or more, which leaves 1, best with --rule rehearse"
+    )
+
+
+def _operation(graph: Graph, name: str) -> str:
+    op = graph.ops[graph.index(name)]
+    return f"{op.module or 'the model'}, {op.target}"
+
+
+def _recompute(captured: Captured, plan: Plan) -> tuple[str, ...]:
+    """Describe what is recomputed with which weights, or what the model checkpoints and the plan does not recompute."""
+    if not plan.recompute:
+        own = ",".join(captured.checkpointed)
+        return (f"recompute: not what the model checkpoints, {own}",) if own and plan.backward != "recompute" else ()
+    reads = "its forward's weights: no bit differs" if plan.backward == "stash" else "the weights that it reads"
+    return (f"recompute: {', '.join(plan.recompute)}; the backward runs these modules forward again, with {reads}",)

@@ -1,0 +1,117 @@
+"""The results that a finished training leaves in its run folder: ``summary.json`` and ``trace.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from roundelay.api.memory_report import memory_report, optimizer_bytes
+from roundelay.api.run_record import Trained
+from roundelay.api.training import Session
+from roundelay.ir.plan import Plan
+from roundelay.observe.run_folder import RunFolder
+from roundelay.observe.time_shares import gaps_of, shares_of
+from roundelay.observe.trace import Gap, Span, write_trace
+
+
+def write_results(
+    session: Session, trained: Trained, folder: RunFolder, baselines: Mapping[int, float], checked: str
+) -> dict[str, Any]:
+    """Write summary and trace; returns the summary.
+
+    Args:
+        session: the training.
+        trained: what it returned.
+        folder: the run's folder.
+        baselines: samples per second of plain PyTorch by number of threads, if measured.
+        checked: how the captured job was compared with plain PyTorch, in one line; empty if it was not.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    spans = spans_of(trained)
+    gaps = gaps_between(spans, trained.plan)
+    summary = _summary(trained, baselines, folder) | utilization(session, trained, spans, gaps) | {"check": checked}
+    folder.write_summary(summary)  # before the trace, which is larger and may not fit on the disk
+    loads = [load for _, loads in sorted(trained.loads.items()) for load in loads]
+    write_trace(folder.trace, spans, gaps=gaps, loads=loads, names=stage_names(session))
+    return summary
+
+
+def spans_of(trained: Trained) -> list[Span]:
+    """All instructions of a run as spans of its trace."""
+    return [Span(k, *event[:-1]) for k, events in sorted(trained.events.items()) for event in events]
+
+
+def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
+    """The gaps between the instructions of a run."""
+    return gaps_of(spans, plan.edges, plan.num_workers)
+
+
+def stage_names(session: Session) -> dict[int, str]:
+    """Worker to the operations and modules in which its segments end, as text."""
+    graph = session.captured.graph
+    modules = {op.name: op.module or "the model" for op in graph.ops}
+    return {
+        k: "up to " + ", ".join(f"{end} ({modules.get(end, '?')})" for end in ends_of(session.plan, stages))
+        for k, stages in enumerate(session.plan.worker_stages)
+    }
+
+
+def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
+    """The operations that end the segments of some stages."""
+    return [end for k in stages for end in plan.stages[k].segments]
+
+
+def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
+    """Fields of the summary: ``busy``, ``shares`` and ``memory`` by worker, and where the measured stretch begins."""
+    plan = trained.plan
+    shares = shares_of(spans, gaps, plan.num_workers)
+    optimizer_sizes = optimizer_bytes(session.job, session.captured, session.partition, plan)
+    return {
+        "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
+        "busy": [share.busy for share in shares],
+        "shares": [share.as_json() for share in shares],
+        "memory": memory_report(plan, optimizer_sizes, trained.workers),
+    }
+
+
+def activation_bytes(trained: Trained) -> list[int]:
+    """Most bytes that each worker's tapes, and the inputs kept for its deferred weight gradients, took at one time."""
+    return [
+        max(accumulate((_change(data, event.opcode, event.stage) for event in trained.events.get(k, [])), initial=0))
+        for k, data in sorted(trained.workers.items())
+    ]
+
+
+def _change(report: Mapping[str, Any], opcode: str, stage: int) -> int:
+    """Bytes that an instruction allocates (positive) or frees (negative)."""
+    tape, debt = int(report["tape_bytes"][str(stage)]), int(report["owed_bytes"][str(stage)])
+    return {"forward": tape, "backward": debt - tape, "backward-weight": -debt}.get(opcode, 0)
+
+
+def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder) -> dict[str, Any]:
+    plan, workers = trained.plan, [report for _, report in sorted(trained.workers.items())]
+    return {
+        "rule": plan.rule,
+        "predictor": plan.predictor,
+        "backward": plan.backward,
+        "workers": plan.num_workers,
+        "micro_batches": plan.micro_batches,
+        "transport": plan.transport,
+        "steps": len(trained.updates),
+        "loss_first": trained.updates[0].loss,
+        "loss_last": trained.updates[-1].loss,
+        "metrics_first": trained.updates[0].metrics,
+        "metrics_last": trained.updates[-1].metrics,
+        "samples_per_second": trained.samples_per_second,
+        "plain_samples_per_second": {str(threads): rate for threads, rate in baselines.items()},
+        "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
+        "activation_bytes": activation_bytes(trained),
+        "skipped_updates": [report["skipped"] for report in workers],
+        "bytes_received": [sum(report["bytes_received"].values()) for report in workers],
+        "wall_s": max(report["wall_s"] for report in workers),
+        "stopped": trained.stopped,
+        "run_folder": str(folder.path),
+    }

@@ -1,0 +1,235 @@
+"""The plan that follows from a command line: read from a file, kept from an earlier run, or made from its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from roundelay import env
+from roundelay.api import capture
+from roundelay.api.compile_stages import compile_stages, for_plan
+from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
+from roundelay.api.recompute_choice import parse_names
+from roundelay.cli.options import Choices
+from roundelay.cli.screen import announce, doing, stderr
+from roundelay.errors import UsageError
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.job import Job
+from roundelay.lower.verify_schedule import programs_of
+from roundelay.runtime.device import resolve_devices
+from roundelay.runtime.forked_call import apart
+from roundelay.runtime.loader_probe import DEADLINE_S
+from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.schedules import schedule_named
+
+_ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
+_WITH_THE_RULE = ("micro_batches", "predictor", "backward")
+_LISTED = ("devices", "recompute")
+"""Choices that are lists in a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """Where a plan comes from, if not from the choices alone.
+
+    Args:
+        plan_file: the plan to run.
+        resume: the checkpoint, or the run folder, that is continued: its plan is kept unless a choice differs.
+        restarted: the folder of the run that a launcher has restarted: its plan is kept in any case.
+    """
+
+    plan_file: Path | None = None
+    resume: Path | None = None
+    restarted: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """A job with its captured model, its plan, and the reasons for the plan's cuts."""
+
+    job: Job
+    captured: Captured
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+
+
+def plan_job(
+    job: Job, choices: Choices, seed: int, source: PlanSource, *, quiet: bool, party: ProcessGroup | None = None
+) -> PlannedJob:
+    """Capture the job, and read or make its plan. Under a launcher the leader sends its plan to the other processes.
+
+    Raises:
+        UsageError: both a plan and choices that contradict it were given.
+    """
+    deadline_s = _deadline_s(choices, source, leads=party is None or party.leads)
+    with doing("Capturing the model ...", quiet) as show_wait:
+        captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
+    if party is not None and not party.leads:
+        return PlannedJob(job, captured, Plan.parse(party.fetch("plan")))
+    model = captured.graph.fingerprint
+    resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
+    existing = _existing_plan(model, choices, source, resumed)
+    if existing is None:
+        planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
+    else:
+        planned = Planned(existing)
+        if existing.compile and party is None:
+            _compile_apart(job, captured, existing, seed, quiet=quiet)
+    _show_plan(planned.plan)
+    if party is not None:
+        party.publish("plan", planned.plan.text())
+    return PlannedJob(job, captured, planned.plan, planned.reasons)
+
+
+def _make_plan(
+    job: Job, captured: Captured, choices: Choices, seed: int, resumed: Plan | None, *, quiet: bool
+) -> Planned:
+    given = choices.given()
+    wanted = {"rule": "pipeoptim"} | ({} if resumed is None else _inherited(resumed, given)) | given
+    steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
+    with doing(f"{steps} the stages ...", quiet) as show_wait:
+        planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
+    for line in planned.notices:
+        announce(f"{line}.", quiet)
+    return planned
+
+
+def _compile_apart(job: Job, captured: Captured, plan: Plan, seed: int, *, quiet: bool) -> None:
+    """Compile the stages in a process of their own, so that the run finds them in torch's cache."""
+    with doing("Compiling the stages ...", quiet):
+        stages, lowered = fitted(captured, plan), for_plan(captured, plan)
+        apart(lambda: compile_stages(job, lowered, plan, stages, seed), "compiling the stages")
+
+
+def _show_plan(plan: Plan) -> None:
+    """What ROUNDELAY_DEBUG shows of a plan: its text from level 1 on, its programs from level 3 on."""
+    if env.level() >= 1:
+        stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
+    if env.level() >= 3:
+        for program in programs_of(plan):
+            stderr.print(str(program), markup=False, soft_wrap=True)
+
+
+def _existing_plan(model: str, choices: Choices, source: PlanSource, resumed: Plan | None) -> Plan | None:
+    """The plan that is read from a file, if one is, with the deadline of the choices.
+
+    Args:
+        model: fingerprint of the model.
+        choices: of the command line; no computed value depends on their deadline.
+        source: where the plan may be.
+        resumed: the plan of the run that is continued, if any.
+
+    Raises:
+        UsageError: a choice contradicts the plan.
+    """
+    others = replace(choices, deadline_s=None)
+    kept = None if source.restarted is None else source.restarted / "plan.toml"
+    restarted = read_plan(kept) if kept is not None and kept.is_file() else None
+    plan: Plan | None
+    if restarted is not None and restarted.model == model:
+        plan = _checked(restarted, replace(others, cuts=None))  # the plan was made with these cuts
+    elif source.plan_file is not None:
+        plan = _checked(read_plan(source.plan_file), choices)
+    else:
+        agrees = resumed is not None and choices.cuts is None and not list(_contradicted(resumed, others))
+        plan = resumed if agrees else None
+    if plan is None or choices.deadline_s is None or source.plan_file is not None:
+        return plan
+    return replace(plan, deadline_s=choices.deadline_s)
+
+
+def _plan_of(resume: Path, model: str) -> Plan | None:
+    """The plan of the run that is continued, if it is for this model."""
+    return next((plan for plan in map(read_plan, _plan_files(resume)) if plan.model == model), None)
+
+
+def _deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
+    """Seconds that capture waits for the loader: the option's, or those of the plan that will be run.
+
+    Under a launcher only the leader needs the plan file: its absence elsewhere is no error.
+    """
+    if choices.deadline_s is not None:
+        return choices.deadline_s
+    if source.plan_file is not None:
+        files = [source.plan_file] if leads or source.plan_file.is_file() else []
+    else:
+        files = [] if source.resume is None else _plan_files(source.resume)
+    return read_plan(files[0]).deadline_s if files else DEADLINE_S
+
+
+def _plan_files(resume: Path) -> list[Path]:
+    """Plan files of the run that is continued: in the run folder, or in the parent folder of a checkpoint."""
+    return [file for file in (resume / "plan.toml", resume.parent / "plan.toml") if file.is_file()]
+
+
+def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """Choices of the plan of the run that is continued, as far as they are compatible with those that are given.
+
+    Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
+    of workers.
+    """
+    size = plan.num_workers
+    kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in _ALWAYS}
+    rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
+    if rule == plan.rule:
+        kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
+        if given.get("backward", plan.backward) == plan.backward:
+            kept["recompute"] = plan.recompute
+    if given.get("precision", plan.precision) == plan.precision:
+        kept["loss_scale"] = plan.loss_scale
+    if same_size and given.get("transport", plan.transport) == plan.transport:
+        kept["devices"] = ",".join(worker.device for worker in plan.workers)
+    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
+        kept["cuts"] = [list(stage.segments) for stage in plan.stages]
+    return kept
+
+
+def _stages_per_worker(rule: str) -> int:
+    return schedule_named(rule_named(rule).schedule).stages_per_worker
+
+
+def _checked(plan: Plan, choices: Choices) -> Plan:
+    """The plan; refuses choices that contradict it."""
+    if choices.cuts is not None:
+        raise UsageError(
+            "--cuts with --plan",
+            got=choices.cuts,
+            expected="one of them: a plan has its own cuts",
+            remedy="Leave --cuts out, or edit the plan's segments.",
+        )
+    for name, value, planned_value in _contradicted(plan, choices):
+        raise UsageError(
+            f"--{name.replace('_', '-')} with --plan",
+            got=str(value),
+            expected=f"{','.join(planned_value) or 'none' if name in _LISTED else planned_value}, as in the plan",
+            remedy="Leave the option out, or edit the plan.",
+        )
+    return plan
+
+
+def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value of the option, value in the plan) where these differ, except for cuts."""
+    size = plan.num_workers
+    for name, value in choices.given().items():
+        if name == "cuts":
+            continue
+        planned_value: Any = _planned_value(plan, name, size)
+        if planned_value != _normalized(name, value, size, plan):
+            yield name, value, planned_value
+
+
+def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
+    """A choice in the form in which a plan has it."""
+    if name == "devices":
+        return resolve_devices(value, size, plan.transport)
+    return parse_names(value) if name == "recompute" else value
+
+
+def _planned_value(plan: Plan, name: str, size: int) -> Any:
+    """The plan's value of a choice."""
+    of_workers = {"workers": size, "devices": tuple(worker.device for worker in plan.workers)}
+    return of_workers[name] if name in of_workers else getattr(plan, name)

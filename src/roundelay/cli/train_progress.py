@@ -1,0 +1,133 @@
+"""Observers of ``roundelay train``: the screen, and the end of a run at a signal's request."""
+
+from __future__ import annotations
+
+from typing import final
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from roundelay.api.events import Drained, Evaluated, Event, NotSaved, Restarted, Saved, Skipped, Stopping, Updated
+from roundelay.cli.screen import stderr
+from roundelay.observe.run_folder import RunFolder
+from roundelay.runtime.batch_reader import RunControl
+
+_REPORTED_SKIPS = (8, 16, 32, 64, 128)
+"""Numbers of updates skipped in a row that are reported; a dynamic scale settles after fewer."""
+
+
+@final
+class ScreenObserver:
+    """Shows a training on stderr: a progress line, evaluations, and messages.
+
+    Args:
+        total: number of updates, if known.
+        quiet: show messages only.
+    """
+
+    def __init__(self, total: int | None, *, quiet: bool) -> None:
+        self._progress = None if quiet else _progress_line()
+        self._task = None if self._progress is None else self._progress.add_task("...", total=total)
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        if isinstance(event, Restarted) and self._progress is not None and self._task is not None:
+            self._progress.stop()  # workers are forked now
+            self._progress.update(self._task, completed=event.updates)
+        if message := _message(event):
+            stderr.print(message, markup=False)
+        elif isinstance(event, Evaluated) and self._progress is not None:
+            metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+            stderr.print(f"after update {event.updates}: {metrics}", markup=False)
+        elif isinstance(event, Updated) and self._progress is not None and self._task is not None:
+            self._progress.start()  # only now: its thread must not be alive while workers are forked
+            self._progress.update(self._task, advance=1, description=_progress_text(event))
+
+    def close(self) -> None:
+        """Leave the progress line as it is, and end its thread."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _progress_line() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("update"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=False,
+    )
+
+
+def _progress_text(event: Updated) -> str:
+    busy = " ".join(f"{share:.0%}" for share in event.busy)
+    metrics = "".join(f"  {escape(name)} {value:.4f}" for name, value in event.metrics.items())
+    return f"loss {event.loss:.4f}{metrics}  {event.samples_per_second:.0f} samples/s  busy {busy}"
+
+
+def _message(event: Event) -> str:
+    """A message on an event that is shown in any case; empty for most events."""
+    match event:
+        case Restarted():
+            return f"{event.cause}\nRestart {event.number}: continuing after update {event.updates}."
+        case Drained():
+            return (
+                f"{event.micro_batches} micro-batches that were in flight are dropped and start again: {event.reason}."
+            )
+        case Skipped() if event.in_a_row in _REPORTED_SKIPS:
+            return (
+                f"Updates {event.update - event.in_a_row + 1} to {event.update} are skipped: their gradients are not "
+                f"finite, with losses scaled by up to {event.loss_scale:g}."
+            )
+        case NotSaved():
+            return f"No checkpoint at {event.path}: {event.reason}. The one before it, if there is one, is complete."
+        case Stopping():
+            return f"The training ends soon: {event.reason}"
+    return ""
+
+
+@final
+class GracefulStop:
+    """Ends a run at a signal's request: a checkpoint in mid-flight, then ``KeyboardInterrupt``.
+
+    Args:
+        control: of the run.
+        folder: the run's folder.
+    """
+
+    def __init__(self, control: RunControl, folder: RunFolder) -> None:
+        self._control, self._folder = control, folder
+        self._updates = 0
+        self._requested_at: int | None = None
+
+    def request(self) -> None:
+        """Request the checkpoint and the end."""
+        self._requested_at = self._updates
+        self._control.save_soon()
+
+    def ready(self) -> bool:
+        """Whether there is anything to save."""
+        return self._updates > 0
+
+    def __call__(self, event: Event) -> None:
+        """Take an event; the requested checkpoint ends the run.
+
+        Raises:
+            KeyboardInterrupt: the checkpoint is written, or cannot be.
+        """
+        if isinstance(event, Updated):
+            self._updates = event.update + 1
+        if self._requested_at is None:
+            return
+        if isinstance(event, Saved) and event.updates >= self._requested_at:
+            stderr.print(
+                f"Asked to end: the checkpoint after update {event.updates - 1} is written. Continue with --from "
+                f"{self._folder.path}.",
+                markup=False,
+            )
+            raise KeyboardInterrupt
+        if isinstance(event, NotSaved):
+            raise KeyboardInterrupt
