@@ -178,7 +178,7 @@ def test_with_one_register_loading_and_computing_take_turns() -> None:
 
 def test_a_program_that_reads_without_a_register_stands_still() -> None:
     plan = timed("pipedream", 1, 1)
-    with pytest.raises(PlanError, match="worker 0: got a standstill: `read` without a register"):
+    with pytest.raises(PlanError, match="worker 0: got a deadlock: `read` without a register"):
         simulate(plan, [replace(emit(plan)[0], registers=0)], stream([1]))
 
 

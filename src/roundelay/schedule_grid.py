@@ -1,4 +1,4 @@
-"""Pictures in text: a schedule as a staircase."""
+"""Prints a schedule as a text grid."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from roundelay.simulator import Interval, simulate
 _LETTERS = {opcode: OPCODES[opcode].letter for opcode in ("forward", "backward", "backward-weight")}
 
 LEGEND = (
-    "F0: forward of micro-batch 0, B0: its backward (where there is W0: the gradients of its inputs, W0 those of its "
-    "weights), B0': with the update after it, ·: waiting; in small letters: on the worker's second stage"
+    "F0: forward of micro-batch 0, B0: its backward (if there is a W0: B0 for gradients of inputs, W0 for those of "
+    "weights), B0': followed by an update, ·: waiting; lower case: on the worker's other stages"
 )
 
 
 def staircase(plan: Plan, batches: int) -> str:
-    """The plan's schedule as a grid: one row per stage, or per worker with two, and one column per time slot.
+    """Return the plan's schedule as a grid: one row per stage (per worker if it has several), one column per slot.
 
-    Every forward and every backward, or half of one, takes one slot, messages, updates and data none: the picture shows
-    the order and the waiting that the schedule itself asks for, not this machine's times.
+    Every forward, every backward, and every half of one takes one slot; messages, updates and data take none. So the
+    grid shows the order and the waiting that are due to the schedule itself, not the times of a machine.
 
     Args:
         plan: the plan.
-        batches: full batches to draw.
+        batches: number of full batches.
     """
-    even = [
+    uniform = [
         replace(stage, forward_s=1.0, backward_s=1.0, weights_s=_halved(plan), update_s=0.0) for stage in plan.stages
     ]
-    unit = replace(plan, stages=tuple(even), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
+    unit = replace(plan, stages=tuple(uniform), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
-    whose = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
-    columns = {}
+    label = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
+    rows = {}
     for worker in range(plan.num_workers):
         first = plan.stages_of(worker)[0]
-        columns[first if whose == "stage" else worker] = _row(simulation.intervals_of(worker), first)
-    return grid(columns, max(len(row) for row in columns.values()), whose)
+        rows[first if label == "stage" else worker] = _row(simulation.intervals_of(worker), first)
+    return grid(rows, max(len(row) for row in rows.values()), label)
 
 
 def _one_slot(plan: Plan) -> str:
-    """A backward mode without a repeated forward, if the rule has one, so that a backward takes one slot."""
+    """Return a backward mode that recomputes nothing, if the rule has one, so that a backward takes one slot."""
     return next((mode for mode in rule_named(plan.rule).modes if mode != "recompute"), plan.backward)
 
 
 def _halved(plan: Plan) -> float:
-    """A slot for the second half of a backward, where there is one."""
+    """Return the slots of the second half of a backward: 1 if there is one."""
     return 1.0 if schedule_of(plan).halved else 0.0
 
 

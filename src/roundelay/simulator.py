@@ -1,8 +1,8 @@
-"""The simulator: the runtime's own machines, driven by a virtual clock instead of threads and sockets.
+"""The simulator: runs the runtime's own machines on a virtual clock, without threads, processes or torch.
 
-Times come from the plan: seconds of each stage's forward, backward and update, of reading a micro-batch, a latency and
-a rate for every message. What comes out is what would happen, event by event, with the memory it takes: no formula of
-its own.
+Times come from the plan: seconds of each stage's forward, backward and update, seconds to read a micro-batch, and
+latency and bandwidth of messages. The result is the sequence of events with their times and peak memory; nothing is
+computed by formula.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roundelay.ir.program import Channel, Program
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One instruction in time: seconds from the start of the run."""
+    """One executed instruction, with its times in seconds from the start of the run."""
 
     worker: int
     stage: int
@@ -39,19 +39,19 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What the simulation says of one worker.
+    """Times and peaks of one simulated worker.
 
     Args:
-        busy_s: seconds it computes.
-        data_s: seconds it waits for data.
+        busy_s: seconds in which it computes.
+        data_s: seconds in which it waits for data.
         registers_peak: most registers of data in use at one time.
-        tapes_peak: most forwards waiting for their backward at one time, on all of its stages.
-        owed_peak: most backwards waiting for their weights' half at one time, on all of its stages.
+        tapes_peak: most tapes at one time, on all of its stages.
+        owed_peak: most backwards at one time whose weight half is pending, on all of its stages.
         tape_bytes_peak: most bytes that both hold at one time.
-        versions_read: smallest and largest distance between the batch of a forward and the version it reads.
-        versions_held_peak: most versions of a stage's weights alive at one time, predicted copies included.
-        unread_peak: most messages on the way or unread, for each channel into it.
-        unread_bytes_peak: bytes of those.
+        versions_read: smallest and largest difference between the batch of a forward and the version it reads.
+        versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
+        unread_peak: for each channel into it, most messages on the way or unread at one time.
+        unread_bytes_peak: bytes of these messages, summed over the channels.
     """
 
     busy_s: float
@@ -74,8 +74,8 @@ class Simulation:
         makespan_s: seconds from the first event to the last.
         intervals: every instruction, ordered by start.
         events: for each worker, its fired instructions as text, in order.
-        workers: one report each.
-        loads: every batch that a reader loaded, in order; none if that takes no time.
+        workers: one report for each worker.
+        loads: every batch that a reader loaded, in order; empty if loading takes no time.
     """
 
     makespan_s: float
@@ -91,12 +91,12 @@ class Simulation:
         )
 
     def intervals_of(self, worker: int) -> list[Interval]:
-        """What one worker did, in order."""
+        """Return the instructions of one worker, in order."""
         return [interval for interval in self.intervals if interval.worker == worker]
 
     @property
     def bubble(self) -> float:
-        """Share of the workers' time in which they do not compute."""
+        """Fraction of the workers' time in which they do not compute."""
         busy = sum(report.busy_s for report in self.workers)
         return 1.0 - busy / (self.makespan_s * len(self.workers)) if self.makespan_s else 0.0
 
@@ -110,14 +110,14 @@ def simulate(
     """Run ``programs`` on a virtual clock.
 
     Args:
-        plan: its times.
+        plan: the plan, which has the times.
         programs: one per worker, emitted from that plan.
-        micro_batches: the data, as headers.
-        in_flight: for a run that goes on in mid-flight, what each machine is given; see
+        micro_batches: headers of the micro-batches to run.
+        in_flight: for a run resumed with micro-batches in flight, the argument of each
             :class:`~roundelay.actor.machine.Machine`.
 
     Raises:
-        PlanError: the programs come to a standstill, or leave messages unread; there is no micro-batch.
+        PlanError: the programs deadlock or leave messages unread, or there is no micro-batch.
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
@@ -127,7 +127,7 @@ def simulate(
 
 
 class _Clock:
-    """A heap of (time, order, worker, event)."""
+    """The virtual clock: a heap of (time, order, worker, event)."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class _Clock:
         self.headers = {header.g: header for header in micro_batches}
         first = micro_batches[0]
         self.machines = [
-            Machine(program, first.g, first.batch, flying) for program, flying in zip(programs, in_flight, strict=True)
+            Machine(program, first.g, first.batch, redone) for program, redone in zip(programs, in_flight, strict=True)
         ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self.pushed = 0
+        self.num_pushed = 0
         self.intervals: list[Interval] = []
         self.events: list[list[str]] = [[] for _ in programs]
         self.link_free = dict.fromkeys(self.channels, 0.0)
@@ -155,41 +155,41 @@ class _Clock:
         self.on_way_peak = dict.fromkeys(self.channels, 0)
 
     def run(self) -> None:
-        """Until every machine has halted."""
+        """Run until every machine has halted."""
         for worker in range(len(self.machines)):
             self.fire(worker)
         while self.heap:
-            self.now, _, worker, happens = heapq.heappop(self.heap)
-            happens()
+            self.now, _, worker, event = heapq.heappop(self.heap)
+            event()
             self.fire(worker)
         stuck = [machine for machine in self.machines if not machine.halted]
-        left = [c for machine in self.machines for c, unread in machine.unread.items() if unread]
-        if not stuck and left:
+        unread_channels = [c for machine in self.machines for c, unread in machine.unread.items() if unread]
+        if not stuck and unread_channels:
             raise PlanError(
                 "the programs of the plan",
-                got=f"messages left unread on channel {left[0]}",
+                got=f"messages left unread on channel {unread_channels[0]}",
                 expected="every message that is sent to be taken",
                 remedy="Report this as a bug of Roundelay, with the plan.",
             )
         if stuck:
             raise PlanError(
                 "the programs of the plan",
-                got="a standstill: " + "; ".join(f"worker {m.program.worker}: {m.waits_for()}" for m in stuck),
-                expected="slots enough for every worker to go on",
+                got="a deadlock: " + "; ".join(f"worker {m.program.worker}: {m.waits_for()}" for m in stuck),
+                expected="enough slots for every worker to go on",
                 remedy="Raise `slots` of the edges that are waited for.",
             )
 
-    def push(self, delay: float, worker: int, happens: Callable[[], None]) -> None:
-        """Something happens to ``worker`` after ``delay`` seconds."""
-        self.pushed += 1
-        heapq.heappush(self.heap, (self.now + delay, self.pushed, worker, happens))
+    def push(self, delay: float, worker: int, event: Callable[[], None]) -> None:
+        """Schedule an event of ``worker``, ``delay`` seconds from now."""
+        self.num_pushed += 1
+        heapq.heappush(self.heap, (self.now + delay, self.num_pushed, worker, event))
 
     def fire(self, worker: int) -> None:
-        """What the worker can run now, it runs; that takes its time."""
+        """Start the next instruction of the worker if it can run now, and schedule its end."""
         run = self.machines[worker].fire()
         if run is None:
             return
-        seconds = self.missing_s(worker, run.g) if run.instruction.opcode == "read" else self.seconds(worker, run)
+        seconds = self.load_s(worker, run.g) if run.instruction.opcode == "read" else self.compute_s(worker, run)
         for channel, _ in run.gives:
             self.on_way[channel] += 1
             self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
@@ -203,53 +203,53 @@ class _Clock:
         self.push(seconds, worker, partial(self.finish, worker, run))
 
     def finish(self, worker: int, run: Run) -> None:
-        """A run has ended: its messages and grants set out; what stays on the worker is there at once."""
+        """End an instruction: send its messages and grants; those within the worker arrive at once."""
         self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            reader = self.channels[number].target.worker
-            arrives = partial(self.machines[reader].arrive, number, self.headers[run.g])
-            self.push(0.0 if reader == worker else self.travel_s(number), reader, arrives)
+            consumer = self.channels[number].target.worker
+            arrive = partial(self.machines[consumer].arrive, number, self.headers[run.g])
+            self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
         for number, _ in run.takes:
             self.on_way[number] -= 1
-            maker = self.channels[number].source.worker
-            back_s = 0.0 if maker == worker else self.plan.latency_s
-            self.push(back_s, maker, partial(self.machines[maker].grant, number))
+            producer = self.channels[number].source.worker
+            grant_s = 0.0 if producer == worker else self.plan.latency_s
+            self.push(grant_s, producer, partial(self.machines[producer].grant, number))
 
-    def travel_s(self, channel: int) -> float:
-        """Seconds until a message that sets out now is there; it waits for the one before it."""
+    def transfer_s(self, channel: int) -> float:
+        """Return the seconds until a message sent now arrives; messages of one channel are sent one by one."""
         start = max(self.now, self.link_free[channel])
         self.link_free[channel] = start + self.bytes[channel] / self.plan.bytes_per_s
         return self.link_free[channel] + self.plan.latency_s - self.now
 
-    def missing_s(self, worker: int, g: int) -> float:
-        """Seconds until a micro-batch that is to be read now is in a register."""
+    def load_s(self, worker: int, g: int) -> float:
+        """Return the seconds until the micro-batch to be read now is in a register."""
         header, reader = self.headers[g], self.readers.get(worker)
         if reader is None:
             raise PlanError(
                 f"the program of worker {worker}",
-                got="a standstill: `read` without a register",
+                got="a deadlock: `read` without a register",
                 expected="registers for what it reads",
                 remedy="Report this as a bug of Roundelay, with the plan.",
             )
-        return reader.ask(header.batch, self.plan.read_s * header.count, self.now) - self.now
+        return reader.request(header.batch, self.plan.read_s * header.count, self.now) - self.now
 
-    def seconds(self, worker: int, run: Run) -> float:
-        """Predicted seconds of an instruction that computes."""
+    def compute_s(self, worker: int, run: Run) -> float:
+        """Return the predicted seconds of an instruction that computes."""
         stage = self.plan.stages[run.stage]
-        again = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        whole = 0.0 if self.machines[worker].program.owed else stage.weights_s
+        recompute_s = stage.forward_s if run.instruction.mode == "recompute" else 0.0
+        weights_s = 0.0 if self.machines[worker].program.owed else stage.weights_s
         times = {
             "forward": stage.forward_s,
-            "backward": stage.backward_s + again + whole,
+            "backward": stage.backward_s + recompute_s + weights_s,
             "backward-weight": stage.weights_s,
             "update": stage.update_s,
-            "grad-norm-sq": 0.0,  # too short to be measured
+            "grad-norm-sq": 0.0,  # negligible
         }
         return times[run.instruction.opcode]
 
     def report(self) -> Simulation:
-        """What has happened."""
-        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: a worker's order stays
+        """Return the simulated run."""
+        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
         return Simulation(
             makespan_s=max(interval.end_s for interval in ordered),
             intervals=ordered,
@@ -259,84 +259,84 @@ class _Clock:
         )
 
     def _worker(self, program: Program) -> WorkerReport:
-        mine = [interval for interval in self.intervals if interval.worker == program.worker]
-        holds = {k: _Holds(self.plan.stages[k], program) for k in program.stages}
+        intervals = [interval for interval in self.intervals if interval.worker == program.worker]
+        stages = {k: _HeldByStage(self.plan.stages[k], program) for k in program.stages}
         peak_tapes = peak_owed = peak_bytes = 0
-        for interval in mine:
-            held = holds[interval.stage]
+        for interval in intervals:
+            held = stages[interval.stage]
             held.begin(interval)
-            peak_tapes = max(peak_tapes, sum(len(one.alive) for one in holds.values()))
+            peak_tapes = max(peak_tapes, sum(len(stage.tapes) for stage in stages.values()))
             held.end_of_backward(interval)
-            peak_owed = max(peak_owed, sum(one.owed for one in holds.values()))
-            peak_bytes = max(peak_bytes, sum(one.tape_bytes for one in holds.values()))
+            peak_owed = max(peak_owed, sum(stage.owed for stage in stages.values()))
+            peak_bytes = max(peak_bytes, sum(stage.tape_bytes for stage in stages.values()))
             held.owed -= interval.opcode == "backward-weight"
-        gaps = [self.headers[i.g].batch - i.reads for i in mine if i.opcode == "forward"]
-        into = [c for c in program.channels if c.target.worker == program.worker]
+        staleness = [self.headers[i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
+        incoming = [c for c in program.channels if c.target.worker == program.worker]
         return WorkerReport(
-            busy_s=sum(i.end_s - i.start_s for i in mine if i.opcode != "read"),
-            data_s=sum(i.end_s - i.start_s for i in mine if i.opcode == "read"),
+            busy_s=sum(i.end_s - i.start_s for i in intervals if i.opcode != "read"),
+            data_s=sum(i.end_s - i.start_s for i in intervals if i.opcode == "read"),
             registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
             tapes_peak=peak_tapes,
             owed_peak=peak_owed,
             tape_bytes_peak=peak_bytes,
-            versions_read=(min([0, *gaps]), max([0, *gaps])),
-            versions_held_peak=max(one.versions_peak for one in holds.values()),
-            unread_peak={c.id: self.on_way_peak[c.id] for c in into},
-            unread_bytes_peak=sum(self.on_way_peak[c.id] * self.bytes[c.id] for c in into),
+            versions_read=(min([0, *staleness]), max([0, *staleness])),
+            versions_held_peak=max(stage.versions_peak for stage in stages.values()),
+            unread_peak={c.id: self.on_way_peak[c.id] for c in incoming},
+            unread_bytes_peak=sum(self.on_way_peak[c.id] * self.bytes[c.id] for c in incoming),
         )
 
 
-class _Holds:
-    """What one stage holds, while its intervals are gone through in order.
+class _HeldByStage:
+    """Tapes and versions that one stage holds, replayed from its intervals in order.
 
     Args:
-        stage: its bytes.
-        program: its worker's.
+        stage: the stage in the plan, which has its bytes.
+        program: the program of its worker.
     """
 
     def __init__(self, stage: StagePlan, program: Program) -> None:
         self.stage, self.halved = stage, program.owed > 0
         read = {instruction.weights for instruction in program.body}
         self.stash = "forward" in read
-        #: micro-batch that waits for its backward, to the version and the distance that its forward has read
-        self.alive: dict[int, tuple[int, int]] = {}
-        #: backwards that wait for their second half
+        #: micro-batch in flight to the version and the distance of its forward
+        self.tapes: dict[int, tuple[int, int]] = {}
+        #: backwards whose second half is pending
         self.owed = 0
         self.versions_peak = 0
-        self._oldest: int | None = None  # version that a later forward may read
+        self._oldest: int | None = None  # the oldest version that a later forward may read
         #: by opcode, version and distance of the prediction that is kept until the update
         self._predicted: dict[str, tuple[int, int]] = {}
 
     @property
     def tape_bytes(self) -> int:
-        """Bytes of all that waits."""
-        return len(self.alive) * self.stage.tape_bytes + self.owed * self.stage.owed_bytes
+        """Bytes of tapes and of pending second halves."""
+        return len(self.tapes) * self.stage.tape_bytes + self.owed * self.stage.owed_bytes
 
     def begin(self, interval: Interval) -> None:
-        """A forward leaves a tape; any instruction may be the one at which most versions are alive."""
+        """Add the tape of a forward, and count the versions held during the instruction."""
         if interval.opcode == "forward":
-            self.alive[interval.g] = (interval.reads, interval.distance)
+            self.tapes[interval.g] = (interval.reads, interval.distance)
             self._oldest = interval.keep
         if interval.distance:
             self._predicted[interval.opcode] = (interval.version, interval.distance)
         newest = interval.version
         oldest = newest if self._oldest is None else min(self._oldest, newest)
         held = {(version, 0) for version in range(oldest, newest + 1)}
-        held |= set(self.alive.values()) if self.stash else set()
+        held |= set(self.tapes.values()) if self.stash else set()
         held |= set(self._predicted.values())
         self.versions_peak = max(self.versions_peak, len(held))
         if interval.opcode == "update":
             self._predicted.clear()
 
     def end_of_backward(self, interval: Interval) -> None:
-        """A backward takes its tape away, and leaves a debt if it was a first half."""
+        """Remove the tape of a backward; a first half leaves its second half pending."""
         if interval.opcode == "backward":
-            del self.alive[interval.g]
+            del self.tapes[interval.g]
             self.owed += self.halved
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     forward = {(edge.source, edge.target): edge.forward_bytes for edge in plan.edges}
     back = {(edge.target, edge.source): edge.backward_bytes for edge in plan.edges}
-    of = {"forward": forward, "gradient": back}  # the others carry numbers, which are not counted
-    return {c.id: of.get(c.kind, {}).get((c.source.stage, c.target.stage), 0) for c in channels.values()}
+    by_kind = {"forward": forward, "gradient": back}  # the others carry single numbers, which are not counted
+    return {c.id: by_kind.get(c.kind, {}).get((c.source.stage, c.target.stage), 0) for c in channels.values()}

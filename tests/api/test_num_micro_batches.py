@@ -229,7 +229,7 @@ def other_at_three_rows(outputs: Tensor, batch: Any) -> Tensor:
 
 
 def test_a_loss_of_another_kind_than_before_is_refused_where_labels_weigh_parts() -> None:
-    with pytest.raises(RoundelayError, match="another value than the mean of a cross entropy"):
+    with pytest.raises(RoundelayError, match="a value other than the mean of a cross entropy"):
         trained(job(other_at_three_rows, data((12, 6))), micro_batches=2)
 
 

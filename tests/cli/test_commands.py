@@ -128,9 +128,7 @@ def test_in_half_precision_the_loss_scale_and_skipped_updates_are_told(capsys: C
     assert told == [2.0 ** (30 - t) for t in range(5)]
     assert json.loads(Path("run/summary.json").read_text())["skipped_updates"] == [5, 5]
     assert "updates skipped, by stage" in said.out
-    one_screen(
-        here(capsys, "plan", MLP, "--loss-scale", "1024"), "loss_scale of the plan", "1024 beside precision fp32"
-    )
+    one_screen(here(capsys, "plan", MLP, "--loss-scale", "1024"), "loss_scale of the plan", "1024 with precision fp32")
 
 
 def test_modules_to_be_run_again_are_told_and_a_plan_keeps_them(capsys: Capture, workplace: Path) -> None:

@@ -254,9 +254,9 @@ def test_only_rules_that_flush_wait_for_the_news() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"precision": "fp16"}, "loss_scale of the plan: got none beside precision fp16"),
-        ({"precision": "bf16", "loss_scale": "1024"}, "loss_scale of the plan: got 1024 beside precision bf16"),
-        ({"loss_scale": "dynamic"}, "loss_scale of the plan: got dynamic beside precision fp32"),
+        ({"precision": "fp16"}, "loss_scale of the plan: got none with precision fp16"),
+        ({"precision": "bf16", "loss_scale": "1024"}, "loss_scale of the plan: got 1024 with precision bf16"),
+        ({"loss_scale": "dynamic"}, "loss_scale of the plan: got dynamic with precision fp32"),
         ({"precision": "fp16", "loss_scale": "1000"}, "loss_scale of the plan: got '1000'"),
     ],
 )

@@ -85,12 +85,12 @@ def test_verify_compares_them(transport: str, precision: str, monkeypatch: pytes
     plan = planned(made, "pipeoptim", transport=transport, precision=precision)
     captured = roundelay.capture(made)
     assert roundelay.verify(made, plan=plan, steps=3).equal
-    right = handlers._tell_loss
+    right = handlers._report_loss
 
     def wrong(context: Any, header: Any, outputs: dict[str, Any]) -> None:
         right(context, header, outputs | {"metric.accuracy": outputs["metric.accuracy"] + 1e-9})
 
-    monkeypatch.setattr(handlers, "_tell_loss", wrong)
+    monkeypatch.setattr(handlers, "_report_loss", wrong)
     assert "metrics of the loss" in roundelay.verify(made, plan=plan, steps=3).difference
     assert Session(made, captured, plan, 0, Length(steps=1)).captured.graph.metrics == (
         "metric.accuracy",

@@ -207,15 +207,15 @@ def test_by_mixed_a_segment_is_differentiated_at_the_backward_s_weights_and_the_
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"recompute": "block.0"}, "'block.0', a name of no module .* such as blocks.0"),
-        ({"recompute": "still"}, "'still', a name of no module"),
-        ({"recompute": "blocks.9"}, "'blocks.9', a name of no module"),
-        ({"recompute": "blocks.*.*.*"}, "a name of no module"),
+        ({"recompute": "block.0"}, "'block.0', which matches no module .* such as blocks.0"),
+        ({"recompute": "still"}, "'still', which matches no module"),
+        ({"recompute": "blocks.9"}, "'blocks.9', which matches no module"),
+        ({"recompute": "blocks.*.*.*"}, "which matches no module"),
         ({"recompute": "all,blocks.0"}, "all, blocks.0; expected all, or names"),
-        ({"recompute": "blocks.*,blocks.0"}, "'blocks.0', by 'blocks.0', beside 'blocks.0', by 'blocks.\\*'"),
-        ({"recompute": "blocks.0.wide,blocks.0"}, "'blocks.0', by 'blocks.0', beside 'blocks.0.wide'"),
+        ({"recompute": "blocks.*,blocks.0"}, r"'blocks.0' \(by 'blocks.0'\) and 'blocks.0' \(by 'blocks.\*'\)"),
+        ({"recompute": "blocks.0.wide,blocks.0"}, r"'blocks.0' \(by 'blocks.0'\) and 'blocks.0.wide'"),
         ({"recompute": "blocks.1,head"}, "'head', which keeps nothing but its inputs and outputs"),
-        ({"recompute": "blocks.0", "backward": "recompute"}, "blocks.0 beside backward = recompute"),
+        ({"recompute": "blocks.0", "backward": "recompute"}, "blocks.0 with backward = recompute"),
     ],
 )
 def test_a_name_that_could_not_act_is_refused(choices: dict[str, Any], words: str) -> None:

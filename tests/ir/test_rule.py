@@ -117,5 +117,5 @@ def test_a_prediction_of_each_micro_batch_s_own_goes_with_neither_a_stash_nor_an
     changes: dict[str, Any],
 ) -> None:
     mine = replace(rule_named("rehearse"), name="mine", **changes)
-    with pytest.raises(PlanError, match="predictor partial beside target"):
+    with pytest.raises(PlanError, match="predictor partial with target"):
         register_rule(mine)

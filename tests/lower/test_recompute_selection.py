@@ -49,13 +49,13 @@ def test_a_part_bears_the_name_that_it_was_given_by() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (("nett",), "'nett', a name of no module"),
-        (("",), "'', a name of no module"),
-        (("*.*.*.*",), "a name of no module"),
+        (("nett",), "'nett', which matches no module"),
+        (("",), "'', which matches no module"),
+        (("*.*.*.*",), "which matches no module"),
         (("all", "in"), "all, in"),
-        (("net.0", "net.0"), "'net.0', by 'net.0', beside 'net.0'"),
-        (("net.0.a", "net"), "'net', by 'net', beside 'net.0.a'"),
-        (("net", "*.1"), "'net.1', by '*.1', beside 'net', by 'net'"),
+        (("net.0", "net.0"), "'net.0' (by 'net.0') and 'net.0'"),
+        (("net.0.a", "net"), "'net' (by 'net') and 'net.0.a'"),
+        (("net", "*.1"), "'net.1' (by '*.1') and 'net' (by 'net')"),
     ],
 )
 def test_a_name_of_nothing_and_one_within_another_are_refused(names: tuple[str, ...], words: str) -> None:

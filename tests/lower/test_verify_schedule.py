@@ -16,7 +16,14 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import check_fit, check_plan
-from roundelay.lower.verify_schedule import Fired, check_registers, check_run, lengths, programs_of, updates_before
+from roundelay.lower.verify_schedule import (
+    Fired,
+    check_registers,
+    check_run,
+    programs_of,
+    runs_to_check,
+    updates_before,
+)
 from roundelay.schedules import SCHEDULES, actions
 from tests.actor.drive import World, in_turn
 from tests.lower.graphs import chain_of
@@ -206,7 +213,7 @@ def test_updates_before_a_forward_are_those_in_the_schedule(
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 def test_the_runs_to_prove_end_everywhere_and_hold_short_batches(num_stages: int, micro_batches: int) -> None:
     """In any place of a batch, with the pipeline half full, just full, and full for a while."""
-    runs = lengths(plan_of("pipedream", num_stages, micro_batches))
+    runs = runs_to_check(plan_of("pipedream", num_stages, micro_batches))
     totals = {sum(counts) for counts in runs}
     assert set(range(1, num_stages * micro_batches + 1)) <= totals
     assert max(totals) > 2 * num_stages * micro_batches - micro_batches
@@ -248,7 +255,7 @@ def test_no_worker_holds_more_batches_than_it_has_registers(data: list[int], whe
 def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says() -> None:
     programs = emit(plan_of("zb-h1", 2, 4))
     check_registers(programs, [2, 1], [1, 2], [{1: 2}, {0: 2}], [2, 0])
-    with pytest.raises(PlanError, match="worker 1 whose second half waits: got 3; expected at most 2"):
+    with pytest.raises(PlanError, match="worker 1 whose second half is pending: got 3; expected at most 2"):
         check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}], [2, 0])
 
 
@@ -268,5 +275,7 @@ def test_the_norm_of_gradients_that_are_not_whole_is_refused() -> None:
     early, late = [*done[1][:-3], done[1][-2], done[1][-3], done[1][-1]], [*done[1][:-2], done[1][-1], done[1][-2]]
     with pytest.raises(PlanError, match="stage 1, grad-norm-sq after micro-batch 3: got no backward-weight"):
         check_run(plan, counts, [done[0], early])
-    with pytest.raises(PlanError, match="stage 1, update after micro-batch 3: got no grad-norm-sq of it before"):
+    with pytest.raises(
+        PlanError, match="stage 1, update after micro-batch 3: got no grad-norm-sq of that micro-batch before it"
+    ):
         check_run(plan, counts, [done[0], late])

@@ -186,7 +186,7 @@ OPTIONS = (
         "loss scale: skipped updates",
         (
             Edit("runtime/handlers.py", "context.stage.gradients.drop()", "pass"),
-            Edit(_REFERENCE, "if its or (self._flushes and any(skipped)):", "if False:"),
+            Edit(_REFERENCE, "if skipped or (self._flushes and any(infinite)):", "if False:"),
         ),
         (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[zb-h1]",),
     ),
@@ -262,7 +262,7 @@ OPTIONS = (
     ),
     Break(
         "metrics beside the loss",
-        (Edit("runtime/handlers.py", 'told["metrics"] = ', 'told["unheard"] = '),),
+        (Edit("runtime/handlers.py", 'data["metrics"] = ', 'data["unheard"] = '),),
         (EQUIVALENCE + "test_metrics.py::test_they_are_those_of_the_whole_batch",),
     ),
     Break(

@@ -119,8 +119,8 @@ def test_a_stage_costs_what_the_edges_of_its_partition_cost_wherever_its_neighbo
     cuts = (0, *chosen, len(setting.graph.ops) + 1)
     made = stages_of(setting.graph, cuts)
     for spec, (start, stop) in zip(made.stages, itertools.pairwise(cuts), strict=True):
-        into = sum(bytes_of(setting.graph, edge, prices.share) for edge in spec.receives)
-        out = sum(bytes_of(setting.graph, edge, prices.share) for edge in spec.sends)
+        into = sum(bytes_of(setting.graph, edge, prices.sample_micro_batches) for edge in spec.receives)
+        out = sum(bytes_of(setting.graph, edge, prices.sample_micro_batches) for edge in spec.sends)
         assert (prices.bytes_in(start, stop), prices.bytes_out(start, stop)) == (into, out)
     assert prices.slowest_s(cuts) == pytest.approx(judged(setting, cuts)[0])
 
@@ -192,7 +192,7 @@ def test_a_parameter_used_again_travels_whole_with_every_micro_batch() -> None:
     graph = graph_of(steps, cuts=[0])
     terms = dataclasses.replace(FREE, micro_batches=4)
     prices = stage_costs(graph, Profile(*[(0.0,) * 3] * 3), terms)
-    assert prices.bytes_in(1, 3) / prices.share == 2 * 16 + (2 * 16 + 16) / 4
+    assert prices.bytes_in(1, 3) / prices.sample_micro_batches == 2 * 16 + (2 * 16 + 16) / 4
     edge = partition(graph, [["a0"], ["a1"]]).edges[0]
     assert edge.values == ("a0", LABELS, WEIGHT + "w")
     assert message_bytes(graph, edge.values, 4) == 4 + 4 + 16

@@ -1,1 +1,1 @@
-"""The actor machine: told what happens, it says what to run; no input or output of its own, no torch."""
+"""The actor machine: decides from events what a worker runs next. It performs no I/O and imports no torch."""

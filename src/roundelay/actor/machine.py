@@ -1,9 +1,9 @@
-"""The machine that executes one worker's program. It does no input or output and knows no clock.
+"""The machine that executes one worker's program. It performs no I/O and knows no clock.
 
-Whoever drives it (the runtime with threads and sockets, the simulator with a heap of virtual times) tells it what has
-happened, and asks it what to run. An instruction fires when the messages it takes are there and the channels it gives
-to have a free slot; until :meth:`Machine.finish` nothing else fires. Order and versions depend on the program and the
-micro-batches alone, never on timing.
+A driver (the runtime's worker with a transport, or the simulator with a virtual clock) reports events to it and gets
+the next instruction from it. An instruction fires when the messages that it takes have arrived and the channels that it
+gives to have a free slot; until :meth:`Machine.finish` nothing else fires. Order and versions depend only on the
+program and the micro-batches, never on timing.
 
 ::
 
@@ -11,9 +11,9 @@ micro-batches alone, never on timing.
     grant(channel) ───────────┼──►  Machine  ──► fire() -> Run(opcode, g, version, distance, slots), or None
     finish(header) ───────────┘
 
-When a run is finished, its driver sends what it made to every channel in ``Run.gives``, and then grants a slot of every
-channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, *req* and *ack* (Sect. 4.1). A channel
-between two stages of this worker is no different: then the driver tells this same machine.
+When an instruction is done, the driver sends its results to every channel in ``Run.gives``, and then grants a slot of
+every channel in ``Run.takes`` to its producer: the two messages of OneFlow's actors, *req* and *ack* (Sect. 4.1). For a
+channel between two stages of this worker, the driver calls ``arrive`` and ``grant`` of this same machine.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import ENTRY, OPCODES, PREVIOUS, Instruction, Program
 
 _UNKNOWN = sys.maxsize
-"""The last micro-batch of a window, until its header has said that it is."""
+"""The last micro-batch of a window, until a header marks it as the last."""
 
 
 @final
 class Run(NamedTuple):
-    """An instruction to be carried out; a tuple, as a worker makes four of them per micro-batch.
+    """An instruction to execute; a tuple because that is cheap to create, and a worker creates four per micro-batch.
 
     Args:
-        instruction: which one.
+        instruction: the line of the program.
         g: micro-batch.
-        header: of that micro-batch; None for a ``read``.
+        header: header of that micro-batch; None for a ``read``.
         version: updates that the stage's weights have seen.
         reads: for a forward, the version that it reads; else ``version``.
-        keep: for a forward, the oldest version that a later one may read; None if each reads its newest.
+        keep: for a forward, the oldest version that a later one may read; None if all read the newest.
         distance: the number of updates to predict ahead.
         takes: (channel, slot) of each message it consumes.
         gives: (channel, slot) of each message it sends.
@@ -76,11 +76,11 @@ class Machine:
     """Executes one program.
 
     Args:
-        program: what to execute.
-        first_g: number of the first micro-batch (more than 0 when a run is continued).
-        first_version: updates that the weights have seen before.
-        in_flight: for a run that goes on in mid-flight: micro-batch to the updates that the weights had seen before its
-            forward, which is done again. None if it starts with empty stages.
+        program: the program to execute.
+        first_g: number of the first micro-batch (more than 0 when a run is resumed).
+        first_version: updates that the weights have seen before the run.
+        in_flight: for a run resumed with micro-batches in flight, whose forwards are redone: micro-batch to the version
+            at its first forward. None if it starts with empty stages.
     """
 
     def __init__(
@@ -103,40 +103,40 @@ class Machine:
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}
         self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
-        self._again = dict(in_flight or {})
+        self._redone = dict(in_flight or {})
         offsets = [instruction.offset for instruction in program.body]
         self._first_turn, self._least_offset = -(max(offsets) // program.every), min(offsets)
         self._first, self._last = first_g, _UNKNOWN  # micro-batches of the window
-        self._turn, self._at = self._first_turn, 0
+        self._turn, self._line = self._first_turn, 0
         self._running: Run | None = None
         self.halted = False
-        #: forwards whose backward is still to come
+        #: forwards whose backward has not run yet
         self.in_flight = 0
-        #: whether a free slot is what the last :meth:`fire` lacked
+        #: whether the last :meth:`fire` returned None for want of a free slot
         self.wants_credit = False
 
     def arrive(self, channel: int, header: MicroBatch) -> None:
         """A message of the micro-batch has arrived on ``channel``; messages of one channel arrive in order."""
         unread = self.unread.get(channel)
         if unread is None:
-            raise self._broken(f"a message on channel {channel}, which it does not take from")
+            raise self._bug(f"a message on channel {channel}, which it does not take from")
         in_use = self._running is not None and channel in self._running.instruction.takes
         if len(unread) + in_use >= self._slots[channel]:
-            raise self._broken(f"a message on channel {channel} with all {self._slots[channel]} slots full")
+            raise self._bug(f"a message on channel {channel} with all {self._slots[channel]} slots full")
         unread.append(header.g)
         self._headers.setdefault(header.g, header)
 
     def grant(self, channel: int) -> None:
         """The consumer of ``channel`` has freed a slot."""
         if self.credits.get(channel, self._slots.get(channel)) == self._slots.get(channel):
-            raise self._broken(f"a free slot of channel {channel}, none of which it has filled")
+            raise self._bug(f"a free slot of channel {channel}, none of which it has filled")
         self.credits[channel] += 1
 
     def finish(self, header: MicroBatch | None = None) -> None:
-        """The running instruction is done; a ``read`` brings the micro-batch's header."""
+        """The running instruction is done; after a ``read``, ``header`` is that of the micro-batch."""
         run, self._running = self._running, None
         if run is None:
-            raise self._broken("a result without a running instruction")
+            raise self._bug("a result without a running instruction")
         if header is not None:
             self._headers[header.g] = header._replace(entry=run.version)
         opcode = run.instruction.opcode
@@ -151,25 +151,25 @@ class Machine:
             self.versions[run.stage] += 1
 
     def fire(self) -> Run | None:
-        """The next instruction that can run, and counts as running from now on; None while one runs or none can.
+        """Start the next instruction and return it; None while one is running or none can run.
 
-        A line is passed over if it acts on nothing: if its micro-batch lies outside of the window, or if it acts once a
-        batch and no batch ends there. After the last one the machine has :attr:`halted`.
+        A line is skipped if its micro-batch lies outside of the window, or if it acts once a batch and no batch ends
+        there. After the last instruction the machine is :attr:`halted`.
         """
         self.wants_credit = False
         if self._running is not None or self.halted:
             return None
         body = self.program.body
         while True:
-            if self._at == len(body) and not self._next_turn():
+            if self._line == len(body) and not self._next_turn():
                 self.halted = True
                 return None
-            instruction = body[self._at]
+            instruction = body[self._line]
             g = self._first + self._turn * self.program.every + instruction.offset
             if not self._first <= g <= self._last or (
                 OPCODES[instruction.opcode].once_a_batch and not self._headers[g].ends_batch
             ):
-                self._at += 1
+                self._line += 1
                 continue
             for channel in instruction.takes:
                 if not self.unread[channel]:
@@ -178,54 +178,54 @@ class Machine:
                 if not self.credits[channel]:
                     self.wants_credit = True
                     return None
-            self._running = self._claim(instruction, g)
-            self._at += 1
+            self._running = self._start(instruction, g)
+            self._line += 1
             return self._running
 
     def _next_turn(self) -> bool:
         """Begin the next turn of the loop, or the first one of the next window; False when the run is over."""
-        self._turn, self._at = self._turn + 1, 0
-        done = self._first + self._turn * self.program.every + self._least_offset  # nothing acts on earlier ones
-        over, final = done > self._last, done > self._last and bool(self._headers[self._last].final)
-        for g in range(max(self._first, done - self.program.every), min(done, self._last + 1)):
+        self._turn, self._line = self._turn + 1, 0
+        oldest = self._first + self._turn * self.program.every + self._least_offset  # on which a line still acts
+        over, final = oldest > self._last, oldest > self._last and bool(self._headers[self._last].final)
+        for g in range(max(self._first, oldest - self.program.every), min(oldest, self._last + 1)):
             self._headers.pop(g, None)
         if over:
             self._first, self._last, self._turn = self._last + 1, _UNKNOWN, self._first_turn
         return not final
 
     def header(self, g: int) -> MicroBatch | None:
-        """What is known of a micro-batch that is not yet done with."""
+        """Return the header of a micro-batch; None if it has not arrived or is done with."""
         return self._headers.get(g)
 
     @property
     def version(self) -> int:
-        """Updates that the weights have seen, on every stage of the worker."""
+        """Updates that the weights of every stage of this worker have seen."""
         return min(self.versions.values())
 
     def waits_for(self) -> str:
-        """What the machine waits for, for people."""
+        """Describe what the machine waits for, for error messages."""
         if self._running is not None:
-            return f"{_named(self._running.instruction, self._running.g)} is running"
-        if self.halted or self._at == len(self.program.body):
+            return f"{_described(self._running.instruction, self._running.g)} is running"
+        if self.halted or self._line == len(self.program.body):
             return "the program has ended" if self.halted else "the next turn of its loop is due"
-        instruction = self.program.body[self._at]
+        instruction = self.program.body[self._line]
         g = self._first + self._turn * self.program.every + instruction.offset
-        lacks = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
-        lacks += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
-        return f"{_named(instruction, g)} waits for {', '.join(lacks) or 'nothing'}"
+        missing = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
+        missing += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
+        return f"{_described(instruction, g)} waits for {', '.join(missing) or 'nothing'}"
 
-    def _claim(self, instruction: Instruction, g: int) -> Run:
-        """Take the messages and slots of an instruction that fires."""
+    def _start(self, instruction: Instruction, g: int) -> Run:
+        """Take the messages and slots of an instruction that fires, and determine its version and distance."""
         for channel in instruction.takes:
             if self.unread[channel].popleft() != g:
-                raise self._broken(f"a message out of order on channel {channel} for micro-batch {g}")
+                raise self._bug(f"a message out of order on channel {channel} for micro-batch {g}")
         for channel in instruction.gives:
             self.credits[channel] -= 1
-        takes, gives = self._places(instruction.takes), self._places(instruction.gives)
+        takes, gives = self._next_slots(instruction.takes), self._next_slots(instruction.gives)
         header = self._headers.get(g)
         version = self.versions[instruction.stage]
-        if self._again and instruction.opcode in ("read", "forward"):
-            version = self._again.get(g, version)
+        if self._redone and instruction.opcode in ("read", "forward"):
+            version = self._redone.get(g, version)
         reads: tuple[int, int | None] = version, None
         if instruction.reads and header is not None:
             reads = self._reads(instruction.reads, header, version)
@@ -235,43 +235,43 @@ class Machine:
         return Run(instruction, g, header, version, *reads, distance, takes, gives, instruction.stage)
 
     def _distance(self, distance: str, header: MicroBatch, version: int) -> int:
-        crossed, more = _parsed(distance)
-        return header.batch - version + (header.index + more) // header.count if crossed else more
+        crossed, number = _parsed(distance)
+        return header.batch - version + (header.index + number) // header.count if crossed else number
 
     def _reads(self, reads: str, header: MicroBatch, version: int) -> tuple[int, int]:
-        """The version that is read, and the oldest that a later forward may read."""
+        """Return the version that is read, and the oldest that a later forward may read."""
         if reads == ENTRY:
             return header.entry, header.entry
         stated = header.batch - (reads[header.index] == PREVIOUS)
         oldest = header.batch - (PREVIOUS in reads[header.index + 1 : header.count])
         return max(self._first_version, min(stated, version)), max(self._first_version, oldest)
 
-    def _places(self, channels: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The slot of each channel whose turn it is."""
+    def _next_slots(self, channels: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Return (channel, slot) of the next message of each channel."""
         if not channels:
             return ()
         passed, slots = self._passed, self._slots
-        places = tuple([(channel, passed[channel] % slots[channel]) for channel in channels])
+        following = tuple([(channel, passed[channel] % slots[channel]) for channel in channels])
         for channel in channels:
             passed[channel] += 1
-        return places
+        return following
 
-    def _broken(self, what: str) -> InternalError:
+    def _bug(self, event: str) -> InternalError:
         return InternalError(
             f"worker {self.program.worker}'s machine ({self.waits_for()})",
-            got=what,
+            got=event,
             expected="events that its program allows",
             remedy="Report this as a bug of Roundelay, with the plan.",
         )
 
 
-def _named(instruction: Instruction, g: int) -> str:
-    """An instruction and what it acts on, for people."""
+def _described(instruction: Instruction, g: int) -> str:
+    """Describe an instruction and what it acts on, for error messages."""
     return f"{instruction.opcode} of micro-batch {g} on stage {instruction.stage}"
 
 
 @cache
 def _parsed(distance: str) -> tuple[bool, int]:
-    """``crossed+2`` as (True, 2), ``3`` as (False, 3)."""
-    far, _, behind = distance.partition("+")
-    return (True, int(behind or 0)) if far == "crossed" else (False, int(far))
+    """Parse a distance: ``crossed+2`` as (True, 2), ``3`` as (False, 3)."""
+    base, _, added = distance.partition("+")
+    return (True, int(added or 0)) if base == "crossed" else (False, int(base))

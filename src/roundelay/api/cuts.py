@@ -20,7 +20,7 @@ from roundelay.frontend.op_profiler import measure_operations
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.dataflow import share
+from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, boundaries_of, roofline, stage_costs
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, names_of
@@ -162,7 +162,10 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     if request == MEASURED:
         profile, how = profiled(captured, sample())
     else:
-        profile, how = roofline(graph, share(graph, terms.micro_batches)), "predicted with fixed constants (roofline)"
+        profile, how = (
+            roofline(graph, sample_micro_batches(graph, terms.micro_batches)),
+            "predicted with fixed constants (roofline)",
+        )
     costs = stage_costs(graph, profile, terms)
     chosen = choose_cuts(costs, num_stages)
     return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *_predictions(costs, chosen, equal)))

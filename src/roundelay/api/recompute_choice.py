@@ -9,8 +9,8 @@ from roundelay.frontend.stage_profiler import StageProfile
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
-from roundelay.lower.partition import severable
-from roundelay.lower.recompute_selection import idle, parts_of, parts_within
+from roundelay.lower.partition import can_recompute
+from roundelay.lower.recompute_selection import nothing_to_recompute, parts_of, parts_within
 
 NONE = "none"
 """In place of names: no module, not even one that the model itself checkpoints."""
@@ -29,7 +29,7 @@ def choose_modules(captured: Captured, backward: str, requested: str | Sequence[
     names: list[str] = []
     for path in captured.checkpointed if backward == "stash" else ():
         separate = not any(path == name or path.startswith(name + ".") for name in names)
-        if separate and any(severable(captured.graph, part) for part in parts_within(captured.graph, path)):
+        if separate and any(can_recompute(captured.graph, part) for part in parts_within(captured.graph, path)):
             names = [*(name for name in names if not name.startswith(path + ".")), path]
     return tuple(names)
 
@@ -66,5 +66,5 @@ def describe_savings(
             )
     for name, num_bytes in saved.items():
         if requested and not num_bytes:
-            raise idle(name, "which keeps nothing but its inputs and outputs")
+            raise nothing_to_recompute(name, "which keeps nothing but its inputs and outputs")
     return tuple(notices)

@@ -1,6 +1,6 @@
-"""Actions: what a stage does, without how. ``2F0`` is stage 2's forward of micro-batch 0.
+"""Actions: the steps of a schedule. ``2F0`` is stage 2's forward of micro-batch 0.
 
-A list of actions per stage is a schedule written out; the grid prints it as a staircase, one row per stage.
+A list of actions per stage is a schedule written out; :func:`grid` prints it, one row per stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Action:
 
     Args:
         stage: k, from 0.
-        kind: ``F`` forward, ``B`` backward, ``W`` the weights' half of a backward, ``U`` update.
+        kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``U`` update.
         number: the micro-batch g of a forward or backward, the batch t of an update.
     """
 
@@ -36,10 +36,10 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that prints as ``text``.
+        """Parse the printed form of an action.
 
         Raises:
-            UsageError: no action prints so.
+            UsageError: ``text`` is not an action.
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
@@ -53,18 +53,18 @@ class Action:
         return Action(int(stage), kind, int(number))  # type: ignore[arg-type]
 
 
-def grid(columns: Mapping[int, Sequence[str]], num_columns: int, whose: str = "stage") -> str:
-    """A staircase: one row per stage or worker, one column per time slot.
+def grid(cells_of: Mapping[int, Sequence[str]], num_columns: int, label: str = "stage") -> str:
+    """Print a schedule as a grid: one row per stage or worker, one column per time slot.
 
     Args:
-        columns: number to its cells, the empty string where it waits.
+        cells_of: number of the stage or worker to its cells; an empty string where it waits.
         num_columns: number of time slots.
-        whose: what a row is of.
+        label: ``stage`` or ``worker``, the label of a row.
     """
-    width = max((len(cell) for cells in columns.values() for cell in cells), default=1)
-    digits = len(str(max(columns, default=0)))
+    width = max((len(cell) for cells in cells_of.values() for cell in cells), default=1)
+    digits = len(str(max(cells_of, default=0)))
     rows = []
-    for k in sorted(columns):
-        cells = [*columns[k], *[""] * (num_columns - len(columns[k]))]
-        rows.append(f"{whose} {k:>{digits}} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
+    for k in sorted(cells_of):
+        cells = [*cells_of[k], *[""] * (num_columns - len(cells_of[k]))]
+        rows.append(f"{label} {k:>{digits}} |" + " ".join((cell or "·").center(width) for cell in cells).rstrip())
     return "\n".join(rows)

@@ -1,17 +1,18 @@
-"""Gradient clipping as data: whose norm is bounded, and by what.
+"""Gradient clipping as data: which norm is bounded, and the bound.
 
 ========================  =====================================================================================
 ``none``                  nothing is clipped
-``stage:NORM``            each stage's gradients, by their own 2-norm: no message, under any rule
-``previous:NORM``         all gradients, by the whole model's norm of the newest batch that stage 0 knew
-``global:NORM``           all gradients, by the whole model's norm of their own batch; flushing rules only
+``stage:NORM``            each stage's gradients by their own 2-norm; works with every rule, sends no messages
+``previous:NORM``         all gradients by the norm of the whole model's gradient of an earlier batch: the newest one
+                          that stage 0 had finished when the batch's last micro-batch entered
+``global:NORM``           all gradients by the norm of the whole model's gradient of their own batch; flushing rules
+                          only
 ========================  =====================================================================================
 
-The whole model's norm is complete when stage 0 has finished the batch, in asynchronous pipelines after the last stage
-has gone on. So with ``previous`` squares ride on the gradient messages of a batch's last micro-batch to stage 0, and
-their sum's root comes back with every micro-batch that stage 0 sends forward; with ``global`` stage 0 sends it back on
-channels of its own, and updates wait for it. Where backwards run in two halves, gradients are whole behind the last of
-these messages, and squares have channels of their own as well.
+The norm of the whole model's gradient is known only when stage 0 has finished the batch; in asynchronous pipelines the
+later stages have updated by then. Each stage sends the squared norm of its gradients to stage 0 on a channel. With
+``previous``, the headers of the micro-batches that stage 0 then reads carry the norm. With ``global``, stage 0 sends it
+to the other stages on channels, and their updates wait for it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _TEXT = re.compile(r"(?P<by>stage|previous|global):(?P<norm>[0-9.eE+-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What is clipped.
+    """How gradients are clipped.
 
     Args:
-        by: ``none``; ``stage``: each stage by the norm of its own gradients; ``previous`` and ``global``: by that of
-            the whole model's, of an earlier batch or of the same one.
-        norm: the largest norm that stays; 0 for ``none``.
+        by: ``none``; ``stage``: by the norm of each stage's own gradients; ``previous`` and ``global``: by the norm of
+            the whole model's gradient, of an earlier batch or of the same one.
+        norm: the largest norm allowed; 0 for ``none``.
     """
 
     by: Literal["none", "stage", "previous", "global"] = "none"
@@ -44,21 +45,21 @@ class Clip:
 
     @property
     def whole(self) -> bool:
-        """Whether it asks for the norm of the whole model's gradient, to which every stage adds its part."""
+        """Whether the norm of the whole model's gradient is needed."""
         return self.by in ("previous", "global")
 
     @staticmethod
     def parse(text: str) -> Clip:
-        """From a plan's text.
+        """Parse the text of a plan.
 
         Raises:
-            PlanError: it says nothing that is known.
+            PlanError: the text has none of the forms above.
         """
         if text == "none":
             return Clip()
-        found = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(text)
         try:
-            norm = float(found["norm"]) if found else 0.0
+            norm = float(match["norm"]) if match else 0.0
         except ValueError:
             norm = 0.0
         if norm <= 0 or not math.isfinite(norm):
@@ -68,7 +69,7 @@ class Clip:
                 expected="none, or stage:NORM, previous:NORM or global:NORM with a norm above 0, such as stage:1.0",
                 remedy="Correct the plan or --clip.",
             )
-        return Clip(found["by"], norm)  # type: ignore[arg-type,index]
+        return Clip(match["by"], norm)  # type: ignore[arg-type,index]
 
 
 NO_CLIP = Clip()

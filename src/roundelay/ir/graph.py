@@ -1,15 +1,15 @@
-"""The logical graph: what capture hands to everything else, as plain data without torch.
+"""The logical graph of a captured model: plain data, without torch.
 
-A graph is a list of operations in execution order. Operation number ``i`` makes one value that bears the operation's
+A graph is a list of operations in execution order. Operation number ``i`` produces one value, which has the operation's
 name. A *cut* after operation ``i`` separates operations ``0..i`` from the rest; :attr:`Graph.cuts` lists the legal
 ones.
 
 Value names are shared by all stages of a run:
 
 =================  ====================================================================
-``add_3``          what operation ``add_3`` makes
+``add_3``          the result of operation ``add_3``
 ``input.0``        the first tensor leaf of the model's call
-``batch.x``        a tensor of the person's batch that the loss reads
+``batch.x``        a tensor of the user's batch that the loss reads
 ``weight.NAME``    a parameter used by several stages, sent by the stage that owns it
 =================  ====================================================================
 """
@@ -29,9 +29,9 @@ WEIGHT = "weight."
 LOSS = "loss"
 COUNT = "loss.count"
 LABELS = "loss.labels"
-"""The number of labels over which a loss is the mean, beside it where it is one."""
+"""The number of labels over which the loss is a mean; the last stage returns it with such a loss."""
 METRIC, TERMS = "metric.", "metric-count."
-"""Before the name of a metric that the loss returns beside the loss, and of the number of its terms, if it says one."""
+"""Prefixes of the names of metrics that the loss function returns, and of their numbers of terms, if it gives any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Op:
     """One operation.
 
     Args:
-        name: its name and that of the value it makes.
+        name: its name and that of the value it produces.
         target: the operator, for example ``aten.linear.default``.
-        module: path of the module that called it, for people.
+        module: path of the module that called it.
         reads: values read, inputs and earlier operations, without repetition.
         parameters: parameters read, by their first name in the model.
         buffers: buffers read or written.
         flops: floating-point operations of the forward pass on the sample micro-batch.
-        draws: position among the graph's random operations, or -1 if it draws no random number.
+        draws: position among the graph's random operations, or -1 if it uses no random number.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole model with its loss.
+    """The whole model and its loss.
 
     Args:
         ops: in execution order.
@@ -103,12 +103,14 @@ class Graph:
         parameters: every parameter by its first name.
         buffers: name to bytes.
         cuts: indices ``i`` after which the graph may be cut.
-        loss_counts: the loss returns (sum, count) instead of a mean.
+        loss_counts: whether the loss returns (sum, count) instead of a mean.
         fingerprint: identity of operations and parameters, independent of the sample's sizes.
         sample_rows: rows of the sample micro-batch.
-        metrics: values that the loss makes beside the loss, as ``metric.NAME`` and ``metric-count.NAME``.
-        min_rows: rows that a micro-batch of a batch has at least, where the batch has as many.
-        labels_per_row: of the sample, where the loss is a mean over labels, some of which may be left out; else 0.
+        metrics: values that the loss function returns in addition to the loss, as ``metric.NAME`` and
+            ``metric-count.NAME``.
+        min_rows: smallest number of rows of a micro-batch, unless the whole batch has fewer.
+        labels_per_row: labels per row of the sample, where the loss is a mean over labels and some may be ignored;
+            else 0.
         one_row: why a batch of a single row cannot be trained on; empty if it can.
     """
 
@@ -129,7 +131,7 @@ class Graph:
     one_row: str = ""
 
     def index(self, name: str) -> int:
-        """Position of the operation called ``name``.
+        """Return the position of the operation called ``name``.
 
         Raises:
             InternalError: there is none.
@@ -147,12 +149,12 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Seconds of every operation, in the graph's order; the loss stands behind the last one.
+    """Seconds of every operation, in the graph's order; the last entry is the loss.
 
     Args:
         forward_s: seconds of a forward on one micro-batch.
-        backward_s: seconds of a backward on one micro-batch, without a repeated forward.
-        update_s: seconds of one update of the parameters that the operation is the first to use.
+        backward_s: seconds of a backward on one micro-batch, without recomputing its forward.
+        update_s: seconds of one update of the parameters that this operation is the first to use.
     """
 
     forward_s: tuple[float, ...]

@@ -1,16 +1,17 @@
-"""The loss scale as data: by what the loss of a micro-batch is multiplied, so that gradients in half precision last.
+"""The loss scale as data: losses are multiplied by it so that gradients in half precision do not underflow.
 
 ========================  =====================================================================================
-``none``                  nothing is scaled
-``N``                     by N, a power of two, always
-``dynamic``               by 65536 at first; halved behind a batch whose gradients are not finite, doubled behind
-                          2000 in a row that are
-``dynamic:N``             the same, by N at first
-``dynamic:N:COUNT``       the same, doubled behind COUNT
+``none``                  no scaling
+``N``                     a constant power of two
+``dynamic``               65536 at first; halved after a batch whose gradients are not finite, doubled after 2000
+                          batches in a row with finite gradients
+``dynamic:N``             the same, N at first
+``dynamic:N:COUNT``       the same, doubled after COUNT batches in a row
 ========================  =====================================================================================
 
-Stage 0 chooses the scale of each micro-batch, which carries it: several are in flight at once under an asynchronous
-rule. Scales are powers of two: to multiply and to divide by one is exact, as long as nothing over- or underflows.
+Stage 0 chooses the scale of each micro-batch, and its header carries it, since under an asynchronous rule micro-batches
+with different scales are in flight. Scales are powers of two, so that multiplying and dividing by them is exact unless
+something overflows or underflows.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ DYNAMIC = "dynamic"
 FIRST = 65536.0
 COUNT = 2000
 LEAST, MOST = 2.0**-24, 2.0**40
-"""A dynamic scale ends the run below the least, and does not grow beyond the most."""
+"""Bounds of a dynamic scale: below the first the run ends with an error; above the second it does not grow."""
 
 HOPELESS = 64
-"""Batches in a row without finite gradients that end a run with a constant scale: as many as halve most to least."""
+"""Batches in a row without finite gradients that end a run with a constant scale: halvings from MOST to LEAST."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """What a loss is multiplied by.
+    """How losses are scaled.
 
     Args:
-        first: by what at first; 0: nothing is scaled.
-        count: batches in a row with finite gradients behind which it doubles; 0: it never changes.
+        first: the scale at the start; 0 for no scaling.
+        count: batches in a row with finite gradients after which the scale doubles; 0 for a constant scale.
     """
 
     first: float = 0.0
@@ -44,20 +45,20 @@ class LossScale:
 
     @property
     def on(self) -> bool:
-        """Whether anything is scaled."""
+        """Whether losses are scaled."""
         return self.first > 0
 
     @property
     def dynamic(self) -> bool:
-        """Whether it changes."""
+        """Whether the scale changes."""
         return self.count > 0
 
     @staticmethod
     def parse(text: str) -> LossScale:
-        """From a plan's text.
+        """Parse the text of a plan.
 
         Raises:
-            PlanError: it says nothing that is known.
+            PlanError: the text has none of the forms above.
         """
         if text == "none":
             return LossScale()

@@ -1,4 +1,4 @@
-"""Update rules as data: which version a forward and a backward read, and when gradients apply.
+"""Update rules as data: which version of the weights each forward and each backward reads.
 
 =====================  ==================  ===================  ======================================================
 rule                   forward             backward             source
@@ -15,17 +15,18 @@ rule                   forward             backward             source
 ``pipeoptim``          P(W[U], s)          W[t]                 PipeOptim, Algorithm 1; with ``stash`` the forward's
 ``async``              W[U]                W[t]                 no correction at all
 ``lookahead``          P(W[U], 1)          P(W[t], 1)           Nesterov's look-ahead in place of a second version
-``rehearse``           P(W[U], s)          W[t]                 the update foreseen with the gradients already summed
+``rehearse``           P(W[U], s)          W[t]                 predicts with the gradients that the batch has summed
 =====================  ==================  ===================  ======================================================
 
-``gpipe``, ``1f1b``, ``zb-h1`` and ``zb-v`` run on the schedules of their names, all others on ``async-1f1b``.
+``gpipe``, ``1f1b``, ``zb-h1`` and ``zb-v`` run on the schedules of the same names, all others on ``async-1f1b``.
 U = U(k, g) is the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch, s
-the distance that the prediction bridges (:data:`DISTANCES`). ``stash`` repeats no forward and is the only mode whose
-backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight versions.
+the number of updates that the prediction looks ahead (:data:`DISTANCES`). The mode ``stash`` recomputes no forward and
+is the only one whose backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight
+versions.
 
-A job file may register a rule of its own. Between the newest and the previous version any table will do, such as the
-general rule of Cyclic Data Parallelism (equation 5): ``UpdateRule(name="mine", versions="table", fresh=lambda i, j, d:
-j == d, ...)`` reads the newest version on the last stage only.
+A job file may register a rule of its own. It may choose between the newest and the previous version by any table, as
+the general rule of Cyclic Data Parallelism does (equation 5): ``UpdateRule(name="mine", versions="table",
+fresh=lambda i, j, d: j == d, ...)`` reads the newest version on the last stage only.
 """
 
 from __future__ import annotations
@@ -45,30 +46,30 @@ Fresh = Callable[[int, int, int], bool]
 MODES: tuple[Mode, ...] = ("stash", "recompute", "mixed")
 
 DISTANCES: dict[str, Distance] = {"improved": "crossed", "paper": "lag", "released-code": "lag+1", "partial": "crossed"}
-"""Predictor setting to the distance s it bridges: the updates really crossed, D-1-k, or D-k."""
+"""Predictor setting to its distance s: the updates between forward and backward, D-1-k, or D-k."""
 
 FROM_STATE = ("improved", "paper", "released-code")
-"""Settings that read nothing but weights and optimizer state, and so change with an update only."""
+"""Settings that read only weights and optimizer state, so that a prediction is valid until the next update."""
 
 NO_PREDICTOR = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """One rule.
+    """One update rule.
 
     Args:
-        name: how a plan calls it.
+        name: its name in plans.
         schedule: name of the schedule it runs on, a key of ``schedules.SCHEDULES``.
         predicts: whether the forward reads predicted weights.
         stashes: whether the backward must read the weights that the forward read.
         modes: backward modes it allows, its default first.
-        source: where it comes from.
-        versions: which version the forward reads: the ``newest`` that its stage has; that of the micro-batch's
-            ``entry``, the newest that stage 0 had for it; or by ``table`` W[t] or W[t-1].
-        fresh: the table: (i, j, D) to whether micro-batch i of a batch reads W[t] on stage j, i and j from 1.
-        target: for a rule that predicts, whose moment's weights it predicts: the stage's own ``backward``, stage 0's
-            (``entry``), or the ``next`` update's, always one ahead. The last two predict for both passes.
+        source: the paper that it comes from.
+        versions: which version the forward reads: the ``newest`` of its stage; the newest that stage 0 had when the
+            micro-batch entered there (``entry``); or W[t] or W[t-1] by ``table``.
+        fresh: the table: (i, j, D) to whether micro-batch i of a batch reads W[t] on stage j; i and j count from 1.
+        target: for a rule that predicts, the moment for which it predicts: the stage's own ``backward``, stage 0's
+            backward (``entry``), or after the ``next`` update. With the last two, backwards read predicted weights too.
         predictors: settings of the predictor that it allows, its default first.
     """
 
@@ -84,7 +85,7 @@ class UpdateRule:
     predictors: tuple[str, ...] = FROM_STATE
 
     def backward_reads(self, mode: str) -> Literal["forward", "live", "ahead"]:
-        """Which weights a backward reads: those the forward read, the live ones, or those predicted from them."""
+        """Return which weights a backward reads: its forward's, the live ones, or those predicted from these."""
         if self.stashes or mode == "stash":
             return "forward"
         return "ahead" if self.predicts and self.target != "backward" else "live"
@@ -95,17 +96,17 @@ ASYNC = "async-1f1b"
 
 
 def _previous(micro_batch: int, stage: int, num_stages: int) -> bool:
-    """Never W[t]."""
+    """W[t-1] everywhere."""
     return False
 
 
 def _as_early_as_possible(micro_batch: int, stage: int, num_stages: int) -> bool:
-    """W[t] as soon as a stage has it (Cyclic Data Parallelism, section 3.2): with as many workers as stages."""
+    """W[t] as soon as a stage has it (Cyclic Data Parallelism, section 3.2, with as many workers as stages)."""
     return micro_batch + stage >= num_stages + 1
 
 
 def _rule(name: str, source: str, **fields: object) -> UpdateRule:
-    """A built-in rule: asynchronous, with a stash, unless said otherwise."""
+    """Create a built-in rule: by default asynchronous, with stashed weights."""
     usual: dict[str, object] = {"schedule": ASYNC, "predicts": False, "stashes": True, "modes": ("stash",)}
     return UpdateRule(name=name, source=source, **{**usual, **fields})  # type: ignore[arg-type]
 
@@ -142,7 +143,7 @@ _BUILT_IN = (
     ),
     _rule(
         "rehearse",
-        "Roundelay: what a batch has summed already foretells its update",
+        "Roundelay: predicts an update from the gradients that its batch has summed so far",
         predicts=True,
         stashes=False,
         modes=("mixed", "recompute"),
@@ -154,15 +155,15 @@ _RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _BUILT_IN}
 
 
 def rules() -> tuple[UpdateRule, ...]:
-    """Every known rule, built-in ones first."""
+    """Return every registered rule, built-in ones first."""
     return tuple(_RULES.values())
 
 
 def register_rule(rule: UpdateRule) -> None:
-    """Make a rule known by its name; registering the same rule again changes nothing.
+    """Register a rule under its name; registering the same rule again changes nothing.
 
     Raises:
-        PlanError: another rule has this name, or the rule allows no or unknown modes.
+        PlanError: another rule has this name, or the rule's fields contradict each other.
     """
     known = _RULES.get(rule.name)
     if known is not None and known != rule:
@@ -182,8 +183,8 @@ def register_rule(rule: UpdateRule) -> None:
     if (rule.versions == "table") != (rule.fresh is not None):
         raise PlanError(
             f"rule {rule.name!r}",
-            got=f"versions {rule.versions!r} {'without' if rule.fresh is None else 'beside'} a table",
-            expected='fresh=... exactly where versions="table"',
+            got=f"versions {rule.versions!r} {'without' if rule.fresh is None else 'with'} a table",
+            expected='fresh=... if and only if versions="table"',
             remedy="Give both or neither.",
         )
     if rule.predicts and rule.versions != "newest":
@@ -203,22 +204,22 @@ def register_rule(rule: UpdateRule) -> None:
     if "partial" in rule.predictors and (rule.target != "backward" or "stash" in rule.modes):
         raise PlanError(
             f"rule {rule.name!r}",
-            got=f"predictor partial beside target {rule.target!r} and modes {', '.join(rule.modes)}",
+            got=f"predictor partial with target {rule.target!r} and modes {', '.join(rule.modes)}",
             expected='target="backward", and modes without stash: each micro-batch has a prediction of its own',
-            remedy="Leave one of them out.",
+            remedy="Remove one of them.",
         )
     if rule.stashes and rule.modes != ("stash",):
         raise PlanError(
             f"rule {rule.name!r}",
-            got=f"stashes with backward modes {rule.modes}",
-            expected="the mode stash alone: the others read the live weights",
+            got=f"stashes=True with backward modes {rule.modes}",
+            expected="only the mode stash: the others read the live weights",
             remedy='Give modes=("stash",), or stashes=False.',
         )
     _RULES[rule.name] = rule
 
 
 def rule_named(name: str) -> UpdateRule:
-    """The rule called ``name``.
+    """Return the rule called ``name``.
 
     Raises:
         PlanError: there is none.

@@ -1,6 +1,6 @@
 """A stage as data: its segments, and what it receives and sends.
 
-Made by ``lower.partition`` from a graph and a plan's cuts; read by capture (which builds the functions), by the
+Created by ``lower.partition`` from a graph and a plan's cuts; read by capture (which builds the functions), by the
 lowering (which emits programs), by the runtime and by the reference.
 """
 
@@ -16,10 +16,10 @@ class SegmentSpec:
     Args:
         start: first operation.
         stop: one past the last operation.
-        parameters: parameters it reads as its own.
+        parameters: parameters that it owns.
         buffers: buffers it reads or writes.
         inputs: values it reads from outside: numbers, activations, inputs, weights of other stages.
-        outputs: values that something behind it reads, in graph order; ``weight.NAME`` for parameters it lends.
+        outputs: values that later segments read, in graph order; ``weight.NAME`` for parameters of its own.
     """
 
     start: int
@@ -32,13 +32,13 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What one stage sends to a later one with every micro-batch, and what comes back.
+    """The values that one stage sends to a later one for every micro-batch, and the gradients that come back.
 
     Args:
         source: the earlier stage.
         target: the later stage.
-        values: names that travel forward, in sorted order of production.
-        gradients: the names among them whose gradient travels back.
+        values: names of the values sent forward, in order of production.
+        gradients: the names among them whose gradient is sent back.
     """
 
     source: int
@@ -53,11 +53,11 @@ class StageSpec:
 
     Args:
         stage: number k, from 0.
-        segments: executed in order forward, in reverse backward.
+        segments: in order of execution of the forward; the backward runs them in reverse.
         loss_reads: what the loss segment reads; empty unless this is the last stage.
         sends: edges to later stages.
         receives: edges from earlier stages, in order of their source.
-        recomputed: numbers of the segments that keep their inputs only, and are run again by the backward.
+        recomputed: numbers of the segments that keep only their inputs and that the backward recomputes.
     """
 
     stage: int
@@ -69,22 +69,22 @@ class StageSpec:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that this stage owns, without repetition, in order of first use."""
+        """Names of the parameters that this stage owns, in order of first use."""
         return tuple(dict.fromkeys(name for segment in self.segments for name in segment.parameters))
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that this stage reads or writes, without repetition."""
+        """Names of the buffers that this stage reads or writes."""
         return tuple(dict.fromkeys(name for segment in self.segments for name in segment.buffers))
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values that reach this stage from other stages, without repetition."""
+        """Names of the values that this stage receives from other stages."""
         return tuple(dict.fromkeys(name for edge in self.receives for name in edge.values))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that this stage sends to others, without repetition."""
+        """Names of the values that this stage sends to other stages."""
         return tuple(dict.fromkeys(name for edge in self.sends for name in edge.values))
 
 
@@ -96,5 +96,5 @@ class Partition:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every edge, ordered by source, then target."""
+        """All edges, ordered by source, then target."""
         return tuple(edge for stage in self.stages for edge in stage.sends)

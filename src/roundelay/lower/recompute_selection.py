@@ -1,7 +1,7 @@
-"""Modules whose operations a backward runs again: from the names that a plan says to ranges of the graph.
+"""Modules whose operations a backward recomputes: from the names in a plan to ranges of the graph.
 
-A name is the path of a module as ``named_modules`` has it. It may be a pattern, part by part: ``blocks.*`` stands for
-``blocks.0`` and ``blocks.1``, each of them apart, and not for what lies inside of them. ``all`` is every segment whole.
+A name is the path of a module as in ``named_modules``. Each part of the path may be a pattern: ``blocks.*`` stands for
+the modules ``blocks.0`` and ``blocks.1``, but not for the modules inside of them. ``all`` stands for every segment.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 
 ALL = "all"
-"""In place of names: every segment of every stage, the loss apart."""
+"""In place of names: every segment of every stage, except the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Operations ``start`` to ``stop - 1``, one after the other, that a name of the plan stands for."""
+    """Consecutive operations, ``start`` to ``stop - 1``, that a name in the plan stands for."""
 
     name: str
     start: int
@@ -28,32 +28,32 @@ class Part:
 
 
 def parts_of(graph: Graph, names: Sequence[str]) -> tuple[Part, ...]:
-    """What is to be run again, in the order of the graph; a module that is called twice has two parts.
+    """Return the ranges to recompute, in the order of the graph; a module that is called twice has two.
 
     Args:
         graph: the logical graph.
-        names: of the plan.
+        names: names in the plan.
 
     Raises:
-        PlanError: a name stands for no module that computes, or for what another one stands for already.
+        PlanError: a name matches no module with operations, or a module that another name matches already.
     """
     if ALL in names:
         if len(names) > 1:
-            raise _refused(", ".join(names), "all, or names of modules", "Leave all out, or the names.")
+            raise _refused(", ".join(names), "all, or names of modules", "Remove all, or the names.")
         return (Part(ALL, 0, len(graph.ops)),)
     paths: dict[str, str] = {}
     for name in names:
         for path in _matched(graph, name):
             other = next((chosen for chosen in paths if _inside(path, chosen) or _inside(chosen, path)), None)
             if other is not None:
-                got = f"{path!r}, by {name!r}, beside {other!r}, by {paths[other]!r}"
-                raise _refused(got, "modules of which none contains another", "Leave one of them out.")
+                got = f"{path!r} (by {name!r}) and {other!r} (by {paths[other]!r})"
+                raise _refused(got, "modules of which none contains another", "Remove one of them.")
             paths[path] = name
     return tuple(sorted(_runs(graph, paths), key=lambda part: part.start))
 
 
 def parts_within(graph: Graph, path: str) -> tuple[Part, ...]:
-    """The operations of one module, by its path; none if it computes nothing."""
+    """Return the operations of the module at ``path``; none if it computes nothing."""
     return tuple(_runs(graph, {path: path}))
 
 
@@ -68,21 +68,21 @@ def _runs(graph: Graph, paths: dict[str, str]) -> Iterator[Part]:
 
 def _matched(graph: Graph, name: str) -> list[str]:
     known = _modules(graph)
-    found = [path for path in known if _fits(path.split("."), name.split("."))]
-    if not found:
+    paths = [path for path in known if _fits(path.split("."), name.split("."))]
+    if not paths:
         near = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
         raise _refused(
-            f"{name!r}, a name of no module that computes something in this model",
+            f"{name!r}, which matches no module with operations in this model",
             f"{ALL}, or paths of modules such as {', '.join(near)}; * stands for one part of a path",
             "roundelay.capture(job).graph has the module of every operation.",
         )
-    return found
+    return paths
 
 
 def _modules(graph: Graph) -> list[str]:
-    """Every module with an operation in it, outer ones before what they contain."""
-    ways = [op.module.split(".") for op in graph.ops if op.module]
-    return list(dict.fromkeys(".".join(way[: i + 1]) for way in ways for i in range(len(way))))
+    """Return the path of every module with an operation in it, outer ones before those that they contain."""
+    paths = [op.module.split(".") for op in graph.ops if op.module]
+    return list(dict.fromkeys(".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))))
 
 
 def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -93,9 +93,9 @@ def _inside(path: str, other: str) -> bool:
     return path == other or path.startswith(other + ".")
 
 
-def idle(name: str, why: str) -> PlanError:
-    """What to say of a name whose operations can be run again to no use, or not at all."""
-    return _refused(f"{name!r}, {why}", "modules that keep something for their backward", "Leave it out.")
+def nothing_to_recompute(name: str, why: str) -> PlanError:
+    """Return the error for a name whose operations cannot be recomputed, or would save no memory."""
+    return _refused(f"{name!r}, {why}", "modules that keep something for their backward", "Remove it.")
 
 
 def _refused(got: str, expected: str, remedy: str) -> PlanError:

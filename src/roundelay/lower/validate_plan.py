@@ -1,4 +1,4 @@
-"""Refuse, field by field, a plan that no run could obey."""
+"""Validates a plan, field by field, before anything is executed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from roundelay.lower.emit import schedule_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = "fp16"
-"""The precision whose gradients need a loss scale: its smallest numbers are large."""
+"""The precision whose gradients need a loss scale, as they underflow easily."""
 
 CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-"""Names of devices in a plan."""
+"""What a device is called in a plan."""
 
 LONGEST_S = 3.2e7
-"""No wait may last longer."""
+"""Longest deadline of a plan, in seconds."""
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what no run could obey, before anything is executed.
+    """Check that a run can execute the plan.
 
     Raises:
-        PlanError: naming the field.
+        PlanError: naming the first invalid field.
     """
     rule = rule_named(plan.rule)
     schedule_of(plan)
@@ -76,9 +76,9 @@ def _check_clip(plan: Plan, rule: UpdateRule) -> None:
     if Clip.parse(plan.clip).by == "global" and schedule_of(plan).window != "batch":
         raise PlanError(
             "clip of the plan",
-            got=f"{plan.clip} beside rule {plan.rule!r}, which never flushes",
+            got=f"{plan.clip} with rule {plan.rule!r}, which never flushes",
             expected="none, stage:NORM or previous:NORM: a batch's own norm is known when stage 0 has finished it, "
-            "and by then the other stages must have made its update",
+            "and by then the other stages have already updated",
             remedy="Choose previous:NORM, or a rule that flushes: gpipe, 1f1b, zb-h1 or zb-v.",
         )
 
@@ -87,31 +87,31 @@ def _check_recompute(plan: Plan) -> None:
     if plan.recompute and plan.backward == "recompute":
         raise PlanError(
             "recompute of the plan",
-            got=f"{', '.join(plan.recompute)} beside backward = recompute",
-            expected="no module: that mode runs every stage again, whole",
-            remedy="Leave --recompute out, or choose another mode by --backward where the rule has one.",
+            got=f"{', '.join(plan.recompute)} with backward = recompute",
+            expected="no module: that mode recomputes every stage as a whole",
+            remedy="Remove --recompute, or choose another mode with --backward if the rule has one.",
         )
 
 
 def _check_halves(plan: Plan) -> None:
-    """What no backward in two halves can do."""
+    """Check that backwards can run in two halves."""
     if plan.compile:
         raise PlanError(
             "compile of the plan",
-            got=f"true beside rule {plan.rule!r}, whose backwards run in two halves",
-            expected="false: a compiled backward makes the gradients of inputs and weights at once",
-            remedy="Leave --compile out, or choose another rule: gpipe and 1f1b compute the same.",
+            got=f"true with rule {plan.rule!r}, whose backwards run in two halves",
+            expected="false: a compiled backward computes the gradients of inputs and weights at once",
+            remedy="Remove --compile, or choose another rule: gpipe and 1f1b compute the same.",
         )
 
 
 def _check_workers(plan: Plan) -> None:
-    """Every stage on a worker of the plan, and together on one exactly those that the schedule makes take turns."""
+    """Check the workers' names, and that each worker has exactly the stages that the schedule lets it alternate."""
     names = [worker.name for worker in plan.workers]
     if len(set(names)) != len(names):
         raise PlanError(
             "workers of the plan",
             got="the name " + next(name for name in names if names.count(name) > 1) + " twice",
-            expected="a name of its own for each",
+            expected="a different name for each",
             remedy="Correct the plan.",
         )
     schedule = schedule_of(plan)
@@ -132,7 +132,7 @@ def _numbers(stages: Sequence[int]) -> str:
 
 
 def check_precision(plan: Plan) -> None:
-    """Refuse a precision that no stage computes in; asked for before the model is lowered to it.
+    """Check the precision; also called before the model is converted to it.
 
     Raises:
         PlanError: naming the field.
@@ -141,23 +141,23 @@ def check_precision(plan: Plan) -> None:
     if plan.precision != PRECISIONS[0] and plan.compile and plan.backward == "mixed":
         raise PlanError(
             "precision of the plan",
-            got=f"{plan.precision} beside compile = true and backward mode mixed",
-            expected="fp32: the tape of a compiled stage holds casts of the forward's weights, and nothing tells which",
-            remedy="Leave --precision or --compile out, or choose another mode by --backward where the rule has one.",
+            got=f"{plan.precision} with compile = true and backward mode mixed",
+            expected="fp32: the tape of a compiled stage holds casts of the forward's weights, not marked as such",
+            remedy="Remove --precision or --compile, or choose another mode with --backward if the rule has one.",
         )
 
 
 def _check_loss_scale(plan: Plan) -> None:
-    """A loss scale beside half precision, and nowhere else."""
+    """Check that losses are scaled if and only if the precision is fp16."""
     if LossScale.parse(plan.loss_scale).on != (plan.precision == HALF):
         half = plan.precision == HALF
         raise PlanError(
             "loss_scale of the plan",
-            got=f"{plan.loss_scale} beside precision {plan.precision}",
-            expected=f"{DYNAMIC}, or a power of two: small gradients vanish in fp16 (1 lets them)"
+            got=f"{plan.loss_scale} with precision {plan.precision}",
+            expected=f"{DYNAMIC}, or a power of two: small gradients underflow in fp16 (1 allows that)"
             if half
-            else f"none: gradients in {plan.precision} have the exponents of fp32",
-            remedy=f"Give --loss-scale {DYNAMIC}." if half else "Leave --loss-scale out, or give --precision fp16.",
+            else f"none: gradients in {plan.precision} have the exponent range of fp32",
+            remedy=f"Give --loss-scale {DYNAMIC}." if half else "Remove --loss-scale, or give --precision fp16.",
         )
 
 
@@ -174,9 +174,9 @@ def _check_devices(plan: Plan) -> None:
         if name != CPU and plan.compile:
             raise PlanError(
                 f"workers[{k}].device of the plan",
-                got=f"{name} beside compile = true",
-                expected="cpu: compiled stages have been tried on the CPU only",
-                remedy="Choose --devices cpu, or leave --compile out.",
+                got=f"{name} with compile = true",
+                expected="cpu: compiled stages have been tested on the CPU only",
+                remedy="Choose --devices cpu, or remove --compile.",
             )
         device_type = name.split(":")[0]
         if device_type not in transport_named(plan.transport).devices:
@@ -191,10 +191,10 @@ def _check_devices(plan: Plan) -> None:
 
 
 def check_fit(plan: Plan, fingerprint: str, partition: Partition) -> None:
-    """Refuse a plan that is for another model, or whose edges are not those of its cuts.
+    """Check that the plan is for this model, and that its edges are those that its cuts need.
 
     Raises:
-        PlanError: naming what does not fit.
+        PlanError: naming what does not match.
     """
     if plan.model != fingerprint:
         raise PlanError(
@@ -236,10 +236,10 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 def check_deadline(seconds: float) -> None:
-    """Refuse seconds that nobody can wait.
+    """Check a deadline.
 
     Raises:
-        PlanError: they are none, no number, or more than a year.
+        PlanError: it is not above 0, not a number, or longer than a year.
     """
     if not 0 < seconds <= LONGEST_S:
         raise PlanError(

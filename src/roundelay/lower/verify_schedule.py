@@ -1,20 +1,19 @@
-"""Prove a plan before it runs.
+"""Proves a plan before it runs: checks executed programs against the schedule and the update rule.
 
-The programs are executed by the actor machine itself on a virtual clock, over runs of every length that matters: full
-batches, short ones, and an end at each place in the steady block. What is proved of each:
+The actor machine of the runtime executes the programs on a virtual clock, over runs of every length that matters: full
+batches, short ones, and an end at every position of the loop. Checked of each run:
 
-- every message that is sent is received, no more and no fewer, and nothing is left over;
-- no register overflows: slots, forwards that wait for their backward, backwards that wait for their second half, and
-  batches of data;
-- nobody waits for ever;
-- the actions of every worker come in the order that the schedule states;
-- every version that is read exists, and is the one that the rule states (:func:`version_read`), predicted as far ahead
-  as it states (:func:`distance_ahead`). Behind a short batch, the version before the newest may not be finished: then a
-  forward reads the newest. With full batches that is refused;
-- where the norm of the whole model's gradient is needed, each stage squares its gradients between the batch's last
+- every message that is sent is received, and none is left over;
+- no register overflows: slots, tapes, backwards whose second half is pending, and batches of data;
+- there is no deadlock;
+- the actions of every worker come in the order of the schedule;
+- every version that is read exists and is the one that the rule states (:func:`version_read`), predicted as far ahead
+  as it states (:func:`distance_ahead`). After a short batch, a stage may not have the version that a table states: then
+  the forward reads the newest. With full batches that is an error;
+- where the norm of the whole model's gradient is needed, each stage computes its squared norm between the batch's last
   backward and the update;
-- the norm that an update is clipped by, where it is an earlier batch's, is that of the batch stated
-  (:func:`norm_read`), the same on every stage.
+- where an update is clipped by the norm of an earlier batch, it is the batch that the rule states (:func:`norm_read`),
+  the same on every stage.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from roundelay.lower.validate_plan import check_plan
 from roundelay.schedules import Schedule, actions, schedule_named
 
 EVERY_END = 24
-"""Up to this many micro-batches in D batches, runs of every length are proved; beyond, the places that differ."""
+"""Up to this many micro-batches in D batches, runs of every length are checked; above, only those that differ."""
 
 _LETTERS = {opcode: info.letter for opcode, info in OPCODES.items() if info.scheduled}
 
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """One instruction as a run fired it: what is proved about is a list of these per worker."""
+    """One executed instruction; a run is a list of these per worker. The fields are those of ``simulator.Interval``."""
 
     opcode: str
     g: int
@@ -51,8 +50,8 @@ class Fired:
     stage: int
 
 
-def lengths(plan: Plan) -> list[list[int]]:
-    """Runs to prove: micro-batches of each batch, ending at each place in the steady block, with short batches."""
+def runs_to_check(plan: Plan) -> list[list[int]]:
+    """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
     m, d = plan.micro_batches, plan.num_workers
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
@@ -63,7 +62,7 @@ def lengths(plan: Plan) -> list[list[int]]:
 
 
 def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
-    """Prove order and versions of one executed run.
+    """Check the order and the versions of one executed run.
 
     Args:
         plan: the plan.
@@ -71,25 +70,23 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         fired: for each worker, the instructions that its machine fired.
 
     Raises:
-        PlanError: naming the first stage and micro-batch at which the rule does not hold.
+        PlanError: naming the first stage and micro-batch at which the rule is violated.
     """
     rule = rule_named(plan.rule)
     schedule = schedule_named(rule.schedule)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
-    for k, mine in enumerate(fired):
+    for k, executed in enumerate(fired):
         stages, together = plan.stages_of(k), awaits_grad_norm(plan)
-        wanted = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
-        done = [_action(f, batch_of) for f in mine if f.opcode in _LETTERS]
-        if done != wanted:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(done, wanted, strict=False)) if a != b), min(len(done), len(wanted))
-            )
+        due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
+        done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS]
+        if done != due:
+            at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
-            raise _violation(plan, f"worker {k}, action {at}", got, str(wanted[at]) if at < len(wanted) else "the end")
+            raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
         if uses_grad_norm(plan):
-            _check_squares(plan, mine, "backward-weight" if schedule.halved else "backward")
-        for f in mine:
+            _check_squares(plan, executed, "backward-weight" if schedule.halved else "backward")
+        for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
             elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
@@ -97,21 +94,21 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
 
-def _check_squares(plan: Plan, mine: Sequence[Fired], last: str) -> None:
-    """Prove that every stage squares complete gradients: after the batch's last backward, before its update."""
+def _check_squares(plan: Plan, executed: Sequence[Fired], last: str) -> None:
+    """Check that squared norms are those of complete gradients: after the batch's last backward, before its update."""
     done: dict[tuple[int, str], int] = {}
     needs = {"grad-norm-sq": last, "update": "grad-norm-sq"}
-    for f in mine:
+    for f in executed:
         done[f.stage, f.opcode] = f.g
         if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
-            raise _violation(plan, place, f"no {before} of it before", "one")
+            raise _violation(plan, place, f"no {before} of that micro-batch before it", "one")
 
 
 def _check_weights(
     plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, f: Fired
 ) -> None:
-    """Prove that one forward or backward has read the version that the rule states, predicted as far as it states."""
+    """Check that a forward or backward has read the version that the rule states, predicted as far as it states."""
     place = f"stage {stage}, {f.opcode} of micro-batch {f.g}"
     forward = f.opcode == "forward"
     schedule = schedule_named(rule.schedule)
@@ -123,52 +120,52 @@ def _check_weights(
         raise _violation(plan, place, f"version {newest}, its newest", f"version {stated}")
     if f.reads != min(stated, newest):
         raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")
-    far = distance_ahead(plan, rule, stage, f.opcode, header, newest)
-    if f.distance != far:
-        raise _violation(plan, place, f"distance {f.distance}", f"{far}")
+    distance = distance_ahead(plan, rule, stage, f.opcode, header, newest)
+    if f.distance != distance:
+        raise _violation(plan, place, f"distance {f.distance}", f"{distance}")
 
 
 def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch) -> int:
-    """The version that the rule states for a forward; more than U(k,g) where the stage does not have it yet.
+    """Return the version that the rule states for a forward; greater than U(k,g) if the stage does not have it yet.
 
     Args:
         plan: the plan.
         rule: its rule.
         stage: k.
         counts: micro-batches of each batch.
-        header: of the micro-batch.
+        header: header of the micro-batch.
     """
     if rule.versions == "table":
         assert rule.fresh is not None
         previous = not rule.fresh(header.index + 1, stage + 1, plan.num_stages)
         return max(0, header.batch - previous)
-    asked = 0 if rule.versions == "entry" else stage
-    return updates_before(schedule_named(rule.schedule), asked, plan.num_stages, counts, header.g)
+    k = 0 if rule.versions == "entry" else stage
+    return updates_before(schedule_named(rule.schedule), k, plan.num_stages, counts, header.g)
 
 
 def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
-    """The batch by whose norm the update behind micro-batch ``g`` clips, with ``previous``; -1: by none.
+    """Return the batch by whose norm the update after micro-batch ``g`` clips with ``previous``; -1 for none.
 
-    It came with g's forward, so it is that of the last batch whose backwards stage 0 had done before: U(0,g) - 1. With
-    full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
+    The header of g carries the norm, so it is that of the last batch that stage 0 had finished when it read g:
+    U(0,g) - 1. With full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
     """
     return updates_before(schedule_named(rule_named(plan.rule).schedule), 0, plan.num_stages, counts, g) - 1
 
 
 def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
-    """How many updates a forward or backward of ``stage`` must predict ahead from ``version``, its newest."""
+    """Return how many updates a forward or backward of ``stage`` predicts ahead from ``version``, its newest."""
     if not rule.predicts or (opcode == "backward" and rule.backward_reads(plan.backward) != "ahead"):
         return 0
     if rule.target == "next":
         return 1
     crossed = header.batch - version
     lag = plan.num_stages - 1 - stage if opcode == "forward" else 0
-    far = {"crossed": crossed, "lag": lag, "lag+1": lag + 1}[DISTANCES[plan.predictor]]
+    distance = {"crossed": crossed, "lag": lag, "lag+1": lag + 1}[DISTANCES[plan.predictor]]
     if rule.target == "backward":
-        return far
-    # to stage 0's backward, by when this stage's has run for k // 2 further micro-batches: one takes f + b = 2 b
+        return distance
+    # until stage 0's backward, this stage runs the backwards of k // 2 further micro-batches
     later = stage // 2
-    return far + ((header.index + later) // header.count if DISTANCES[plan.predictor] == "crossed" else later)
+    return distance + ((header.index + later) // header.count if DISTANCES[plan.predictor] == "crossed" else later)
 
 
 def check_registers(
@@ -178,7 +175,14 @@ def check_registers(
     unread_peak: Sequence[dict[int, int]],
     data_peak: Sequence[int],
 ) -> None:
-    """Prove that no register overflowed in an executed run; the arguments are peaks of each worker.
+    """Check that no register overflowed in an executed run.
+
+    Args:
+        programs: one per worker.
+        tapes_peak: for each worker, most tapes at one time.
+        owed_peak: for each worker, most backwards at one time whose second half was pending.
+        unread_peak: for each worker, most messages on the way or unread at one time, by channel.
+        data_peak: for each worker, most batches of data at one time.
 
     Raises:
         PlanError: naming the worker and the register.
@@ -186,19 +190,19 @@ def check_registers(
     peaks = zip(programs, tapes_peak, owed_peak, unread_peak, data_peak, strict=True)
     for program, tapes, owed, unread, data in peaks:
         slots = {c.id: c.slots for c in program.channels}
-        full = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
-        full.append((f"backwards of worker {program.worker} whose second half waits", owed, program.owed))
-        full.append((f"registers of worker {program.worker}", data, program.registers))
-        full += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
-        for what, used, quota in full:
-            if used > quota:
-                raise PlanError(what, got=str(used), expected=f"at most {quota}", remedy="Report this as a bug.")
+        used = [(f"tapes of worker {program.worker}", tapes, program.tapes)]
+        used.append((f"backwards of worker {program.worker} whose second half is pending", owed, program.owed))
+        used.append((f"registers of worker {program.worker}", data, program.registers))
+        used += [(f"slots of channel {c} into worker {program.worker}", n, slots[c]) for c, n in unread.items()]
+        for register, peak, quota in used:
+            if peak > quota:
+                raise PlanError(register, got=str(peak), expected=f"at most {quota}", remedy="Report this as a bug.")
 
 
 def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequence[int], g: int) -> int:
-    """U(k,g): updates that stage k has done when it runs the forward of micro-batch g.
+    """Return U(k,g): updates that stage k has done when it runs the forward of micro-batch g.
 
-    Asynchronous: batches complete within the first max(0, g - (D-1-k)) micro-batches. Flushing: g's own batch.
+    Asynchronous: the batches that end within the first max(0, g - (D-1-k)) micro-batches. Flushing: those before g's.
     """
     ends = [sum(counts[: t + 1]) for t in range(len(counts))]
     reached = g if schedule.window == "batch" else max(0, g - (num_stages - 1 - stage))
@@ -206,10 +210,10 @@ def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequ
 
 
 def programs_of(plan: Plan) -> tuple[Program, ...]:
-    """The checked plan's programs.
+    """Validate the plan and return its programs.
 
     Raises:
-        PlanError: the plan cannot be obeyed.
+        PlanError: the plan is invalid.
     """
     check_plan(plan)
     return emit(plan)

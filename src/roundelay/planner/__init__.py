@@ -1,1 +1,1 @@
-"""Choosing: where to cut, how many slots, and why. Pure Python, no torch."""
+"""Planning: chooses cuts and slots, predicts time and memory, proves plans. Pure Python, no torch."""

@@ -1,8 +1,8 @@
-"""What a plan predicts that each worker holds, in bytes, item by item.
+"""Predicts the memory of each worker, in bytes, item by item.
 
-Weights, gradients and the optimizer's state are there all the time; the largest numbers of versions, tapes and messages
-come from the simulated run. All are taken at their largest, so that the sum is an upper bound of the items; what torch
-itself, its allocator's gaps and the values inside one instruction take is not in it.
+Weights, gradients and optimizer state are held all the time; the peak numbers of versions, tapes and messages come from
+a simulated run. The total adds the peaks of all items, so it is an upper bound of them. It does not include torch
+itself, fragmentation of its allocator, or temporary values inside one instruction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roundelay.lower.verify_schedule import programs_of
 from roundelay.simulator import simulate
 
 WARM = 4
-"""Batches beside one per stage, in which every peak of a schedule has been reached."""
+"""Batches to simulate in addition to one per stage, so that every peak of a schedule is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class MemoryEstimate:
     """Bytes that one worker is predicted to hold.
 
     Args:
-        weights: the newest.
-        gradients: of one batch.
-        optimizer: its state, and what weight prediction keeps of the last update.
-        versions: weights beside the newest: stashed or predicted.
-        tapes: of all forwards that wait for their backward, and of backwards that wait for their second half.
-        messages: on the way to it or unread.
+        weights: the newest version.
+        gradients: gradients of one batch.
+        optimizer: optimizer state, and what weight prediction keeps of the last update.
+        versions: versions other than the newest, stashed or predicted.
+        tapes: tapes of forwards in flight, and what backwards keep for their second half.
+        messages: messages on the way to it or unread.
     """
 
     weights: int
@@ -42,38 +42,38 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all items."""
         return sum(self.items().values())
 
     def items(self) -> dict[str, int]:
-        """By name."""
+        """Return the items by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryEstimate, ...]:
-    """What each worker is predicted to hold.
+    """Predict the memory of each worker.
 
     Args:
-        plan: the plan; its messages, tapes and weights are counted in bytes.
-        optimizer_bytes: for each stage, the optimizer's state, which no plan knows.
+        plan: the plan, which has the bytes of weights, tapes and messages.
+        optimizer_bytes: for each stage, the bytes of optimizer state, which are not in the plan.
 
     Raises:
-        PlanError: the plan cannot be obeyed.
+        PlanError: the plan is invalid.
         UsageError: not one number per stage.
     """
     if len(optimizer_bytes) != plan.num_stages:
         raise UsageError(
-            "optimizer_bytes of a ledger",
+            "optimizer_bytes of a memory estimate",
             got=f"{len(optimizer_bytes)} numbers",
             expected=f"{plan.num_stages}, one per stage",
             remedy="Give 0 for a stage whose optimizer has no state.",
         )
     batches = [plan.micro_batches] * (plan.num_stages + WARM)
     simulated = simulate(plan, programs_of(plan), stream(batches))
-    ledgers = []
+    estimates = []
     for stages, worker in zip(plan.worker_stages, simulated.workers, strict=True):
         weights = sum(plan.stages[k].parameter_bytes for k in stages)
-        ledgers.append(
+        estimates.append(
             MemoryEstimate(
                 weights=weights,
                 gradients=weights,
@@ -83,4 +83,4 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
                 messages=worker.unread_bytes_peak,
             )
         )
-    return tuple(ledgers)
+    return tuple(estimates)

@@ -1,4 +1,4 @@
-"""Prove a plan by executing its programs on the virtual clock; :mod:`roundelay.lower.verify_schedule` says of what."""
+"""Proves a plan: executes its programs on a virtual clock and has :mod:`roundelay.lower.verify_schedule` check them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.lower.validate_plan import CPU, check_plan
-from roundelay.lower.verify_schedule import Fired, check_registers, check_run, lengths, programs_of
+from roundelay.lower.verify_schedule import Fired, check_registers, check_run, programs_of, runs_to_check
 from roundelay.simulator import Simulation, simulate
 
 
 def prove(plan: Plan) -> None:
-    """Refuse a plan whose programs could stand still, overflow a register, or read a version other than the rule's.
+    """Prove that the plan's programs neither deadlock nor overflow a register, and read the rule's versions.
 
     Raises:
-        PlanError: naming the first stage and micro-batch, or what is waited for.
+        PlanError: naming the first stage and micro-batch, or what a deadlocked worker waits for.
     """
     check_plan(plan)
     _prove(_without_times(plan))
 
 
 def _without_times(plan: Plan) -> Plan:
-    """The plan with even times: nothing that is proved depends on them, so plans that differ in times are one."""
+    """Return the plan with uniform times: no proof depends on them, so plans that differ only in them share one."""
     even = StagePlan(
         workers=(),
         segments=(),
@@ -53,7 +53,7 @@ def _without_times(plan: Plan) -> Plan:
 @lru_cache(maxsize=256)
 def _prove(plan: Plan) -> None:
     programs = programs_of(plan)
-    for counts in lengths(plan):
+    for counts in runs_to_check(plan):
         simulation = simulate(plan, programs, stream(counts))
         check_run(plan, counts, fired(simulation))
         workers = simulation.workers
@@ -67,7 +67,7 @@ def _prove(plan: Plan) -> None:
 
 
 def fired(simulation: Simulation) -> list[list[Fired]]:
-    """What each worker's machine fired, in order."""
+    """Return the instructions that each worker's machine fired, in order."""
     return [
         [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage) for i in simulation.intervals_of(k)]
         for k in range(len(simulation.workers))

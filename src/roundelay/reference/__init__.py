@@ -1,8 +1,8 @@
-"""The one-process literal reference that every distributed run must equal bit for bit.
+"""The one-process reference that every distributed run must equal bit for bit.
 
-It takes the stages' functions as they are; the choice of version, the prediction, the accumulation and the update are
-written here a second time, from the rules and from nothing of the house that carries them out: a formula that both
-sides shared would hide its own mistakes.
+It uses the stages' functions as they are. The choice of versions, the prediction, the accumulation and the update are
+implemented a second time, from the formulas of the rules and without any code of the runtime: a mistake in code that
+both sides shared would stay hidden.
 """
 
 from roundelay.reference.run import run_reference

@@ -1,12 +1,12 @@
-"""P(W, s): the weights of one parameter s updates ahead, from what the optimizer knew at W's version.
+"""P(W, s): the weights of one parameter s updates ahead, from the optimizer's state at W's version.
 
-The arithmetic is part of the rule, to the operation: ``torch.add(W, v, alpha=-b)`` and ``W - b * v`` differ in the
-last bit. Coefficients are Python floats, accumulated in the order i = 1..s.
+Every arithmetic operation is part of the rule: ``torch.add(W, v, alpha=-b)`` and ``W - b * v`` differ in the last bit.
+Coefficients are Python floats, accumulated in the order i = 1..s.
 
 ``improved`` is what the next s updates do if every gradient from now on is zero; ``paper`` is the linear form of
-PipeOptim (2023), Table I; ``released-code`` is what the authors' program did. Before its first update a parameter is
-predicted to stay. ``partial`` takes the first of the s updates with the gradient that its batch shows so far, and goes
-on as ``improved``.
+PipeOptim (2023), Table I; ``released-code`` is what the authors' program does. Before its first update a parameter is
+predicted not to change. ``partial`` takes the first of the s updates with the gradient of its batch so far, and the
+others as ``improved``.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from roundelay.errors import PlanError
 
 Rate = Callable[[int], float]
-"""i to r_i, the learning rate of the i-th update after this version; i from 1."""
+"""i to r_i, the learning rate of the i-th update after this version; i counts from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What one version knows of one parameter.
+    """What a prediction reads of one parameter at one version.
 
     Args:
-        optimizer: kind of the optimizer.
-        group: hyperparameters of the parameter's group, as the next update will find them.
+        optimizer: type of the optimizer.
+        group: hyperparameters of the parameter's group for the next update.
         state: the parameter's optimizer state.
         updated: whether any update has changed the parameter.
-        gradient: what the last update consumed; None if there was none, or if the run resumed here.
-        displacement: the weights before the last update less those after it; None if the run began or resumed here.
+        gradient: gradient of the last update; None if there was none, or if the run resumed here.
+        displacement: weights before the last update minus those after it; None if the run began or resumed here.
         last_rate: learning rate of the last update.
-        begun: for ``partial``: mean of the gradients that the next update's batch has summed at this point; None if
-            there is none.
+        begun: for ``partial``: mean of the gradients that the next update's batch has summed so far; None if there is
+            none.
     """
 
     optimizer: type[Optimizer]
@@ -51,29 +51,29 @@ class Past:
     begun: torch.Tensor | None = None
 
     def number(self, name: str) -> float:
-        """One hyperparameter of the group as a float."""
+        """Return a hyperparameter of the group as a float."""
         return float(self.group[name])
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How far a prediction looks, and the learning rates on the way."""
+    """The distance s of a prediction, and the learning rates of the updates in between."""
 
     distance: int
     rate: Rate
 
     @property
     def linear(self) -> float:
-        """The factor s * lr of the linear forms, where lr = r_1 is held."""
+        """The factor s * lr of the linear forms, with lr = r_1."""
         return self.distance * self.rate(1)
 
     def rates(self) -> list[float]:
-        """r_1 .. r_s."""
+        """Return r_1 .. r_s."""
         return [self.rate(i) for i in range(1, self.distance + 1)]
 
 
 def distance(predictor: str, stage: int, num_stages: int, crossed: int) -> int:
-    """The number s of updates that a prediction bridges.
+    """Return s, the number of updates that a prediction looks ahead.
 
     Args:
         predictor: name of the setting.
@@ -97,49 +97,49 @@ def distance(predictor: str, stage: int, num_stages: int, crossed: int) -> int:
 
 
 def predict(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
-    """P(W, s) of one parameter; ``weight`` itself where the prediction is that it stays.
+    """Return P(W, s) of one parameter; ``weight`` itself if it is predicted not to change.
 
     Args:
         predictor: name of the setting.
-        weight: W at the version that ``past`` tells of.
-        past: the parameter's optimizer state and last update.
+        weight: W.
+        past: the parameter's optimizer state and last update at the version of W.
         ahead: s and the learning rates.
     """
     if ahead.distance == 0:
         return weight
     if predictor == "partial":
         if past.begun is not None and issubclass(past.optimizer, SGD):
-            return _sgd_begun(weight, past, past.begun, ahead)
+            return _sgd_partial(weight, past, past.begun, ahead)
         if past.begun is not None and issubclass(past.optimizer, Adam):
-            return _adam_begun(weight, past, past.begun, ahead)
+            return _adam_partial(weight, past, past.begun, ahead)
         predictor = "improved"
     if not past.updated:
         return weight
     if issubclass(past.optimizer, SGD):
-        formula = {"improved": _sgd, "paper": _sgd_in_paper, "released-code": _sgd_in_program}[predictor]
+        formula = {"improved": _sgd_improved, "paper": _sgd_paper, "released-code": _sgd_released_code}[predictor]
         return formula(weight, past, ahead)
     if issubclass(past.optimizer, Adam):
         return _adam_family(predictor, weight, past, ahead)
-    return _measured(weight, past, _total(ahead.rates()) if predictor == "improved" else ahead.linear)
+    return _last_displacement(weight, past, _total(ahead.rates()) if predictor == "improved" else ahead.linear)
 
 
 def _total(rates: list[float]) -> float:
-    """Their sum, one after the other: ``sum`` compensates rounding from Python 3.12 on."""
+    """Return the sum, added one after the other: ``sum`` compensates rounding from Python 3.12 on."""
     total = 0.0
     for rate in rates:
         total = total + rate
     return total
 
 
-def _measured(weight: torch.Tensor, past: Past, reach: float) -> torch.Tensor:
-    """The last update, once more: W - reach * (W[u-1] - W[u]) / lr(u-1)."""
+def _last_displacement(weight: torch.Tensor, past: Past, reach: float) -> torch.Tensor:
+    """Repeat the last update: W - reach * (W[u-1] - W[u]) / lr(u-1)."""
     if past.displacement is None or past.last_rate == 0.0:
         return weight
     return torch.add(weight, past.displacement, alpha=-(reach / past.last_rate))
 
 
-def _sgd(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
-    """``improved``: s updates with zero gradients take W to a W - b v, with v the momentum buffer."""
+def _sgd_improved(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """``improved``: s updates with zero gradients lead from W to a W - b v, with v the momentum buffer."""
     decay, rates = past.number("weight_decay"), ahead.rates()
     if past.number("momentum") == 0.0:
         a = 1.0
@@ -150,13 +150,13 @@ def _sgd(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
     if v is None:
         return weight
     if decay == 0.0:
-        return torch.add(weight, v, alpha=-_undecayed(past, rates))
-    a, b = _decayed(past, rates)
+        return torch.add(weight, v, alpha=-_without_decay(past, rates))
+    a, b = _with_decay(past, rates)
     return torch.add(weight, v, alpha=-b) if a == 1.0 else torch.mul(weight, a).add_(v, alpha=-b)
 
 
-def _undecayed(past: Past, rates: list[float]) -> float:
-    """The sum of r_i mu^i, with Nesterov r_i mu^(i+1)."""
+def _without_decay(past: Past, rates: list[float]) -> float:
+    """Return b, the sum of r_i mu^i, with Nesterov r_i mu^(i+1)."""
     mu, nesterov = past.number("momentum"), bool(past.group["nesterov"])
     b, c = 0.0, 1.0
     for rate in rates:
@@ -165,8 +165,8 @@ def _undecayed(past: Past, rates: list[float]) -> float:
     return b
 
 
-def _decayed(past: Past, rates: list[float]) -> tuple[float, float]:
-    """Weights go to a W - b v, the buffer to c v + d W, decay being part of the gradient: a and b."""
+def _with_decay(past: Past, rates: list[float]) -> tuple[float, float]:
+    """Return a and b: weights become a W - b v and the buffer c v + d W, as decay is part of the gradient."""
     mu, tau, lam = past.number("momentum"), past.number("dampening"), past.number("weight_decay")
     a, b, c, d = 1.0, 0.0, 1.0, 0.0
     for rate in rates:
@@ -178,19 +178,19 @@ def _decayed(past: Past, rates: list[float]) -> tuple[float, float]:
     return a, b
 
 
-def _sgd_in_paper(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
-    """Table I: W - s lr v; Nesterov's step without a gradient is mu^2 v; without momentum the last update tells."""
+def _sgd_paper(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """Table I: W - s lr v; with Nesterov mu^2 v in place of v; without momentum the last displacement."""
     mu = past.number("momentum")
     if mu == 0.0:
-        return _measured(weight, past, ahead.linear)
+        return _last_displacement(weight, past, ahead.linear)
     v = past.state.get("momentum_buffer")
     if v is None:
         return weight
     return torch.add(weight, v, alpha=-(ahead.linear * mu * mu if past.group["nesterov"] else ahead.linear))
 
 
-def _sgd_in_program(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
-    """The authors' program: the direction is mu buf + (1 - tau) g, with the gradient that the last update consumed."""
+def _sgd_released_code(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
+    """The authors' program: the direction is mu buf + (1 - tau) g, with the gradient g of the last update."""
     gradient = past.gradient
     if gradient is not None and past.group["maximize"]:
         gradient = -gradient
@@ -203,7 +203,7 @@ def _sgd_in_program(weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Ten
 
 
 def _adam_family(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead) -> torch.Tensor:
-    """Adam and AdamW: along m / (sqrt(v^) + eps), the second moment held."""
+    """Adam and AdamW: along m / (sqrt(v^) + eps), with a constant second moment."""
     u = float(past.state["step"]) if "step" in past.state else 0.0
     if u == 0.0:
         return weight
@@ -224,12 +224,12 @@ def _adam_family(predictor: str, weight: torch.Tensor, past: Past, ahead: Ahead)
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex parameter is to Adam so many pairs of real ones."""
+    """Return a view of complex numbers as pairs of reals, as Adam treats them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple[float, float]:
-    """Weights go to a W - b m / (sqrt(v^) + eps), decay first, then q_i = r_i beta1^i / (1 - beta1^(u+i)): a and b."""
+    """Return a and b: weights become a W - b m / (sqrt(v^) + eps), with q_i = r_i beta1^i / (1 - beta1^(u+i))."""
     a, b = 1.0, 0.0
     for i, rate in enumerate(rates, start=1):
         keep = 1.0 - rate * lam
@@ -238,8 +238,8 @@ def _adam_steps(rates: list[float], beta1: float, u: float, lam: float) -> tuple
     return a, b
 
 
-def _sgd_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
-    """One step with ``gradient``, as SGD defines it, then steps with none from where that one led."""
+def _sgd_partial(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+    """``partial``: one step of SGD with ``gradient``, then steps with zero gradients from the result."""
     mu, lam = past.number("momentum"), past.number("weight_decay")
     if past.group["maximize"]:
         gradient = torch.neg(gradient)
@@ -250,16 +250,16 @@ def _sgd_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: 
         entering = 1.0 - past.number("dampening")
         v = gradient if v is None else torch.add(torch.mul(v, mu), gradient, alpha=entering)
         direction = torch.add(gradient, v, alpha=mu) if past.group["nesterov"] else v
-    reached = torch.add(weight, direction, alpha=-ahead.rate(1))
+    stepped = torch.add(weight, direction, alpha=-ahead.rate(1))
     rest = Ahead(ahead.distance - 1, lambda i: ahead.rate(i + 1))
     if rest.distance == 0:
-        return reached
-    there = replace(past, updated=True, state={} if mu == 0.0 else {"momentum_buffer": v}, begun=None)
-    return _sgd(reached, there, rest)
+        return stepped
+    after = replace(past, updated=True, state={} if mu == 0.0 else {"momentum_buffer": v}, begun=None)
+    return _sgd_improved(stepped, after, rest)
 
 
-def _adam_begun(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
-    """Adam's moments after a step with ``gradient``; from them that step and those behind it, n held."""
+def _adam_partial(weight: torch.Tensor, past: Past, gradient: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+    """``partial``: a step of Adam with ``gradient``, then steps with zero gradients and that step's second moment n."""
     decoupled = bool(past.group.get("decoupled_weight_decay", False)) or issubclass(past.optimizer, AdamW)
     lam, u = past.number("weight_decay"), 1.0
     if past.group["maximize"]:

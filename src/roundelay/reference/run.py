@@ -1,4 +1,4 @@
-"""The loop that every run is held to, one micro-batch after the other.
+"""The reference loop, one micro-batch after the other.
 
 ::
 
@@ -8,8 +8,8 @@
         for k down:  d_k, gamma = VJP_mode(f_k; x_k, A, B = backward_weights(k, g))(d_{k+1});  acc_k += gamma
         if g ends its batch:  W[t+1], S[t+1] = Opt(W[t], S[t], acc, lr(t));  acc = 0
 
-It is sound because every version that g reads is at most its own batch's number, and so complete once the
-micro-batches before g are done.
+One micro-batch at a time is enough, because every version that g reads is at most the number of its own batch, and so
+is complete once the micro-batches before g are done.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from roundelay.reference.trainer import Recipe, Trainer
 from roundelay.schedules import schedule_named
 
 Pass = tuple[Tensors, Any]
-"""What one stage's forward read, and its tape."""
+"""The weights that a stage's forward read, and its tape."""
 
 
-def run_reference(  # noqa: PLR0913  a run is this many things, and each caller has them apart
+def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers have them separately
     setting: Setting,
     stages: Sequence[ReferenceStage],
     named: Named,
@@ -59,53 +59,52 @@ def run_reference(  # noqa: PLR0913  a run is this many things, and each caller 
     audit: Audit | None = None,
     start: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> ReferenceResult:
-    """Train in one process, literally as the rule says.
+    """Train in one process, literally by the formulas of the rule.
 
     Args:
-        setting: rule, predictor and backward mode.
-        stages: in order; the last one makes ``loss``, and ``loss.count`` where the loss returns (sum, count).
-        named: every parameter of the model, the caller's own copies: they are updated in place. Each lies on the
-            device of its stage.
-        buffers: by name; replaced, never written.
-        stream: headers and values by name, in order of g. The first header says where the run starts: its g, and the
-            version, which is its batch's number.
-        optimizer: makes one optimizer over ``named``; called again for the look-ahead of a scheduler.
-        scheduler: makes a scheduler that is stepped after every update, or None.
+        setting: rule, predictor, backward mode and so on.
+        stages: in order; the last one returns ``loss``, and ``loss.count`` if the loss returns (sum, count).
+        named: every parameter of the model, copies that are updated in place, each on the device of its stage.
+        buffers: by name; replaced, not modified.
+        stream: headers and values by name, in order of g. The first header defines the start of the run: its g, and
+            the version, which is the number of its batch.
+        optimizer: creates an optimizer over ``named``; called again to look ahead in the learning rate schedule.
+        scheduler: creates a scheduler that is stepped after every update, or None.
         draw: g to the key of the micro-batch's random numbers.
         audit: called with (``forward``, k, g, outputs), (``backward``, k, g, gradients: those of inputs under
             ``d NAME``) and (``update``, k, t, weights after it), in causal order.
-        start: puts the state at the start into an optimizer, after its scheduler has come to the start's version.
+        start: loads the state at the start into an optimizer, after its scheduler has reached that version.
 
     Returns:
-        Losses, and the state of everything at the end.
+        Losses, and the state at the end.
 
     Raises:
         PlanError: the rule predicts and the predictor setting is unknown.
-        InternalError: the stream's batches are not numbered on, or a stage left a gradient behind.
+        InternalError: the batches of the stream are not numbered consecutively, or no stage took a gradient.
     """
     headers = iter(stream)
     first = next(headers, None)
     with torch.no_grad():
         version = first[0].batch if first else 0
         trainer = Trainer(Recipe(optimizer, scheduler, start, version, setting.numbers), named)
-        run = _Run(setting, stages, trainer, buffers, draw, audit or _unheard)
+        run = _Run(setting, stages, trainer, buffers, draw, audit or _no_audit)
         for header, values in chain([first] if first else [], headers):
             run.micro_batch(header, dict(values))
         return run.result()
 
 
-def _unheard(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Nobody listens."""
+def _no_audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Audit nothing."""
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A tensor on the device, itself if it is there; what is no tensor as it is."""
+    """Return a tensor on the device, and other values unchanged."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @final
 class _Run:
-    """One run: what it has counted, summed and kept so far."""
+    """The state of one reference run."""
 
     def __init__(
         self,
@@ -123,25 +122,25 @@ class _Run:
         self._audit = audit
         self._flushes = schedule_named(setting.rule.schedule).window == "batch"
         self._start = trainer.live
-        self._passed = 0  # micro-batches of this run that are done; while one runs, its number i = g - g_start
-        self._batch_ends: list[int] = []  # micro-batches of this run up to and with each finished batch
+        self._done = 0  # micro-batches of this run that are done; while one runs, its number i = g - g_start
+        self._batch_ends: list[int] = []  # micro-batches of this run up to the end of each finished batch
         self._gradients: Tensors = {}
         self._total_count: float | None = None
-        self._lacking = 0.0  # of the batch's shares, for want of labels
+        self._missing_weight = 0.0  # weight in the batch's mean that ignored labels would have had
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
-        self._rows = 0  # of the batch's micro-batches that are summed
-        self._begun: dict[int, tuple[Tensors, float]] = {}  # after so many micro-batches: sums, what divides them
+        self._rows = 0  # of the batch's micro-batches so far
+        self._begun: dict[int, tuple[Tensors, float]] = {}  # by micro-batches done: sums of gradients, and divisor
         self._result = ReferenceResult(buffers=dict(buffers))
-        known = setting.ema_at or {}
-        self._averages = {n: known.get(n, weight).clone() for n, weight in self._trained() if setting.ema}
+        averages = setting.ema_at or {}
+        self._averages = {n: averages.get(n, weight).clone() for n, weight in self._trained() if setting.ema}
 
     def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
-        """Forward, backward, and the update if it is due."""
+        """Run forward and backward of a micro-batch, and the update if it ends its batch."""
         self._check_number(header)
-        newest = self._version(0) - 1  # the batch that stage 0 had finished last when it ran this forward
+        newest = self._version(0) - 1  # the last batch that stage 0 had finished before this forward
         scale = self._scales.enter(newest)
-        passes = self._up(header, values)
+        passes = self._forward(header, values)
         self._result.losses[header.g] = float(values[LOSS])
         self._result.metrics[header.g] = {
             name[len(METRIC) :]: (float(value), float(values.get(TERMS + name[len(METRIC) :], 0.0)))
@@ -150,19 +149,19 @@ class _Run:
         }
         if self._setting.loss_scale.on:
             self._result.scales[header.g] = scale
-        self._down(header, passes, self._seed(header, values) * scale, scale)
-        self._passed += 1
+        self._backward(header, passes, self._loss_gradient(header, values) * scale, scale)
+        self._done += 1
         self._rows += header.rows
-        share = self._rows / header.batch_rows - self._lacking
-        self._begun[self._passed] = dict(self._gradients), self._total_count or share or 1.0
+        weight = self._rows / header.batch_rows - self._missing_weight
+        self._begun[self._done] = dict(self._gradients), self._total_count or weight or 1.0
         if header.ends_batch:
             self._update(header.batch, newest)
-            self._begun[self._passed] = {}, 1.0
-        self._begun.pop(self._passed - len(self._stages), None)
+            self._begun[self._done] = {}, 1.0
+        self._begun.pop(self._done - len(self._stages), None)
         self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
 
     def result(self) -> ReferenceResult:
-        """What came of it."""
+        """Return the results, with the state at the end."""
         self._result.parameters = self._trainer.parameters()
         self._result.optimizer_state = self._trainer.state()
         for name, average in self._averages.items():
@@ -172,27 +171,27 @@ class _Run:
         return self._result
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter that a stage trains, as it stands."""
+        """Return every parameter that a stage trains, with its current weights."""
         owned = {name for stage in self._stages for name in stage.parameters}
         return [(name, weight) for name, weight in self._trainer.trained() if name in owned]
 
     def _version(self, stage: int) -> int:
-        """U: the updates that the stage had done, lag micro-batches behind, when it ran this forward."""
+        """Return U, the updates that the stage had done before this forward, which runs ``lag`` micro-batches ahead."""
         if self._flushes:
             return self._trainer.live
         lag = len(self._stages) - 1 - stage
-        done = max(0, self._passed - lag)
-        return self._start + sum(1 for end in self._batch_ends if end <= done)
+        backwards = max(0, self._done - lag)
+        return self._start + sum(1 for end in self._batch_ends if end <= backwards)
 
     def _forward_weights(self, header: MicroBatch, stage: int) -> Tensors:
         newest = self._version(stage)
         if not self._setting.rule.predicts:
-            return self._weights(stage, self._stated(header, stage, newest))
-        s = self._ahead(header, stage, newest, len(self._stages) - 1 - stage)
-        return self._foreseen(stage, newest, s)
+            return self._weights(stage, self._version_read(header, stage, newest))
+        s = self._distance(header, stage, newest, len(self._stages) - 1 - stage)
+        return self._predicted_weights(stage, newest, s)
 
-    def _stated(self, header: MicroBatch, stage: int, newest: int) -> int:
-        """The version that the rule names, or the newest where a short batch has left that one unfinished."""
+    def _version_read(self, header: MicroBatch, stage: int, newest: int) -> int:
+        """Return the version that the rule states, or the newest if the stage does not have it yet (short batches)."""
         rule = self._setting.rule
         if rule.versions == "entry":
             return self._version(0)
@@ -201,14 +200,14 @@ class _Run:
         return min(newest, max(self._start, header.batch - 1))
 
     def _backward_weights(self, header: MicroBatch, stage: int) -> Tensors:
-        """Those of a backward that does not read its forward's."""
+        """Return the weights of a backward that does not read those of its forward."""
         live = self._trainer.live
         if self._setting.rule.backward_reads(self._setting.mode) == "live":
             return self._weights(stage, live)
-        return self._foreseen(stage, live, self._ahead(header, stage, live, 0))
+        return self._predicted_weights(stage, live, self._distance(header, stage, live, 0))
 
-    def _ahead(self, header: MicroBatch, stage: int, version: int, lag: int) -> int:
-        """Updates between a version and the moment whose weights are predicted."""
+    def _distance(self, header: MicroBatch, stage: int, version: int, lag: int) -> int:
+        """Return the number of updates between a version and the moment for which weights are predicted."""
         rule, predictor = self._setting.rule, self._setting.predictor
         if rule.target == "next":
             return 1
@@ -218,18 +217,18 @@ class _Run:
             return s
         if predictor == "paper":
             return s + stage // 2
-        # by stage 0's backward this stage has seen stage // 2 further micro-batches, and g's own update is not counted
+        # until stage 0's backward this stage runs the backwards of stage // 2 further micro-batches
         return s + sum(1 for n in range(1, stage // 2 + 1) if (header.index + n) % header.count == 0)
 
-    def _foreseen(self, stage: int, version: int, s: int) -> Tensors:
+    def _predicted_weights(self, stage: int, version: int, s: int) -> Tensors:
         weights = self._weights(stage, version)
-        begun = self._seen(stage) if self._setting.predictor == "partial" else {}
+        begun = self._partial_gradients(stage) if self._setting.predictor == "partial" else {}
         return {name: self._predicted(name, weight, version, s, begun.get(name)) for name, weight in weights.items()}
 
-    def _seen(self, stage: int) -> Tensors:
-        """Mean gradients of the unfinished batch, over what the stage had summed when it ran the forward."""
-        sums, over = self._begun.get(self._passed - (len(self._stages) - 1 - stage), ({}, 1.0))
-        means = {n: torch.div(sums[n], over) for n in self._stages[stage].parameters if n in sums}
+    def _partial_gradients(self, stage: int) -> Tensors:
+        """Return mean gradients of the unfinished batch, as far as the stage had summed them before this forward."""
+        sums, divisor = self._begun.get(self._done - (len(self._stages) - 1 - stage), ({}, 1.0))
+        means = {n: torch.div(sums[n], divisor) for n in self._stages[stage].parameters if n in sums}
         if self._setting.loss_scale.on and not math.isfinite(norm_of(means.values())):
             return {}
         return self._clipped(means)
@@ -238,7 +237,7 @@ class _Run:
         self, name: str, weight: torch.Tensor, version: int, s: int, begun: torch.Tensor | None
     ) -> torch.Tensor:
         past = self._trainer.versions[version].pasts.get(name)
-        if past is None:  # a parameter that the optimizer does not hold
+        if past is None:  # a parameter that the optimizer does not have
             return weight
         if begun is not None:
             past = replace(past, begun=begun)
@@ -249,8 +248,8 @@ class _Run:
         weights = self._trainer.versions[version].weights
         return {name: weights[name] for name in self._stages[stage].parameters}
 
-    def _up(self, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
-        """All forwards; ``values`` gains what they make."""
+    def _forward(self, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
+        """Run the forwards of all stages and add their outputs to ``values``."""
         passes = []
         for k, stage in enumerate(self._stages):
             read = self._forward_weights(header, k)
@@ -264,13 +263,13 @@ class _Run:
             passes.append((read, tape))
         return passes
 
-    def _seed(self, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
-        """The loss's own gradient: its weight in the batch's mean, or 1 where the update divides by the count."""
+    def _loss_gradient(self, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
+        """Return the gradient of the loss: its weight in the batch's mean, or 1 if the update divides by the count."""
         loss = values[LOSS]
-        if LABELS in values and header.count > 1:  # weighed by labels; the update divides by what is there of all
-            full = float(values[LABELS]) / (header.rows * self._setting.labels_per_row)
-            self._lacking += (lacking := header.weight * (1.0 - full))
-            return torch.full_like(loss, header.weight - lacking)
+        if LABELS in values and header.count > 1:  # weighted by labels; the update divides by the sum of the weights
+            present = float(values[LABELS]) / (header.rows * self._setting.labels_per_row)
+            self._missing_weight += (missing := header.weight * (1.0 - present))
+            return torch.full_like(loss, header.weight - missing)
         if COUNT not in values:
             return torch.full_like(loss, header.weight)
         count = float(values[COUNT])
@@ -278,17 +277,17 @@ class _Run:
         self._total_count = count if self._total_count is None else self._total_count + count
         return torch.ones_like(loss)
 
-    def _down(self, header: MicroBatch, passes: list[Pass], seed: torch.Tensor, scale: float) -> None:
-        """All backwards; each value's gradient returns along the chain of its readers, so none is summed here."""
-        gradients: Tensors = {LOSS: seed}
+    def _backward(self, header: MicroBatch, passes: list[Pass], loss_gradient: torch.Tensor, scale: float) -> None:
+        """Run the backwards of all stages; gradients follow the chain of a value's readers, so none is summed here."""
+        gradients: Tensors = {LOSS: loss_gradient}
         for k in reversed(range(len(self._stages))):
             functions = self._stages[k].functions
             device = self._stages[k].device
-            entering = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
+            grad_outputs = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
             read, tape = passes[k]
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
                 read = self._backward_weights(header, k)
-            of_inputs, of_parameters = functions.backward(tape, entering, read)
+            of_inputs, of_parameters = functions.backward(tape, grad_outputs, read)
             if self._setting.loss_scale.on:
                 of_parameters = {name: gradient / scale for name, gradient in of_parameters.items()}
             self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
@@ -299,23 +298,23 @@ class _Run:
                 f"the reference's backward of micro-batch {header.g}",
                 got=f"gradients of {', '.join(gradients)} that no stage took",
                 expected="every gradient to be that of an output of an earlier stage",
-                remedy="Report it: the stages' inputs and outputs do not match.",
+                remedy="Report this as a bug: the stages' inputs and outputs do not match.",
             )
 
     def _accumulate(self, gradients: Tensors) -> None:
         for name, gradient in gradients.items():
-            held = self._gradients.get(name)
-            self._gradients[name] = gradient if held is None else held + gradient
+            total = self._gradients.get(name)
+            self._gradients[name] = gradient if total is None else total + gradient
 
     def _update(self, batch: int, newest: int) -> None:
-        total = 1.0 - self._lacking if self._lacking else self._total_count
-        lengths = self._lengths(total)
-        whole = self._norms[batch] = whole_norm(lengths)
+        divisor = 1.0 - self._missing_weight if self._missing_weight else self._total_count
+        stage_norms = self._stage_norms(divisor)
+        whole = self._norms[batch] = whole_norm(stage_norms)
         if self._setting.loss_scale.on:
             self._scales.end(batch, math.isfinite(whole))
-            self._skip(batch, lengths)
-        # a batch whose losses have summed nothing has zero gradients, which no count divides
-        gradients = {n: torch.div(g, total) for n, g in self._gradients.items()} if total else self._gradients
+            self._skip(batch, stage_norms)
+        # if the losses of the batch summed no terms, the count is 0 and so are the gradients
+        gradients = {n: torch.div(g, divisor) for n, g in self._gradients.items()} if divisor else self._gradients
         bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
         clipped = self._clipped(gradients) if bound_by is None else self._bounded(gradients, self._norms.get(bound_by))
         self._trainer.step(clipped)
@@ -324,14 +323,14 @@ class _Run:
             for n, weight in self._trained()
             if self._setting.ema
         }
-        self._batch_ends.append(self._passed)
+        self._batch_ends.append(self._done)
         self._gradients, self._total_count, self._rows = {}, None, 0
-        self._lacking = 0.0
+        self._missing_weight = 0.0
         for k in reversed(range(len(self._stages))):
             self._audit("update", k, batch, self._weights(k, self._trainer.live))
 
     def _clipped(self, gradients: Tensors) -> Tensors:
-        """Every stage's gradients times min(1, bound / (their norm + epsilon))."""
+        """Return every stage's gradients times min(1, bound / (their norm + epsilon)) if the plan clips by stage."""
         clip = self._setting.clip
         if clip.by != "stage":
             return gradients
@@ -344,24 +343,24 @@ class _Run:
                 result |= {name: gradient * factor for name, gradient in own.items()}
         return result
 
-    def _lengths(self, total: float | None) -> list[float]:
-        """The norm of every stage's gradients, where anybody asks for one."""
+    def _stage_norms(self, divisor: float | None) -> list[float]:
+        """Return the norm of every stage's gradients, if clipping or the loss scale needs it."""
         if not (self._setting.clip.whole or self._setting.loss_scale.on):
             return []
         norms = [norm_of(self._gradients[n] for n in s.parameters if n in self._gradients) for s in self._stages]
-        return [norm / total for norm in norms] if total else norms
+        return [norm / divisor for norm in norms] if divisor else norms
 
-    def _skip(self, batch: int, lengths: list[float]) -> None:
-        """Of a batch whose gradients are not all finite: all of them if the rule flushes, else those stages' own."""
-        skipped = [not math.isfinite(length) for length in lengths]
-        if any(skipped):
+    def _skip(self, batch: int, stage_norms: list[float]) -> None:
+        """Discard gradients of stages where they are not finite; of all stages if the rule flushes."""
+        infinite = [not math.isfinite(norm) for norm in stage_norms]
+        if any(infinite):
             self._norms[batch] = self._norms.get(batch - 1)
-        for stage, its in zip(self._stages, skipped, strict=True):
-            if its or (self._flushes and any(skipped)):
+        for stage, skipped in zip(self._stages, infinite, strict=True):
+            if skipped or (self._flushes and any(infinite)):
                 self._gradients = {n: g for n, g in self._gradients.items() if n not in stage.parameters}
 
     def _bounded(self, gradients: Tensors, norm: float | None) -> Tensors:
-        """Every gradient times min(1, bound / (norm + epsilon)), if a norm is known."""
+        """Return every gradient times min(1, bound / (norm + epsilon)), if a norm is known."""
         if norm is None or self._setting.clip.norm / (norm + EPSILON) > 1.0:
             return gradients
         return {name: gradient * (self._setting.clip.norm / (norm + EPSILON)) for name, gradient in gradients.items()}
@@ -372,5 +371,5 @@ class _Run:
                 f"micro-batch {header.g} of the reference's stream",
                 got=f"batch {header.batch}",
                 expected=f"batch {self._trainer.live}, the number of updates done",
-                remedy="Report it: batches must be numbered on, and each must end.",
+                remedy="Report this as a bug: batches must be numbered consecutively, and each must end.",
             )

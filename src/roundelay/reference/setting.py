@@ -1,7 +1,7 @@
-"""What a reference run is given and what it gives back.
+"""Inputs and results of a reference run.
 
-The reference knows stages only by this narrow protocol, so that the segment functions can be handed to it and nothing
-else of the runtime can slip in.
+The reference uses stages only through the narrow protocol :class:`StageFunctions`, so that it depends on the segment
+functions and on nothing else of the runtime.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageFunctions(Protocol):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that forward returns; the last stage's contain ``loss`` and, if any, ``loss.count``."""
+        """Names of the values that forward returns; on the last stage with ``loss`` and, if any, ``loss.count``."""
         ...
 
     def forward(
@@ -51,13 +51,13 @@ class StageFunctions(Protocol):
         mode: Mode,
         measure: bool = False,
     ) -> tuple[dict[str, Any], Any]:
-        """Outputs by name, and the tape; entries of ``buffers`` that change are replaced, never written."""
+        """Return outputs by name, and the tape; entries of ``buffers`` that change are replaced, not modified."""
         ...
 
     def backward(
         self, tape: Any, grad_outputs: Mapping[str, torch.Tensor | None], params: Mapping[str, torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
-        """Gradients of inputs and of parameters by name; a name without gradient is missing."""
+        """Return the gradients of inputs and of parameters by name; a name without a gradient is missing."""
         ...
 
 
@@ -69,7 +69,7 @@ class ReferenceStage:
         functions: its forward and backward.
         parameters: names of the parameters that it owns.
         buffers: names of the buffers that it reads or changes.
-        device: where it computes, as the plan says: the same operation has other bits elsewhere.
+        device: the device of its worker in the plan; the same operation has different bits on another kind of device.
     """
 
     functions: StageFunctions
@@ -80,20 +80,19 @@ class ReferenceStage:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a run updates.
+    """How a reference run updates.
 
     Args:
         rule: which weights forward and backward read.
-        predictor: ``improved``, ``paper``, ``released-code`` or ``partial``; not read where the rule does not predict.
+        predictor: ``improved``, ``paper``, ``released-code`` or ``partial``; ignored if the rule does not predict.
         mode: backward mode.
-        clip: which gradients are clipped.
-        loss_scale: by what losses are multiplied before the backward.
-        numbers: what evaluations have said, for a scheduler that waits for it.
+        clip: how gradients are clipped.
+        loss_scale: how losses are scaled.
+        numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
         ema: decay of the weights' exponential moving average; 0 for none.
-        ema_at: the averages by parameter name where the run starts; None: they begin with the weights.
-        labels_per_row: of the sample, where the loss is a mean over labels; else 0.
-        loss_scale_at: of a dynamic one, the scale and the finite batches in a row behind it, where the run starts; None
-            at the first.
+        ema_at: the averages by parameter name at the start of the run; None to start from the weights.
+        labels_per_row: labels per row of the sample, where the loss is a mean over labels; else 0.
+        loss_scale_at: a dynamic scale and its finite batches in a row at the start of a resumed run; else None.
     """
 
     rule: UpdateRule
@@ -110,14 +109,14 @@ class Setting:
 
 @dataclass(slots=True)
 class ReferenceResult:
-    """What came of a run.
+    """The results of a reference run.
 
     Args:
-        losses: by g, as the loss returned it: the micro-batch's mean, or its sum.
+        losses: by g, as the loss function returned it: the micro-batch's mean, or its sum.
         counts: by g; empty unless the loss returns (sum, count).
-        metrics: by g: name to (value, terms summed in it or 0) of what the loss returns beside the loss.
-        scales: by g: what the loss was multiplied by; empty where losses are not scaled.
-        loss_scale: a dynamic one at the end, as ``Setting.loss_scale_at`` is at the start; None if it does not change.
+        metrics: by g: name to (value, number of terms summed in it or 0), as the loss function returned them.
+        scales: by g: the loss scale; empty if losses are not scaled.
+        loss_scale: a dynamic scale at the end, in the form of ``Setting.loss_scale_at``; None if it is constant.
         parameters: every parameter of the model by name, at the end.
         buffers: every buffer by name, at the end.
         optimizer_state: by parameter name; a parameter that was never updated is missing.

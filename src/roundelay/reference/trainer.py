@@ -1,6 +1,6 @@
-"""One optimizer over the whole model, and every version of weights and state that is still needed.
+"""One optimizer over the whole model, and every version of weights and optimizer state that is still needed.
 
-Unlike the runtime, which has an optimizer per stage: that the two agree is part of what a comparison shows.
+The runtime has one optimizer per stage instead; comparing the two also shows that this makes no difference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from roundelay.reference.setting import Named, OptimizerFactory, SchedulerFactor
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the optimizer is made.
+    """How to create the optimizer.
 
     Args:
-        optimizer: named parameters to an optimizer over all of them.
-        scheduler: optimizer to a scheduler, stepped after every update; None for constant rates.
-        start: puts the state at the run's first version into an optimizer; None at a fresh start.
+        optimizer: creates an optimizer over named parameters.
+        scheduler: creates a scheduler for an optimizer, stepped after every update; None for constant rates.
+        start: loads the state at the run's first version into an optimizer; None for a new run.
         version: number of updates done before the run.
-        numbers: what evaluations have said, for a scheduler that waits for it; its rate then stays.
+        numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``; its rate is constant during a run.
     """
 
     optimizer: OptimizerFactory
@@ -37,8 +37,8 @@ class Recipe:
     version: int
     numbers: tuple[float, ...] = ()
 
-    def made(self, named: Named) -> tuple[Optimizer, LRScheduler | None]:
-        """Optimizer and scheduler as they stand at ``version``; a loaded state overrides the scheduler's rates."""
+    def build(self, named: Named) -> tuple[Optimizer, LRScheduler | None]:
+        """Create optimizer and scheduler as of ``version``; a loaded state overrides the scheduler's rates."""
         optimizer = self.optimizer(named)
         modes = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
         if all(map(callable, modes)):  # a schedule-free optimizer
@@ -49,16 +49,16 @@ class Recipe:
                 scheduler.step(number)
             scheduler = None
         for _ in range(self.version if scheduler is not None else 0):
-            _pass(optimizer, scheduler)
+            _step(optimizer, scheduler)
         if self.start is not None:
             self.start(optimizer)
         return optimizer, scheduler
 
 
-def _pass(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
-    """Let one update pass; without gradients it changes nothing but the scheduler's place. The rates it was made at."""
+def _step(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
+    """Step optimizer and scheduler and return the learning rates of the step; without gradients, no weight changes."""
     optimizer.step()
-    rates = [float(group["lr"]) for group in optimizer.param_groups]  # which a step of the person's own may write
+    rates = [float(group["lr"]) for group in optimizer.param_groups]  # the user's optimizer may set them in its step
     if scheduler is not None:
         scheduler.step()
     return rates
@@ -66,39 +66,39 @@ def _pass(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
 
 @final
 class Rates:
-    """The learning rate of every update, read off an optimizer and scheduler that are stepped ahead of the run."""
+    """The learning rate of every update, from a second optimizer and scheduler that are stepped ahead of the run."""
 
     def __init__(self, recipe: Recipe, named: Named) -> None:
         self._named = [(n, torch.nn.Parameter(p.detach().clone(), p.requires_grad)) for n, p in named]
-        self._optimizer, self._scheduler = recipe.made(self._named)
+        self._optimizer, self._scheduler = recipe.build(self._named)
         self._first = recipe.version
-        self._table = [self._now()]
+        self._table = [self._current()]
 
     def at(self, name: str, update: int) -> float:
-        """lr(u) of the parameter's group at update number ``update``."""
+        """Return lr(u), the learning rate of the parameter's group for update number ``update``."""
         while self._first + len(self._table) <= update:
-            with suppress(ValueError):  # a schedule of fixed length has no rate behind its end: its last one goes on
-                _pass(self._optimizer, self._scheduler)
-            self._table.append(self._now())
+            with suppress(ValueError):  # after the end of a schedule of fixed length, its last rate is kept
+                _step(self._optimizer, self._scheduler)
+            self._table.append(self._current())
         return self._table[update - self._first][name]
 
-    def _now(self) -> dict[str, float]:
+    def _current(self) -> dict[str, float]:
         return {name: float(group["lr"]) for name, group in groups_of(self._optimizer, self._named).items()}
 
 
 def groups_of(optimizer: Optimizer, named: Named) -> dict[str, dict[str, Any]]:
-    """The group of every parameter that the optimizer holds."""
+    """Return the parameter group of every parameter that the optimizer has."""
     names = {id(parameter): name for name, parameter in named}
     return {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """W[u], and what a prediction needs of S[u].
+    """W[u], and the part of S[u] that a prediction needs.
 
     Args:
         weights: every parameter of the model.
-        pasts: every parameter that the optimizer holds.
+        pasts: of every parameter that the optimizer has.
     """
 
     weights: Tensors
@@ -110,7 +110,7 @@ class Trainer:
     """Steps the optimizer and keeps the versions.
 
     Args:
-        recipe: how the optimizer is made.
+        recipe: how to create the optimizer.
         named: every parameter of the model; updated in place.
     """
 
@@ -118,7 +118,7 @@ class Trainer:
         self.live = recipe.version
         self.versions: dict[int, Version] = {}
         self._named = named
-        self._optimizer, self._scheduler = recipe.made(named)
+        self._optimizer, self._scheduler = recipe.build(named)
         self._rates = None if recipe.scheduler is None else Rates(recipe, named)
         resumed = {name for name, p in named if p.requires_grad and recipe.start is not None}
         kind = type(self._optimizer)
@@ -126,14 +126,14 @@ class Trainer:
         self.versions[self.live] = Version(self._weights(), self._snapshot(pasts))
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """W[t+1], S[t+1] = Opt(W[t], S[t], gradients, lr(t)); a parameter without gradient has none at all."""
+        """W[t+1], S[t+1] = Opt(W[t], S[t], gradients, lr(t)); ``grad`` of a parameter without gradient is None."""
         before = self.versions[self.live]
         for name, parameter in self._named:
             parameter.grad = gradients[name].clone() if name in gradients else None
-        made_at = _pass(self._optimizer, self._scheduler)
-        groups = zip(self._optimizer.param_groups, made_at, strict=True)
-        of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
-        rates = {name: of[id(parameter)] for name, parameter in self._named if id(parameter) in of}
+        group_rates = _step(self._optimizer, self._scheduler)
+        groups = zip(self._optimizer.param_groups, group_rates, strict=True)
+        rate_of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
+        rates = {name: rate_of[id(parameter)] for name, parameter in self._named if id(parameter) in rate_of}
         for _, parameter in self._named:
             parameter.grad = None
         after = self._weights()
@@ -146,7 +146,7 @@ class Trainer:
                 last_rate=rates[name],
             )
             if name in gradients
-            else past  # the optimizer passed over it: its last update is still the one before
+            else past  # the optimizer skipped it: its last update is an earlier one
             for name, past in before.pasts.items()
         }
         self.live += 1
@@ -158,29 +158,29 @@ class Trainer:
             del self.versions[version]
 
     def rate(self, name: str, version: int, i: int) -> float:
-        """r_i: the learning rate of the i-th update after ``version``."""
+        """Return r_i, the learning rate of the i-th update after ``version``."""
         if self._rates is None:
             return self.versions[version].pasts[name].number("lr")
         return self._rates.at(name, version + i - 1)
 
     def parameters(self) -> Tensors:
-        """Every parameter of the model, as it stands."""
+        """Return every parameter of the model with its current weights."""
         return {name: parameter.detach() for name, parameter in self._named}
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter that asks for gradients, as it stands."""
+        """Return every parameter that requires gradients, with its current weights."""
         return [(name, parameter.detach()) for name, parameter in self._named if parameter.requires_grad]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of every parameter that has any."""
-        found = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._named}
-        return {name: dict(state) for name, state in found.items() if state}
+        """Return the optimizer's state of every parameter that has any."""
+        states = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._named}
+        return {name: dict(state) for name, state in states.items() if state}
 
     def _weights(self) -> Tensors:
         return {name: parameter.detach().clone() for name, parameter in self._named}
 
     def _snapshot(self, pasts: dict[str, Past]) -> dict[str, Past]:
-        """``pasts`` with copies of hyperparameters and optimizer state as they stand."""
+        """Return ``pasts`` with copies of the current hyperparameters and optimizer state."""
         groups, parameters = groups_of(self._optimizer, self._named), dict(self._named)
         return {
             name: replace(

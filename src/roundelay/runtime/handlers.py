@@ -1,4 +1,4 @@
-"""Opcode to torch code: the one table that a worker executes programs with."""
+"""The handlers of instructions: one function of torch code for each opcode, in one table."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Message, Value
 
 Audit = Callable[[str, int, Mapping[str, Any]], None]
-"""Told of every forward, backward and update: kind, number, tensors by name."""
+"""Called for every forward, backward and update with kind, number, and tensors by name."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What handlers work on.
+    """The state that the handlers of one stage work on.
 
     Args:
         worker: number of the worker.
         stage: the stage's state.
-        seed: of the run.
+        seed: seed of the run.
         data: micro-batches, on the worker that reads them.
-        edges: channel to what travels on it, and in which direction.
-        inbox: unread messages by (channel, micro-batch).
-        outbox: what the last instruction made, by channel.
-        report: where to tell.
-        audit: told of everything that is computed, if somebody asked.
-        counts: terms summed by the loss, or the share that it lacks for want of labels, by micro-batch, until its
-            backward.
-        entered: values of a micro-batch that stage 0 has read and not yet passed on.
-        unaudited: gradients that the first half of a backward has made, until the audit is told of the whole.
-        norms: on stage 0, norms of the whole model's gradient and loss scales, where the plan needs them; else None.
+        edges: the edge of every channel, and the channel itself.
+        report: called with reports to the launcher.
+        audit: called with everything that is computed; None for no audit.
+        norms: on stage 0, norms of the whole model's gradient and loss scales, if the plan needs them; else None.
         scaled: whether losses are scaled.
         awaits_norm: whether updates wait for the norm of their own batch.
-        finite: whether the gradients of the batch that is updated next are finite: the stage's own, or those of all
-            stages where updates wait for the norm.
-        skipped: updates skipped because they were not.
+        finite: whether the gradients for the next update are finite: the stage's own, or, if updates wait for the norm,
+            those of all stages.
+        skipped: number of updates skipped because the gradients were not finite.
+        inbox: unread messages by (channel, micro-batch).
+        outbox: messages of the last instruction, by channel.
+        entered: values of micro-batches that stage 0 has read and not yet forwarded.
+        unaudited: gradients from the first half of a backward, by micro-batch, until its second half is audited too.
+        losses: losses on the last stage, by micro-batch, until their backward.
+        counts: by micro-batch, until its backward: terms summed by the loss, or the weight that ignored labels take
+            from it.
     """
 
     worker: int
@@ -83,14 +84,14 @@ Handler = Callable[[Context, Run], MicroBatch | None]
 
 
 def do_read(context: Context, run: Run) -> MicroBatch | None:
-    """Read the next micro-batch of the data."""
+    """Read the next micro-batch."""
     header, values = next(context.data)
     context.entered[header.g] = dict(values)
     return header if context.norms is None else context.norms.attach(header)
 
 
 def do_forward(context: Context, run: Run) -> MicroBatch | None:
-    """Forward of one micro-batch, and what it sends on."""
+    """Run the forward of a micro-batch and send its outputs."""
     header = _header(run)
     values = context.entered.pop(run.g, None) or {}
     for channel, _ in run.takes:
@@ -102,15 +103,15 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
     for channel, _ in run.gives:
-        given = [_value(values[name]) for name in context.edges[channel][1].values]
-        context.outbox[channel] = Message(channel, header.numbers(), tuple(given))
+        sent = [_value(values[name]) for name in context.edges[channel][1].values]
+        context.outbox[channel] = Message(channel, header.numbers(), tuple(sent))
     if LOSS in outputs:
-        _tell_loss(context, run, outputs)
+        _report_loss(context, run, outputs)
     return None
 
 
 def do_backward(context: Context, run: Run) -> MicroBatch | None:
-    """Backward of one micro-batch, and the gradients that it sends back."""
+    """Run the backward of a micro-batch, or its first half, and send the gradients of its inputs."""
     header = _header(run)
     grads: dict[str, torch.Tensor | None] = {}
     for channel, _ in run.takes:
@@ -125,11 +126,11 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
     count = context.counts.pop(run.g, 0.0)
     context.stage.gradients.count(count)
     if context.audit is not None:
-        made = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
+        gradients = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
         if context.stage.halved:
-            context.unaudited[run.g] = made
+            context.unaudited[run.g] = gradients
         else:
-            context.audit("backward", run.g, made)
+            context.audit("backward", run.g, gradients)
     for channel, _ in run.gives:
         values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
@@ -137,7 +138,7 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
-    """Second half of one micro-batch's backward."""
+    """Run the second half of a micro-batch's backward."""
     of_parameters = context.stage.weight_half(run.g, _header(run).loss_scale)
     if context.audit is not None:
         context.audit("backward", run.g, {**context.unaudited.pop(run.g), **of_parameters})
@@ -160,7 +161,7 @@ def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_update(context: Context, run: Run) -> MicroBatch | None:
-    """One optimizer step; at an epoch's end, at the run's, and where a checkpoint is due, the stage hands over."""
+    """Run one optimizer step; report the stage's state at the end of an epoch or the run, and for a checkpoint."""
     header = _header(run)
     norm = _clipping_norm(context, run, header)
     if context.scaled and not context.finite:
@@ -170,7 +171,7 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
     if header.ends_epoch or header.final or header.saved:
-        _hand_over(context, header)
+        _report_state(context, header)
     return None
 
 
@@ -197,13 +198,13 @@ def _report_skipped(context: Context, scaler: LossScaler | None, header: MicroBa
 
 
 def _clipping_norm(context: Context, run: Run, header: MicroBatch) -> float | None:
-    """The norm by which this update is clipped, if it is clipped by the norm of the whole model's gradient."""
+    """Return the norm of the whole model's gradient by which this update is clipped; None if it is not."""
     whole = _whole_norm(context, run, header) if context.awaits_norm else None
     return {"previous": header.grad_norm, "global": whole}.get(context.stage.clip.by)
 
 
 def _whole_norm(context: Context, run: Run, header: MicroBatch) -> float:
-    """The norm of the whole model's gradient of this update's own batch, which stage 0 sends to the others."""
+    """Return the norm of the whole model's gradient of this update's batch, which stage 0 sends to the others."""
     norm: Any = 0.0 if context.norms is None else context.norms.whole
     for channel, _ in run.takes:
         norm = context.inbox.pop((channel, run.g)).values[0]
@@ -217,7 +218,7 @@ def _value(value: Any) -> Value:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _tell_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
+def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
     header, loss = _header(run), float(outputs[LOSS])
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
     if not math.isfinite(loss):
@@ -232,33 +233,33 @@ def _tell_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
     context.losses[header.g] = outputs[LOSS]
     lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
     context.counts[header.g] = count or lacking
-    told: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    data: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
     if lacking:
-        told["lacking"] = lacking
+        data["lacking"] = lacking
     if context.scaled:
-        told["scale"] = header.loss_scale
+        data["scale"] = header.loss_scale
     if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
-        told["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
-    context.report(Report("loss", context.worker, told))
+        data["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
+    context.report(Report("loss", context.worker, data))
 
 
 def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:
-    """What to do about a loss that is no number, after so many updates."""
-    found = "Lower the learning rate, or look at this batch."
+    """Return the remedy for a loss that is not finite after this number of updates."""
+    remedy = "Lower the learning rate, or look at this batch."
     if not updates:
-        found = (
-            "No update was made before it, so that it comes of the data or of the model as it begins: look for "
-            "numbers in this batch that are not finite, and for a log, a root or a division by 0 in model and loss."
+        remedy = (
+            "No update was made before it, so the cause is in the data or in the initial model: look for numbers in "
+            "this batch that are not finite, and for a log, a root or a division by 0 in model and loss."
         )
     if header.count > 1 and math.isnan(loss):
-        found += (
-            f" This is one of {header.count} micro-batches of a batch: a mean over what it has none of is 0/0; let the "
-            "loss return (sum, count), or give --micro-batches 1."
+        remedy += (
+            f" This is one of {header.count} micro-batches of a batch: a mean over no elements is 0/0; let the loss "
+            "return (sum, count), or give --micro-batches 1."
         )
-    return found
+    return remedy
 
 
-def _hand_over(context: Context, header: MicroBatch) -> None:
+def _report_state(context: Context, header: MicroBatch) -> None:
     weights, state, buffers = context.stage.state(header.batch + 1)
     tensors = {f"parameter {n}": w for n, w in weights.items()} | {f"buffer {n}": b for n, b in buffers.items()}
     numbers: dict[str, dict[str, Any]] = {}
@@ -268,13 +269,13 @@ def _hand_over(context: Context, header: MicroBatch) -> None:
                 tensors[f"state {name}\n{key}"] = value
             else:
                 numbers.setdefault(name, {})[key] = value
-    told = {"header": header.numbers(), "stage": context.number}
-    data = {**told, "numbers": numbers, "tapes": context.stage.tape_bytes()}
+    place = {"header": header.numbers(), "stage": context.number}
+    data = {**place, "numbers": numbers, "tapes": context.stage.tape_bytes()}
     if context.norms is not None and context.norms.scaler is not None and context.norms.scaler.state is not None:
         data["scale"] = context.norms.scaler.state
     if header.saved:
         flight = context.stage.flight(header.batch + 1)
         flight = flight if context.norms is None else context.norms.in_flight(flight)
-        data["flight"], flying = encode(flight, "flight ")
-        tensors |= flying
+        data["flight"], in_flight = encode(flight, "flight ")
+        tensors |= in_flight
     context.report(Report("state", context.worker, data, tensors))

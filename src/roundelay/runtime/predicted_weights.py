@@ -1,4 +1,4 @@
-"""Predicted weights of one stage, and what it remembers of its last update in order to make them."""
+"""Predicted weights of one stage, and the record of its last update that predictions read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tensors = dict[str, torch.Tensor]
 
 @final
 class PredictedWeights:
-    """What the plan's predictor says, each thing said once.
+    """Computes and caches the predicted weights of a stage.
 
     Args:
-        setting: the predictor's name.
-        optimizer: the stage's.
-        parameters: the stage's, by name.
+        setting: name of the predictor.
+        optimizer: the stage's optimizer.
+        parameters: the stage's parameters, by name.
         rates: learning rates of coming updates.
-        gradients: of the batch that is under way.
-        last: every parameter's last update, where the run goes on.
+        gradients: gradients of the current batch.
+        last: every parameter's last update, if the run is resumed.
     """
 
     def __init__(
@@ -41,40 +41,40 @@ class PredictedWeights:
         self._setting, self._optimizer, self._parameters = setting, optimizer, parameters
         self._rates, self._gradients = rates, gradients
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._made: dict[str, tuple[tuple[int, int, int], Tensors]] = {}  # by opcode: what was asked, and the answer
+        self._cached: dict[str, tuple[tuple[int, int, int], Tensors]] = {}  # opcode to (key, weights)
         self.last = dict(last)
         """Every parameter's last update, as far as a prediction reads it."""
 
     def weights(self, opcode: str, version: int, distance: int) -> Tensors:
-        """The stage's weights ``distance`` updates ahead.
+        """Return the stage's weights predicted ``distance`` updates ahead.
 
-        They are kept until the update; by ``partial``, until there is more to predict them from.
+        They are cached until the update; with ``partial``, until the next backward.
 
         Args:
-            opcode: whoever asks; forward and backward may ask in turns.
+            opcode: ``forward`` or ``backward``; each has one cached prediction, as they may alternate.
             version: updates made.
-            distance: updates ahead, at least 1.
+            distance: updates to predict ahead, at least 1.
         """
-        seen = self._gradients.rows if self._setting == "partial" else 0
-        asked = version, distance, seen
-        if opcode not in self._made or self._made[opcode][0] != asked:
-            self._made.pop(opcode, None)  # before the new one is made: both would be a version more
-            other = [made for key, made in self._made.values() if key == asked]  # the other pass's
-            self._made[opcode] = asked, other[0] if other else self._predict(version, distance)
-        return self._made[opcode][1]
+        rows = self._gradients.rows if self._setting == "partial" else 0
+        key = version, distance, rows
+        if opcode not in self._cached or self._cached[opcode][0] != key:
+            self._cached.pop(opcode, None)  # first, so that old and new are not held at one time
+            equal = [weights for other, weights in self._cached.values() if other == key]  # of the other opcode
+            self._cached[opcode] = key, equal[0] if equal else self._predict(version, distance)
+        return self._cached[opcode][1]
 
     def clear(self) -> None:
-        """An update has been made."""
-        self._made = {}
+        """Drop cached predictions, after an update."""
+        self._cached = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the optimizer steps: what later predictions need to know of the step is kept."""
+        """Record what later predictions read of the optimizer step inside this context."""
         if self._setting == NO_PREDICTOR:
             yield
             return
         groups = [(group, p) for _, group, p in groups_of(self._optimizer)]
-        before, consumed = {}, {}  # copies: the step may write into either
+        before, consumed = {}, {}  # copies: the step may modify either in place
         for group, p in groups:
             if needs_displacement(self._optimizer, group, self._setting):
                 before[id(p)] = p.detach().clone()
@@ -103,7 +103,7 @@ class PredictedWeights:
                     outlook=Outlook(
                         self._rates.rates(index, version, distance)
                         if self._rates.scheduled
-                        else (float(group["lr"]),) * distance  # which the optimizer's own step may have written
+                        else (float(group["lr"]),) * distance  # the optimizer's own step may have set it
                     ),
                     last=self.last.get(name),
                     begun=begun.get(name),

@@ -1,4 +1,4 @@
-"""The state of one stage while it trains: weights, optimizer, tapes, gradients. One object, one thread."""
+"""The state of one stage during training: weights, optimizer, tapes, gradients. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from roundelay.weight_prediction import LastStep
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Where a stage starts: the model's own tensors, or a checkpoint's.
+    """The state from which stages start: of the model itself, or of a checkpoint.
 
     Args:
         parameters: by name.
         buffers: by name.
-        optimizer: state by parameter name, and what belongs to the whole optimizer; empty at a cold start.
+        optimizer: optimizer state by parameter name, and that of the optimizer as a whole; empty for a new run.
         updates: updates made before.
-        flight: what every stage had in flight, if the run goes on in mid-flight.
-        loss_scale: a dynamic loss scale, and the finite batches in a row behind it; None at a cold start.
-        numbers: what evaluations have said, for a learning rate that waits for it.
+        flight: what every stage had in flight; None if the stages start empty.
+        loss_scale: a dynamic loss scale, and the finite batches in a row so far; None for a new run.
+        numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -65,20 +65,20 @@ class Initial:
     numbers: tuple[float, ...] = ()
 
     def flight_of(self, stage: int) -> StageInFlight | None:
-        """What one stage had in flight."""
+        """Return what one stage had in flight."""
         return None if self.flight is None else self.flight[stage]
 
 
 class Stage:
-    """One stage.
+    """The state of one stage, and the passes and updates that change it.
 
     Args:
         captured: the model.
-        spec: which part of it.
-        job: optimizer and scheduler.
-        plan: its rule, its predictor and its clipping.
-        initial: where it starts, on the CPU; copied.
-        place: where it computes, and keeps all that is its own.
+        spec: the stage as data.
+        job: has the optimizer and scheduler.
+        plan: has the rule, the predictor and the clipping.
+        initial: the state to start from, on the CPU; copied.
+        place: the device where it computes and keeps its tensors.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class Stage:
         self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
-                self.optimizer.step()  # no gradient is there yet: only the schedule moves
+                self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
             self.scheduler.step()  # type: ignore[union-attr]
         self._kept_state.restore(self.parameters, initial.optimizer)
         self._averages = WeightAverages(plan.ema, self.parameters, initial.optimizer)
         self.tapes: dict[int, StageTape] = {}
-        #: what backwards have left for :meth:`weight_half`, by micro-batch
+        #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
         self.debts: dict[int, Debt] = {}
-        #: weights that the next forward reads whatever the rule says; set only to break a run on purpose
+        #: weights that the next forward reads in place of the rule's; set only to tamper with a run
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
-        #: of the batch that is under way
+        #: gradients of the current batch
         self.gradients = Gradients(
             spec.parameters,
             self.clip,
@@ -137,18 +137,18 @@ class Stage:
         self.in_flight = ResumeState(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
-        #: the weights that the last forward has read, and as what it has read them; until the next update
+        #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], Sequence[Leaves]] | None = None
         self._known_state = False
         self._tape_bytes: dict[tuple[Any, ...], int] = {}
         self._owed_bytes = 0
 
     def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: RngKey) -> dict[str, Any]:
-        """Forward of one micro-batch; its tape waits for :meth:`backward`.
+        """Run the forward of one micro-batch, keep its tape for :meth:`backward`, and return its outputs by name.
 
         Args:
-            run: the instruction: which version it reads, how far it predicts, what its backward will read.
-            header: of the micro-batch.
+            run: the instruction, with the version that it reads and the distance of the prediction.
+            header: header of the micro-batch.
             inputs: the stage's inputs by name.
             draw: key of the random numbers.
         """
@@ -171,15 +171,15 @@ class Stage:
     def backward(
         self, run: Run, grads: Mapping[str, torch.Tensor | None], scale: float = 1.0
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Backward of one micro-batch, or its first half; its gradients are added to the batch's.
+        """Run the backward of one micro-batch, or its first half, and add its gradients to the batch's.
 
         Args:
             run: the instruction.
-            grads: of the stage's outputs, by name.
-            scale: of the micro-batch's loss, by which its parameters' gradients are divided.
+            grads: gradients of the stage's outputs, by name.
+            scale: loss scale of the micro-batch, by which its parameters' gradients are divided.
 
         Returns:
-            Gradients of the stage's inputs, scaled, and of its parameters, by name.
+            Gradients of the stage's inputs, still scaled, and of its parameters, by name.
         """
         tape = self.tapes.pop(run.g)
         of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
@@ -193,11 +193,11 @@ class Stage:
         return of_inputs, of_parameters
 
     def weight_half(self, g: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-        """Second half of a backward: the gradients that the first has left out, added to the batch's; by name.
+        """Run the second half of a backward, add its gradients of parameters to the batch's, and return them by name.
 
         Args:
             g: micro-batch.
-            scale: of its loss, by which they are divided.
+            scale: its loss scale, by which they are divided.
         """
         of_parameters = _unscaled(self.function.backward_weights(self.debts.pop(g)), scale)
         self.gradients.add(of_parameters)
@@ -206,50 +206,54 @@ class Stage:
     def seed(
         self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0, lacking: float = 0.0
     ) -> dict[str, torch.Tensor | None]:
-        """What the last stage's backward begins with: the micro-batch's share of the batch's mean, scaled.
+        """Return the gradient of the loss: the micro-batch's weight in the batch's mean, times the loss scale.
 
         Args:
-            header: of the micro-batch.
+            header: header of the micro-batch.
             loss: its loss.
-            scale: what it is multiplied by.
-            lacking: the part of its share that its missing labels would have, as :meth:`lacking` says.
+            scale: its loss scale.
+            lacking: the part of its weight that its ignored labels would have; see :meth:`lacking`.
         """
         return {
             LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight - lacking))
         }
 
     def lacking(self, header: MicroBatch, labels: float) -> float:
-        """What labels that a micro-batch leaves out, of as many as the sample's rows have, take from its share.
+        """Return the part of a micro-batch's weight in the batch's mean that its ignored labels would have.
 
-        The batch's shares are then divided by what is left of 1. A batch in one piece lacks nothing: its own mean is
-        the loss.
+        The update divides by the sum of the remaining weights. With one micro-batch per batch it is 0, as the loss is
+        the batch's mean already.
+
+        Args:
+            header: header of the micro-batch.
+            labels: number of its labels that the loss counts; NaN if the loss is not a mean over labels.
 
         Raises:
-            JobError: the loss is no mean over labels this time.
+            JobError: the loss is not a mean over labels for this batch.
         """
         if header.count == 1:
             return 0.0
         if math.isnan(labels):
             raise JobError(
                 "the loss",
-                got="another value than the mean of a cross entropy, which it returned on the first batch",
-                expected="one kind of loss for every batch, by which its micro-batches can be weighed",
-                remedy="Compute the loss alike for every batch, or give --micro-batches 1.",
+                got="a value other than the mean of a cross entropy, which it returned on the first batch",
+                expected="the same kind of loss for every batch, so that its micro-batches can be weighted",
+                remedy="Compute the loss in the same way for every batch, or give --micro-batches 1.",
             )
         return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
 
     def update(self, version: int, norm: float | None = None) -> None:
-        """One optimizer step with the batch's gradients, the one after ``version`` others.
+        """Run one optimizer step with the batch's gradients.
+
+        Weights that a tape holds or a later forward will read are not modified: the step then works on a copy, and the
+        old tensors live as long as they are referenced.
 
         Args:
             version: updates made before.
             norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
 
         Raises:
-            JobError: the person's program has changed a learning rate or another option by hand.
-
-        Weights that a tape still holds, or a later forward will read, are left as they are: the step then works on a
-        copy, and the old tensors live exactly as long as somebody needs them.
+            JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         for name, gradient in self.gradients.whole(norm).items():
             self.parameters[name].grad = gradient
@@ -262,7 +266,7 @@ class Stage:
         self._rates.check()
         with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
-        if not self._known_state:  # not only when the first checkpoint is due
+        if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
             self._kept_state.entries(self.parameters, copied=False)
             self._known_state = True
         self._averages.update()
@@ -275,13 +279,13 @@ class Stage:
         self._predictions.clear()
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Leaves]:
-        """The weights as the next forward reads them: made once for all that read these before the next update."""
+        """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
         if self._leaves is None or self._leaves[0] is not weights:
             self._leaves = weights, self.function.leaves(weights)
         return self._leaves[1]
 
     def _held(self) -> set[int]:
-        """Addresses of weights that somebody will read again; a prediction's are copies already."""
+        """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
         stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
         kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
         return (
@@ -291,16 +295,16 @@ class Stage:
         )
 
     def _forget(self) -> None:
-        """Let versions go that no later forward reads."""
+        """Drop versions that no later forward reads."""
         if self._kept:
             self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
 
     def live(self) -> Mapping[str, torch.Tensor]:
-        """The newest weights; to be read only."""
+        """Return the newest weights; they must not be modified."""
         return self.parameters
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """The weights that a pass reads: the newest, older ones, or predicted ones."""
+        """Return the weights that a forward or backward reads: the newest, older ones, or predicted ones."""
         if self.in_flight.left and (again := self.in_flight.replayed_weights(run)) is not None:
             return again
         if run.reads != run.version:
@@ -310,29 +314,29 @@ class Stage:
         return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
 
     def tape_bytes(self) -> int:
-        """Most bytes that one forward has left for its backward; parameters are not counted."""
+        """Return the most bytes that one forward has left for its backward, without parameters."""
         return max(self._tape_bytes.values(), default=0)
 
     def owed_bytes(self) -> int:
-        """Bytes that the first half of a backward has left for the second."""
+        """Return the bytes that the first half of a backward leaves for the second."""
         return self._owed_bytes
 
     def state(self, updates: int = -1) -> tuple[Weights, dict[str, dict[str, Any]], Weights]:
-        """Copies of weights, optimizer state with averages of weights, and buffers, by name, on the CPU.
+        """Return copies of weights, optimizer state with averages of weights, and buffers, by name, on the CPU.
 
-        The buffers are those behind the last forward that ``updates`` updates have seen, whatever forwards have been
-        run since, if its batch has said that the stage will be asked for them; else those that there are now.
+        The buffers are those after the last forward of the first ``updates`` batches, if a header announced that this
+        state would be needed; else the current ones.
         """
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
-        behind = self.in_flight.buffers(updates)
-        buffers = self.buffers if behind is None else behind
+        recorded = self.in_flight.buffers(updates)
+        buffers = self.buffers if recorded is None else recorded
         state = self._kept_state.entries(self.parameters)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
     def flight(self, updates: int) -> StageInFlight:
-        """What is in flight after so many updates; the next forward and update leave it as it is."""
+        """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
         return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
 
 

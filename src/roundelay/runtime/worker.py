@@ -1,4 +1,4 @@
-"""One worker: drives its machine with what its endpoint delivers, and executes what the machine says."""
+"""One worker: passes what its endpoint receives to its machine, and executes the instructions of the machine."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
-"""A worker, carried on by ``next``: pauses wherever it is about to wait, and tells whether a credit would do.
+"""A worker as a generator: ``next`` runs it until it would wait, and yields whether a credit would unblock it.
 
-It may be carried on in any thread, and only when something has come, or is late.
+It may be resumed in any thread, but only when something has arrived or the deadline has passed.
 """
 
 Wrap = Callable[[Endpoint], Endpoint]
-"""Put around every endpoint of a run, for tests that delay messages."""
+"""Wraps every endpoint of a run, for tests that delay messages."""
 
 
 Prepare = Callable[[int], None]
-"""What a forked worker does before it meets the others, told its number."""
+"""What a forked worker, whose number is the argument, does before it connects to the others."""
 
 
 def unchanged(endpoint: Endpoint) -> Endpoint:
-    """The wrap that does nothing."""
+    """Return the endpoint itself: the default wrap."""
     return endpoint
 
 
@@ -60,17 +60,17 @@ class Task:
 
     Args:
         plan: the plan.
-        programs: its programs.
+        programs: its programs, one per worker.
         partition: its stages.
         captured: the model.
-        job: the person's job.
-        seed: of the run.
-        extent: from where to where.
+        job: the user's job.
+        seed: seed of the run.
+        extent: where the run starts and ends.
         initial: weights and states to start from.
-        audit: report a digest of everything that is computed.
-        handlers: stage to its own handlers; those of :data:`HANDLERS` where it has none.
+        audit: whether to report a digest of everything that is computed.
+        handlers: stage to handlers that replace those of :data:`HANDLERS`, by opcode.
         prepare: what every forked worker does first.
-        control: by which the launcher asks the reader for a checkpoint or the end.
+        control: lets the launcher request a checkpoint or the end of the run from the reader.
     """
 
     plan: Plan
@@ -88,13 +88,13 @@ class Task:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Time and spans of one worker."""
+class _Progress:
+    """Time and updates of one worker so far."""
 
     started: float
     busy_s: float = 0.0
     updates: int = 0
-    told: float = 0.0
+    reported: float = 0.0
 
 
 def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
@@ -104,7 +104,7 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
         task: the run.
         worker: its number.
         endpoint: its end of the transport.
-        report: where it tells losses, progress, states and its end. An error is told as ``failed`` and not raised.
+        report: called with losses, progress, states and its end. An error is reported as ``failed`` and not raised.
         device: where it computes.
     """
     for _ in working(task, worker, endpoint, report, device):
@@ -112,7 +112,7 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
 
 
 def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
-    """:func:`work` in parts. With an endpoint that waits it need not be known whether something has come."""
+    """:func:`work` as a generator. If the endpoint blocks, it may be resumed at any time."""
     try:
         with device.active():
             yield from _Worker(task, worker, endpoint, report, device).run()
@@ -121,9 +121,9 @@ def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, devic
         _fail(error, worker, endpoint, report)
     except MemoryError as error:
         _fail(out_of_memory(f"worker {worker}", error), worker, endpoint, report)
-    except GeneratorExit:  # given up: the run is over
+    except GeneratorExit:  # closed: the run is over
         raise
-    except BaseException as error:  # nothing may end a worker in silence
+    except BaseException as error:  # every end of a worker must be reported
         _fail(unexpected(f"worker {worker}", error), worker, endpoint, report)
 
 
@@ -159,12 +159,12 @@ class _Worker:
         self.data = device.feed(data)
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
-        self.tally = _Tally(time.perf_counter())
+        self.progress = _Progress(time.perf_counter())
         self.log = InstructionLog()
         self.digests: list[list[object]] = []
 
     def _context(self, number: int, program: Program) -> Context:
-        """What the handlers of one stage work on."""
+        """Create the context of the handlers of one stage."""
         task = self.task
         spec, flight = task.partition.stages[number], task.initial.flight_of(number)
         scale = LossScale.parse(task.plan.loss_scale)
@@ -184,67 +184,67 @@ class _Worker:
         )
 
     def run(self) -> Loop:
-        """To the end of the program; the loader's own processes, if it has any, end with it."""
+        """Run to the end of the program; then the loader's processes, if it has any, are ended."""
         with closing(self.data):
             yield from self.execute()
 
     def execute(self) -> Loop:
-        """The program, and what it leaves to tell; pauses before it waits. Nobody hears of one that is given up."""
+        """Execute the program and report its events; yields before it waits. After an abort nothing is reported."""
         machine, endpoint = self.machine, self.endpoint
         while not machine.halted:
             if endpoint.aborted:
                 return
             run = machine.fire()
             if run is not None:
-                self.carry_out(run)
+                self.execute_instruction(run)
             elif not machine.halted:
                 yield machine.wants_credit
                 self.wait()
-        self._tell_events()
+        self._report_events()
         self.report(Report("finished", self.worker, self._summary()))
 
-    def carry_out(self, run: Run) -> None:
-        """Execute an instruction, send what it makes and give back the slots of what it took."""
+    def execute_instruction(self, run: Run) -> None:
+        """Execute an instruction, send its results and free the slots of the messages that it took."""
         opcode, context = run.instruction.opcode, self.contexts[run.stage]
         start = time.perf_counter()
         try:
             header = self.handlers[run.stage][opcode](context, run)
-        except BaseException as error:  # a loader that was cancelled, for one
-            told = explain_error(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
-            if told is error:
+        except BaseException as error:  # also a loader that was cancelled
+            explained = explain_error(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
         end = time.perf_counter()
         self.machine.finish(header)
         sent = 0
         for channel, _ in run.gives:
-            sent += self.hand_on(context.outbox.pop(channel))
+            sent += self.send(context.outbox.pop(channel))
         for channel, _ in run.takes:
-            self.give_back(channel)
+            self.grant(channel)
         batch = (header or run.header or _UNKNOWN).batch
-        self.log.add((run, batch, start, end, sent))  # put into words at the end, when nobody waits for it
+        self.log.add((run, batch, start, end, sent))  # formatted at the end, when nobody waits for it
         if opcode != "read":
-            self.tally.busy_s += end - start
+            self.progress.busy_s += end - start
         if opcode == "update":
-            self._progress(run, end)
+            self._report_progress(run, end)
 
-    def hand_on(self, message: Message) -> int:
-        """Send a message to the worker that reads it, or lay it down for this one's own; the bytes sent."""
+    def send(self, message: Message) -> int:
+        """Send a message to the worker that reads it, which may be this one; return the bytes sent."""
         target = self.channels[message.channel].target.worker
         if target != self.worker:
             return self.endpoint.send(target, message)
-        self.lay_down(message)
+        self.deliver(message)
         return 0
 
-    def lay_down(self, message: Message) -> None:
-        """Keep a message for the stage that reads it, and tell the machine."""
+    def deliver(self, message: Message) -> None:
+        """Put a message into the inbox of the stage that reads it, and notify the machine."""
         g = message.header[0]
         channel = message.channel
         self.contexts[self.channels[channel].target.stage].inbox[channel, g] = message
         self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
 
-    def give_back(self, channel: int) -> None:
-        """A slot to the worker that fills it."""
+    def grant(self, channel: int) -> None:
+        """Grant a free slot to the worker that fills it."""
         source = self.channels[channel].source.worker
         if source != self.worker:
             self.endpoint.grant(source, channel)
@@ -252,24 +252,24 @@ class _Worker:
             self.machine.grant(channel)
 
     def wait(self) -> None:
-        """Until the endpoint delivers something, which the machine is told.
+        """Wait until the endpoint receives something, and pass it to the machine.
 
         Raises:
-            DeadlineError: nothing came in time.
-            WorkerLostError: a worker is gone.
+            DeadlineError: nothing arrived in time.
+            WorkerLostError: a worker is lost.
         """
         machine, endpoint = self.machine, self.endpoint
         try:
             delivery = endpoint.receive(self.task.plan.deadline_s, machine.wants_credit)
         except DeadlineError as error:
-            raise self._silence() from error
+            raise self._deadline_error() from error
         if type(delivery) is Arrived:
-            self.lay_down(delivery.message)
+            self.deliver(delivery.message)
             for channel in endpoint.credits():
                 machine.grant(channel)
         elif type(delivery) is Granted:
             machine.grant(delivery.channel)
-        elif not endpoint.aborted:  # else it is this worker that is lost, and knows
+        elif not endpoint.aborted:  # otherwise the run is over for this worker too
             raise WorkerLostError(
                 f"worker {delivery.source}",
                 got=delivery.reason,
@@ -277,34 +277,34 @@ class _Worker:
                 remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
             )
 
-    def _silence(self) -> DeadlineError:
+    def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
             f"worker {self.worker}",
             got=f"silence for {self.task.plan.deadline_s:g} s while {self.machine.waits_for()}",
             expected="a message within the plan's deadline_s",
-            remedy="See what the other workers do; raise deadline_s if one instruction takes longer.",
+            remedy="Check what the other workers do; raise deadline_s if one instruction takes longer.",
         )
 
     def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
         self.digests.append([kind, stage, number, digest(tensors)])
 
-    def _progress(self, run: Run, now: float) -> None:
-        """Tell the busy share, at most ten times a second."""
-        self.tally.updates += 1
-        if now - self.tally.told > 0.1:
-            self.tally.told = now
+    def _report_progress(self, run: Run, now: float) -> None:
+        """Report the busy seconds after an update, at most ten times a second."""
+        self.progress.updates += 1
+        if now - self.progress.reported > 0.1:
+            self.progress.reported = now
             data = {
-                "busy_s": self.device.busy_s(self.tally.busy_s),
-                "wall_s": now - self.tally.started,
+                "busy_s": self.device.busy_s(self.progress.busy_s),
+                "wall_s": now - self.progress.started,
                 "update": run.version + 1,
             }
             self.report(Report("progress", self.worker, data))
 
-    def _tell_events(self) -> None:
+    def _report_events(self) -> None:
         if self.digests:
             self.report(Report("digest", self.worker, {"digests": self.digests}))
-        told = self.device.spans(list(self.log.events), self.log.dropped)
-        events = [event for event in told if event[0].g >= self.log.first]
+        timed = self.device.spans(list(self.log.events), self.log.dropped)
+        events = [event for event in timed if event[0].g >= self.log.first]
         for start in range(0, len(events), 4096):
             rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
@@ -316,9 +316,9 @@ class _Worker:
         return {
             "pid": os.getpid(),
             "thread": self.thread,
-            "busy_s": self.device.busy_s(self.tally.busy_s),
-            "wall_s": time.perf_counter() - self.tally.started,
-            "updates": self.tally.updates,
+            "busy_s": self.device.busy_s(self.progress.busy_s),
+            "wall_s": time.perf_counter() - self.progress.started,
+            "updates": self.progress.updates,
             "first_event_g": self.log.first,
             "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
             "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
@@ -331,20 +331,20 @@ class _Worker:
 
 
 def _in_flight(initial: Initial, program: Program) -> dict[int, int] | None:
-    """What a machine is told of the forwards that are done again; None if the stages start empty."""
+    """Return micro-batch to version of the forwards to redo; None if the stages start empty."""
     flights = [initial.flight_of(stage) for stage in program.stages]
-    known = [flight for flight in flights if flight is not None]
-    return {g: version for flight in known for g, version in flight.versions.items()} if known else None
+    resumed = [flight for flight in flights if flight is not None]
+    return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
 
 
 def _resident(before: tuple[int, int] | None) -> dict[str, object]:
-    """Bytes that this process had in memory before it had a stage, and at most since it began."""
+    """Return the resident bytes of this process before its stages were built, and its peak."""
     after = resident_bytes()
     return {"rss_at_start_bytes": before and before[0], "peak_rss_bytes": after and after[1]}
 
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
-    """An event as it is told."""
+    """Return an event in the form in which it is reported."""
     return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, run.stage, str(run)]
 
 
@@ -352,7 +352,7 @@ _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
 def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
-    """Channel to what travels on it; what travels once a batch is no edge's."""
+    """Return the edge of every channel; channels of norms, which carry one message a batch, have none."""
     by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
     edges = {}
     for channel in channels:
