@@ -33,7 +33,7 @@ class FailureTracker:
 
     def is_over(self, now_s: float) -> bool:
         """Whether the run is over at the time ``now_s`` of a monotonic clock."""
-        if len(self.ended) == self.num_workers or any(_cause_rank(f) == 0 for f in self.failures):
+        if len(self.ended) == self.num_workers or any(_precedence(f) == 0 for f in self.failures):
             return True
         if self.failures and self._first_failure_s is None:
             self._first_failure_s = now_s
@@ -59,20 +59,20 @@ class FailureTracker:
         remedy names the workers that reported none: when one worker times out, the others that wait lose their
         connection to it and report that.
         """
-        ordered = sorted(self.failures, key=_cause_rank)
+        ordered = sorted(self.failures, key=_precedence)
         if not ordered:
             return
         error = error_of(ordered[0])
-        reported = self.ended | {failed.worker for failed in self.failures if _cause_rank(failed) == 2}
+        reported = self.ended | {failed.worker for failed in self.failures if _precedence(failed) == 2}
         busy = [str(worker) for worker in range(self.num_workers) if worker not in reported]
-        if _cause_rank(ordered[0]) == 2 and busy:
+        if _precedence(ordered[0]) == 2 and busy:
             which = f"worker{'s' * (len(busy) > 1)} {', '.join(busy)}, which reported no timeout"
             error.remedy = f"Check what hangs or takes long in {which}; raise deadline_s if that is expected."
         raise error
 
 
-def _cause_rank(failure: Report) -> int:
-    """0 for a worker's own error, 1 for its death, 2 for a timeout, 3 for a consequence of another worker's failure.
+def _precedence(failure: Report) -> int:
+    """Return 0 for a worker's own error, 1 for its death, 2 for a timeout, 3 for a consequence of other failures.
 
     Timeouts include those of connecting and of sending. Consequences are the loss of another worker, and an endpoint
     that was aborted when the run was over.
