@@ -17,6 +17,8 @@ from roundelay.runtime.worker_messages import Header, Report, Reporter, decode, 
 from roundelay.transport.endpoint import Delivery, Endpoint, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
 
+STATE = Report("state", 1, {}, {"x": torch.zeros(4)})
+
 
 class Ends:
     """Connections of three processes, and what they hear."""
@@ -108,8 +110,10 @@ def test_a_large_tensor_is_not_copied_on_its_way(ends: Ends) -> None:
         Message(0, (), (torch.zeros(4, dtype=torch.uint8),)),
         Message(0, (), (torch.frombuffer(bytearray(encode(Report("failed", 1, {})).header[:-1]), dtype=torch.uint8),)),
         Message(0, (), (*next(messages_of(encode(Report("state", 1, {})))).values, torch.zeros(1, dtype=torch.uint8))),
+        Message(0, (), (*next(messages_of(encode(STATE))).values[:1], torch.zeros(8, dtype=torch.uint8))),
+        Message(0, (), (*next(messages_of(encode(STATE))).values[:1], torch.zeros(32, dtype=torch.uint8))),
     ],
-    ids=["nothing", "a number", "floats", "no header", "half a header", "a tensor too many"],
+    ids=["nothing", "a number", "floats", "no header", "half a header", "a tensor too many", "half", "twice"],
 )
 @pytest.mark.parametrize("connection", ["reports", "news"])
 def test_a_damaged_message_is_refused(ends: Ends, damaged: Message, connection: str) -> None:
@@ -118,6 +122,14 @@ def test_a_damaged_message_is_refused(ends: Ends, damaged: Message, connection: 
     until(lambda: ends.lost)
     assert ends.heard == []
     assert ends.lost[0].startswith("0: the control channel of worker 0: "), ends.lost
+
+
+def test_a_report_that_cannot_be_encoded_is_a_failure_and_urgent(ends: Ends) -> None:
+    ends.reports = [cast(Endpoint, Clogged(endpoint)) for endpoint in ends.reports]  # type: ignore[misc]
+    ends.open(0)
+    assert ends.open(1).send(Report("progress", 1, {"x": object()})) == "failed"
+    until(lambda: ends.heard)
+    assert ends.heard == [(0, "failed")]
 
 
 def test_a_report_that_is_cut_short_by_the_end_of_its_sender_is_dropped(

@@ -222,9 +222,9 @@ class _Incoming:
         """Take the next message; return the report once it is complete.
 
         Raises:
-            ValueError: the message is damaged.
+            ValueError, RuntimeError: the message is damaged.
         """
-        values = [value for value in message.values if isinstance(value, torch.Tensor) and value.dtype == torch.uint8]
+        values = [value for value in message.values if isinstance(value, torch.Tensor)]
         if len(values) != len(message.values) or not values:
             raise ValueError("a message of a report that does not consist of bytes")
         if self._header is None:

@@ -72,7 +72,7 @@ class FailureTracker:
 
 
 def _precedence(failure: Report) -> int:
-    """0 for a worker's own error, 1 for its death, 2 for a timeout, 3 for a consequence of another worker's failure.
+    """Return 0 for a worker's own error, 1 for its death, 2 for a timeout, 3 for a consequence of other failures.
 
     Timeouts include those of connecting and of sending. Consequences are the loss of another worker, and an endpoint
     that was aborted when the run was over.

@@ -103,10 +103,9 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
         """Return the report whose tensors are these buffers, without copying them.
 
         Raises:
-            ValueError: a buffer has not the size of its tensor.
+            RuntimeError: a buffer does not have the size of its tensor.
+            ValueError: their number is wrong.
         """
-        if (got := [buffer.nbytes for buffer in buffers]) != self.sizes():
-            raise ValueError(f"a report with tensors of {got} bytes instead of {self.sizes()}")
         tensors = {
             name: buffer.view(_DTYPES[dtype]).reshape(shape)
             for (name, dtype, shape), buffer in zip(self.tensors, buffers, strict=True)
