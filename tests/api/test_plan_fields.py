@@ -22,7 +22,7 @@ from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, PlanError
 from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, EdgePlan, Plan, StagePlan
+from roundelay.ir.plan import EMA, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.handlers import Context, do_forward
@@ -44,7 +44,7 @@ def given() -> tuple[Job, Captured, Plan]:
 
 
 def edited(changes: dict[str, Any]) -> Plan:
-    """The plan with fields changed, written and read; ``stages.`` and ``edges.`` name those of the first part."""
+    """The plan with fields changed, written and read; ``stages.`` and so on name fields of the first part."""
     plan = given()[2]
     for path, value in changes.items():
         group, _, name = path.rpartition(".")
@@ -149,7 +149,7 @@ def leaves_the_process(capsys: pytest.CaptureFixture[str]) -> bool:
 def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
     """More slots let a fast sender run further ahead."""
     fast = {"stages.forward_s": 1e-6, "stages.backward_s": 1e-6}
-    into = next(c.id for c in programs_of(edited({}))[1].channels if (c.source, c.target) == (0, 1))
+    into = next(c.id for c in programs_of(edited({}))[1].channels if (c.source.stage, c.target.stage) == (0, 1))
     ahead = [peaks(fast | {"edges.slots": slots})[1][into] for slots in (1, 2)]
     assert ahead == [1, 2]
     return refused({"edges.slots": 0})
@@ -189,7 +189,7 @@ def averages() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 4}),
+    "format": lambda _: refused({"format": 5}),
     "model": lambda _: refused({"model": "0" * 24}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
@@ -207,7 +207,9 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
     "read_s": lambda _: slower({"read_s": 0.05}),
     "stages.segments": cuts_elsewhere,
-    "stages.device": lambda _: refused({"stages.device": "cuda:9999"}) and refused({"stages.device": "tpu"}),
+    "workers.name": lambda _: refused({"workers.name": "nobody"}),
+    "workers.device": lambda _: refused({"workers.device": "cuda:9999"}) and refused({"workers.device": "tpu"}),
+    "stages.workers": lambda _: refused({"stages.workers": ("w9",)}) and refused({"stages.workers": ("w1",)}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
     "stages.weights_s": lambda _: slower({"stages.weights_s": 0.02}),
@@ -227,7 +229,8 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
 
 
 def test_no_field_of_a_plan_is_left_out() -> None:
-    names = {f.name for f in dataclasses.fields(Plan)} - {"stages", "edges"}
+    names = {f.name for f in dataclasses.fields(Plan)} - {"workers", "stages", "edges"}
+    names |= {f"workers.{f.name}" for f in dataclasses.fields(WorkerPlan)}
     names |= {f"stages.{f.name}" for f in dataclasses.fields(StagePlan)}
     names |= {f"edges.{f.name}" for f in dataclasses.fields(EdgePlan)}
     assert names == set(ACTS)

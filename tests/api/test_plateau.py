@@ -91,7 +91,7 @@ def test_it_is_proved(rule: str, transport: str) -> None:
 
 def test_a_rate_that_the_reference_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(stage_state, "stepped", lambda scheduler, numbers: None)
+    monkeypatch.setattr(stage_state, "per_update_scheduler", lambda scheduler, numbers: None)
     result = roundelay.verify(job(), plan=planned("1f1b"), epochs=4)
     assert not result.equal
 

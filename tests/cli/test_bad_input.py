@@ -62,7 +62,7 @@ JOBS = {
         "batches=lambda e: [Pair(*b.values()) for b in mlp.batches(e)]",
         "the batch, a Pair",
         "TypeError",
-        "must be made as dict or list are",
+        "must be constructed as dict or list are",
     ),
     "ReduceLROnPlateau": (
         "scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau",
@@ -171,7 +171,7 @@ OPTIONS = {
     "what is kept in any case": (("--recompute", "0"), "recompute", "'0'", "but its inputs and outputs"),
     "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
-    "an unknown device": (("--devices", "tpu,cpu"), "stages[0].device", "'tpu'"),
+    "an unknown device": (("--devices", "tpu,cpu"), "workers[0].device", "'tpu'"),
     "devices for other workers": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 workers"),
     "no patience": (("--deadline-s", "0"), "deadline_s", "more than 0 seconds", "--deadline-s"),
     "no steps": (("--steps", "0"), "--steps", "at least 1"),
@@ -209,7 +209,7 @@ PLANS = {
     "no TOML": (b"format = 1\nrule=", "the plan", "Invalid value"),
     "nothing": (b"", "format of the plan", "None"),
     "another format": (b"format = 99", "format of the plan", "99"),
-    "no stages": (b"format = 1", "no [[stages]]"),
+    "no stages": (b"format = 4", "no [[workers]]"),
 }
 
 

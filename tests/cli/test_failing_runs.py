@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roundelay.cli import train_command
+from roundelay.api import run_summary
 from roundelay.cli.signals import Signals
 from roundelay.errors import RunError
 from roundelay.observe.metrics_file import read_metrics
@@ -332,7 +332,7 @@ def test_an_interrupt_that_python_drops_is_raised_again_though_somebody_took_the
     with pytest.raises(KeyboardInterrupt):
         time.sleep(30)
     signals.leave_to(signal.SIG_DFL)
-    signals._asked(signal.SIGALRM, None)  # one that was under way
+    signals._check(signal.SIGALRM, None)  # one that was under way
     assert signals.first == signal.SIGTERM
 
 
@@ -390,7 +390,7 @@ def test_a_disk_that_is_full_when_all_is_trained_costs_the_trace_and_nothing_els
     def full(*args: object, **kwargs: object) -> None:
         raise RunError("trace.json", got="no space left", expected="room for it", remedy="Free some space.")
 
-    monkeypatch.setattr(train_command, "write_trace", full)
+    monkeypatch.setattr(run_summary, "write_trace", full)
     job = job_file(workplace, "")
     one_screen(here(capsys, "train", job, "--no-baseline", "--steps", 3, "--out", workplace / "run"), "no space left")
     assert json.loads((workplace / "run" / "summary.json").read_text())["steps"] == 3

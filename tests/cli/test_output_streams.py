@@ -75,5 +75,5 @@ def test_a_command_that_gets_no_thread_says_so(
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     said = here(capsys, "train", MLP, "--steps", 2, "--no-baseline")
-    one_screen(said, "no further thread", "ulimit -u")
+    one_screen(said, "cannot start another thread", "ulimit -u")
     assert said.code == 1

@@ -65,7 +65,7 @@ def spoil(way: str, debt: list[tuple[list[PendingWgrad], Any]], later: list[tupl
     elif way == "twice":
         debt[0][0].append(debt[0][0][0])
     else:
-        debt[0][0][0].gradient = later[0][0][0].gradient
+        debt[0][0][0].grad_output = later[0][0][0].grad_output
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

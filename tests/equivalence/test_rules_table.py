@@ -33,7 +33,7 @@ def place() -> Iterator[Bench]:
 def test_every_rule_predictor_and_mode_has_a_line() -> None:
     every = {
         (rule.name, predictor, mode)
-        for rule in module._BUILT_IN
+        for rule in (*module._BUILT_IN, module.rule_named("interleaved-1f1b"))
         for predictor in (rule.predictors if rule.predicts else ("none",))
         for mode in rule.modes
     }

@@ -93,7 +93,7 @@ def test_every_mode_computes_what_it_does_uncompiled_at_any_weights_and_with_the
 def test_the_compiled_code_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, stages = compiled("stash")
     calls = []
-    for code in captured._compiled.values():
+    for code in captured.builder.compiled.values():
         for key, function in list(code.compiled.items()):
             monkeypatch.setitem(code.compiled, key, _counting(function, calls))
     run(captured, stages, BATCH, weights_of(captured), mode="stash")
@@ -110,13 +110,13 @@ def _counting(function: Any, calls: list[int]) -> Any:
 
 def test_other_shapes_are_computed_by_the_uncompiled_piece_and_never_compiled_in_passing() -> None:
     captured, stages = compiled("stash")
-    known = {key: len(code.compiled) for key, code in captured._compiled.items()}
+    known = {key: len(code.compiled) for key, code in captured.builder.compiled.items()}
     short = {"x": BATCH["x"][:3].clone()}
     params = weights_of(captured, FAR)
     ours, theirs = (run(c, stages, short, params, mode="stash") for c in (captured, plain()[0]))
     assert torch.equal(ours.loss, theirs.loss)
     assert differing(ours.grads, theirs.grads) == []
-    assert {key: len(code.compiled) for key, code in captured._compiled.items()} == known
+    assert {key: len(code.compiled) for key, code in captured.builder.compiled.items()} == known
 
 
 class Sized(nn.Module):

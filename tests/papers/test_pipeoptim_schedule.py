@@ -39,10 +39,10 @@ def paper_version(interval: Interval) -> int:
     return interval.version + 1
 
 
-def drains(rule: str) -> list[Instruction]:
+def backwards(rule: str) -> list[Instruction]:
     """Each worker's backward instruction."""
     changes: dict[str, Any] = {"predictor": "paper", "backward": "recompute"} if rule == "pipeoptim" else {}
-    return [program.drain[0] for program in emit(plan_of(rule, D, 1, **changes))]
+    return [program.body[-2] for program in emit(plan_of(rule, D, 1, **changes))]
 
 
 def test_figure_1d_the_fifth_goes_forward_on_the_second_to_fifth_weights() -> None:
@@ -62,8 +62,8 @@ def test_figure_1d_gpu_0_updates_three_times_before_the_fifth_comes_back() -> No
 
 def test_figure_1d_pipedream_stashes_and_figure_1e_pipeoptim_does_not() -> None:
     """PipeDream uses W_2 on GPU 0 for both passes of the 5th; PipeOptim's backward uses the available weights."""
-    assert {instruction.weights for instruction in drains("pipedream")} == {"forward"}
-    assert {instruction.weights for instruction in drains("pipeoptim")} == {"live"}
+    assert {instruction.weights for instruction in backwards("pipedream")} == {"forward"}
+    assert {instruction.weights for instruction in backwards("pipeoptim")} == {"live"}
 
 
 def test_figure_1e_the_fifth_is_predicted_by_three_two_one_and_not_at_all() -> None:
@@ -77,7 +77,7 @@ def test_figure_1e_the_fifth_is_predicted_by_three_two_one_and_not_at_all() -> N
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_equation_4_the_version_difference_is_depth_minus_rank_minus_one(depth: int) -> None:
     programs = emit(plan_of("pipeoptim", depth, 1, predictor="paper"))
-    assert [program.steady[-3].distance for program in programs] == [str(depth - k - 1) for k in range(depth)]
+    assert [program.body[-3].distance for program in programs] == [str(depth - k - 1) for k in range(depth)]
 
 
 def test_equation_4_counts_the_updates_that_really_come_between_once_the_pipeline_is_full() -> None:

@@ -47,22 +47,23 @@ def final_state(folder: Path) -> Digests:
 
 
 def _one_file_of_each_kind(folder: Path) -> Digests | None:
-    """Formats 1 and 2: ``model.safetensors``, ``optimizer.safetensors``, and the rest in ``checkpoint.json``."""
+    """Formats 1 to 3: ``model.safetensors``, ``optimizer.safetensors``, and the rest in ``checkpoint.json``."""
     manifest = _json(folder / "checkpoint.json")
-    if manifest.get("kind") != "roundelay checkpoint" or manifest.get("format") not in (1, 2):
+    if manifest.get("kind") != "roundelay checkpoint" or manifest.get("format") not in (1, 2, 3):
         return None
+    content = manifest["content"] if manifest["format"] == 3 else manifest
     model, states = tensors(folder / "model.safetensors"), tensors(folder / "optimizer.safetensors")
-    found = {f"weight {name}": model[name] for name in manifest["parameters"]}
-    found |= {f"buffer {name}": model[name] for name in manifest["buffers"]}
-    for parameter, state in manifest["optimizer"].items():
+    found = {f"weight {name}": model[name] for name in content["parameters"]}
+    found |= {f"buffer {name}": model[name] for name in content["buffers"]}
+    for parameter, state in content["optimizer"].items():
         for entry, value in state.items():
             stored = isinstance(value, dict) and "tensor" in value
             found[_entry(parameter, entry)] = states[value["tensor"]] if stored else number(value)
-    return found | {"loss scale": number(manifest.get("loss_scale"))}
+    return found | {"loss scale": number(content.get("facts", content).get("loss_scale"))}
 
 
 FORMATS: tuple[Callable[[Path], Digests | None], ...] = (_one_file_of_each_kind,)
-"""For each format what reads it; None where another format lies there."""
+"""For each layout what reads it; None where another one lies there."""
 
 
 def _entry(parameter: str, entry: str) -> str:
