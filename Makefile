@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes same-bits clean
+.PHONY: help venv train test test-all test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes same-bits clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -26,7 +26,10 @@ venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
 train: $(DONE) ## Train the example, a small character-level GPT
 	@$(BIN)/roundelay train examples/char_gpt.py
 
-test: $(DONE) ## Run the tests, on two processes
+test: $(DONE) ## Run a sample of the tests, on two processes (10 minutes)
+	@$(BIN)/pytest --sample -n 2 --dist loadfile
+
+test-all: $(DONE) ## Run all tests, on two processes (25 minutes)
 	@$(BIN)/pytest -n 2 --dist loadfile
 
 test-cuda-build: $(CUDA)/.done ## Run what forks on torch's CUDA build, without a GPU: an environment of 5 GB; CUDA_PYTHON=python3.12

@@ -6,6 +6,7 @@ on several threads cannot be forked safely.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import threading
@@ -19,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.options.breaks import BREAKS
+from tests.sampling import SAMPLE, chosen
 
 SEED = 20240229
 #: Seconds that a child or a thread has to end by itself after its test.
@@ -112,3 +116,19 @@ def seeded() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--sample``: see :mod:`tests.sampling`."""
+    parser.addoption("--sample", action="store_true", help="run the sample of the tests that `make test` runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not in the sample."""
+    if not config.getoption("--sample"):
+        return
+    needed = {each.test for each in BREAKS}
+    keep = chosen([item.nodeid for item in items], json.loads(SAMPLE.read_text(encoding="utf-8")), needed)
+    left_out = [item for item, kept in zip(items, keep, strict=True) if not kept]
+    items[:] = [item for item, kept in zip(items, keep, strict=True) if kept]
+    config.hook.pytest_deselected(items=left_out)
