@@ -10,7 +10,7 @@ import pytest
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
-from roundelay.planner.prove import prove
+from roundelay.planner.prove_plan import prove
 from roundelay.schedules import SCHEDULES, actions
 from roundelay.simulator import Simulation, simulate
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained

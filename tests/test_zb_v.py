@@ -22,7 +22,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.memory_model import estimate_memory
-from roundelay.planner.prove import fired, prove
+from roundelay.planner.prove_plan import fired, prove
 from roundelay.schedule_grid import staircase
 from roundelay.schedules import SCHEDULES, actions
 from roundelay.simulator import Simulation, simulate

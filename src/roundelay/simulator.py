@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
-from roundelay.actor.reader import Reader
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan

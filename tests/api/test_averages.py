@@ -15,7 +15,8 @@ from roundelay.api.planning import capture
 from roundelay.errors import CheckpointError, PlanError
 from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.ir.rule import rules
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from tests.api.jobs import make, mlp
 
 DECAY = 0.9

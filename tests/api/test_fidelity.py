@@ -24,7 +24,7 @@ import roundelay
 from roundelay.api import fidelity, fidelity_children, fidelity_precheck
 from roundelay.api.fidelity import Fidelity, compare_with_plain
 from roundelay.api.fidelity_differences import DifferenceChecker, FidelityDifference
-from roundelay.api.shared_tensors import SharedTensors
+from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError

@@ -45,7 +45,8 @@ import sys, roundelay
 from roundelay import Plan, register_rule, UpdateRule, RoundelayError
 import roundelay.ir.plan, roundelay.ir.program, roundelay.ir.rule
 import roundelay.schedules, roundelay.simulator, roundelay.schedule_grid
-import roundelay.planner.partition_dp, roundelay.planner.prove, roundelay.lower.verify_schedule, roundelay.actor.machine
+import roundelay.planner.partition_dp, roundelay.planner.prove_plan
+import roundelay.lower.verify_schedule, roundelay.actor.machine
 assert "torch" not in sys.modules
 """
 

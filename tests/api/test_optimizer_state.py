@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import roundelay
 from roundelay.checkpoint.checkpoint import load, save
 from roundelay.errors import CheckpointError
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
 from roundelay.runtime.stage_optimizer import build_optimizer, narrow
 from tests.api.jobs import make

@@ -10,7 +10,8 @@ import torch
 
 import roundelay
 from roundelay.errors import CheckpointError, JobError
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.nested_state import flatten, same_value, unflatten
 from tests.api.jobs import make
 

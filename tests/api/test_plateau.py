@@ -16,7 +16,8 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
 from roundelay.runtime import stage_state
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from tests.api.jobs import make
 
 SAID = [1.0, 1.0, 1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]

@@ -15,7 +15,8 @@ from roundelay.api.resume import load_checkpoint
 from roundelay.api.training import Length, Session
 from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from tests.api.jobs import make
 from tests.resume.cuts import every_checkpoint
 

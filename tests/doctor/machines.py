@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from roundelay.doctor import Finding, Machine, examine
-from roundelay.doctor.machine import Space, Torch
+from roundelay.doctor.host import Space, Torch
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 from roundelay import env
 from roundelay.doctor import Machine, examine
 from roundelay.doctor.checks import TORCH, size
-from roundelay.doctor.machine import Space, Torch
+from roundelay.doctor.host import Space, Torch
 from roundelay.launchers import Launched
 from tests.doctor.machines import GIB, WELL, findings, spoiled
 from tests.test_house import PACKAGE, ROOT

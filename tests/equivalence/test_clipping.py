@@ -22,7 +22,7 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import rule_named
 from roundelay.job import Named
 from roundelay.lower.verify_schedule import check_run, norm_read, programs_of
-from roundelay.planner.prove import fired, prove
+from roundelay.planner.prove_plan import fired, prove
 from roundelay.runtime import handlers
 from roundelay.runtime.handlers import Context, do_update
 from roundelay.simulator import simulate

@@ -19,7 +19,7 @@ from roundelay.errors import CaptureError, PlanError
 from roundelay.frontend import RngKey
 from roundelay.job import Named
 from roundelay.lower.partition import partition
-from roundelay.planner.prove import prove
+from roundelay.planner.prove_plan import prove
 from tests.equivalence.cells import VARIANTS, bench
 from tests.lower.plans import plan_of
 

@@ -20,7 +20,7 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import register_rule, rule_named, rules
 from roundelay.job import Named
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.planner.prove import prove
+from roundelay.planner.prove_plan import prove
 from roundelay.runtime import predicted_weights
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.simulator import simulate

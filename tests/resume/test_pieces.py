@@ -11,7 +11,7 @@ import torch
 
 from roundelay.api.training import Saving
 from roundelay.checkpoint.checkpoint import Checkpoint, load
-from roundelay.checkpoint.in_flight import StageInFlight
+from roundelay.checkpoint.in_flight_state import StageInFlight
 from roundelay.errors import UserCodeError
 from roundelay.weight_prediction import LastStep
 from tests.equivalence.cells import VARIANTS

@@ -14,7 +14,8 @@ import torch
 
 from roundelay.errors import JobError, UserCodeError
 from roundelay.runtime import loader_probe
-from roundelay.runtime.batch_reader import Extent, read, read_batches
+from roundelay.runtime.batch_reader import read, read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.loader_probe import first_batch, reading_s
 
 Batch = dict[str, torch.Tensor]

@@ -20,7 +20,8 @@ import roundelay
 from roundelay.api.plain_baseline import measure
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.loader_probe import reading_s
 
 Batch = tuple[torch.Tensor, torch.Tensor]

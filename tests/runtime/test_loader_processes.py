@@ -29,7 +29,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import roundelay
 from roundelay.errors import UserCodeError
 from roundelay.job import Job
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.loader_processes import forget_loaders, without_sigchld_handler
 from roundelay.runtime.prefetch import Registers, prefetch

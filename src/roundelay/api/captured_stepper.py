@@ -18,7 +18,7 @@ from roundelay.actor.machine import Run
 from roundelay.api.fidelity_differences import DifferenceChecker
 from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.api.resume import initial
-from roundelay.api.shared_tensors import SharedTensors
+from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.frontend import Captured, RngKey
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS

@@ -18,14 +18,14 @@ from roundelay.api.resume import laid_out
 from roundelay.api.state_gather import Snapshot
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until
-from roundelay.checkpoint.in_flight import InFlight
+from roundelay.checkpoint.in_flight_state import InFlight
 from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.job import Job, StopTraining
-from roundelay.runtime.batch_reader import Extent, RunControl
+from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.stage_state import Initial
 
 ABANDON_S = 3.0

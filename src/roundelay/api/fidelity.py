@@ -18,7 +18,7 @@ from typing import Any
 
 from roundelay.api.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
 from roundelay.api.planning import fitted
-from roundelay.api.shared_tensors import SharedTensors
+from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.errors import RoundelayError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch

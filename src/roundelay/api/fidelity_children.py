@@ -20,7 +20,7 @@ from roundelay.api.checkpointing import averages, evaluate, holding_averages, pu
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.fidelity_differences import FidelityDifference
 from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
-from roundelay.api.shared_tensors import Index, SharedTensors
+from roundelay.api.shared_memory_tensors import Index, SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured

@@ -14,7 +14,7 @@ from roundelay.frontend.batch import Batch
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job, Peekable
-from roundelay.runtime.batch_reader import Extent
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.loader_probe import first_batches, second_epoch_batch
 
 FULL, QUICK, OFF = "full", "quick", "off"

@@ -19,7 +19,8 @@ from roundelay.frontend.precision import FULL, autocast
 from roundelay.frontend.retarget_device import CPU
 from roundelay.job import Job
 from roundelay.lower.validate_plan import HALF
-from roundelay.runtime.batch_reader import Extent, read_batches
+from roundelay.runtime.batch_reader import read_batches
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.loader_epoch import forget
 

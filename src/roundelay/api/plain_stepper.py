@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from roundelay.api.shared_tensors import Index, SharedTensors
+from roundelay.api.shared_memory_tensors import Index, SharedTensors
 from roundelay.frontend import RngKey
 from roundelay.frontend.batch import Batch, fresh
 from roundelay.frontend.export_adapter import default_inputs

@@ -42,7 +42,7 @@ from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.partition_dp import slots
-from roundelay.planner.prove import prove
+from roundelay.planner.prove_plan import prove
 from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible

@@ -11,7 +11,7 @@ from roundelay.api.training import Session
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.reference import ReferenceResult
-from roundelay.runtime.batch_reader import Extent
+from roundelay.runtime.checkpoint_schedule import Extent
 
 Note = tuple[tuple[str, int, int], str]
 """(kind, stage, number) of a computation, and its digest."""

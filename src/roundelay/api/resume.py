@@ -12,7 +12,7 @@ import torch
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint
-from roundelay.checkpoint.in_flight import InFlight, StageInFlight
+from roundelay.checkpoint.in_flight_state import InFlight, StageInFlight
 from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import EMA, EVALUATED, Plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roundelay.checkpoint.in_flight import StageInFlight, decode
+from roundelay.checkpoint.in_flight_state import StageInFlight, decode
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.worker_messages import Report
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.errors import UsageError
 from roundelay.job import Job
-from roundelay.runtime.batch_reader import Extent
+from roundelay.runtime.checkpoint_schedule import Extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

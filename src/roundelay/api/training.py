@@ -38,7 +38,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.runtime.batch_reader import Extent, RunControl
+from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler

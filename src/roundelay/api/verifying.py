@@ -39,7 +39,8 @@ from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
-from roundelay.runtime.batch_reader import Extent, read
+from roundelay.runtime.batch_reader import read
+from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.device import deterministic
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.handlers import Handler

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from roundelay.checkpoint.atomic_files import replacing_folder, unwritten
-from roundelay.checkpoint.in_flight import InFlight, decode, encode
+from roundelay.checkpoint.in_flight_state import InFlight, decode, encode
 from roundelay.checkpoint.stored_files import FILES, MANIFEST, StoredFiles, damaged, read, write
 from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.plan import EMA, EVALUATED
@@ -239,7 +239,7 @@ class _Facts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Flight(msgspec.Struct, forbid_unknown_fields=True):
-    """What was in flight; the stages as :func:`roundelay.checkpoint.in_flight.encode` encodes them."""
+    """What was in flight; the stages as :func:`roundelay.checkpoint.in_flight_state.encode` encodes them."""
 
     order: dict[str, str]
     since: int

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from roundelay.api.events import Drained, Evaluated, Event, NotSaved, Restarted, Saved, Skipped, Stopping, Updated
 from roundelay.cli.screen import stderr
 from roundelay.observe.run_folder import RunFolder
-from roundelay.runtime.batch_reader import RunControl
+from roundelay.runtime.checkpoint_schedule import RunControl
 
 _REPORTED_SKIPS = (8, 16, 32, 64, 128)
 """Numbers of updates skipped in a row that are reported; a dynamic scale settles after fewer."""

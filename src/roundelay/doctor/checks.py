@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from roundelay.doctor.machine import Machine
+from roundelay.doctor.host import Machine
 from roundelay.env import VARIABLES
 
 State = Literal["ok", "warning", "problem"]

@@ -6,7 +6,7 @@ both sides shared would stay hidden.
 """
 
 from roundelay.reference.run import run_reference
-from roundelay.reference.setting import (
+from roundelay.reference.run_inputs import (
     Audit,
     Named,
     OptimizerFactory,

@@ -29,7 +29,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
 from roundelay.reference.predict import Ahead, distance, predict
-from roundelay.reference.setting import (
+from roundelay.reference.run_inputs import (
     Audit,
     Named,
     OptimizerFactory,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.reference.predict import Past
-from roundelay.reference.setting import Named, OptimizerFactory, SchedulerFactory, Tensors
+from roundelay.reference.run_inputs import Named, OptimizerFactory, SchedulerFactory, Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ else that happens in the process, and a run continued at an epoch's start gets t
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -20,37 +18,9 @@ from roundelay.errors import JobError
 from roundelay.frontend.batch import copy_batch, num_rows, part_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Batches
+from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.loader_epoch import Generators, OpenEpoch, take_first_epoch
 from roundelay.runtime.prefetch import Registers, prefetch
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Start and end of a run.
-
-    Args:
-        start_g: number of the first micro-batch.
-        start_batch: number of the first batch.
-        start_epoch: epoch in which it starts.
-        skip: batches of that epoch that were trained on before.
-        batches: number of batches, or None.
-        epochs: the epoch to end before, or None.
-        save_every: updates between checkpoints, counted from update 0, in addition to one at every epoch's end; 0: only
-            at epochs' ends; None: no checkpoints.
-    """
-
-    start_g: int = 0
-    start_batch: int = 0
-    start_epoch: int = 0
-    skip: int = 0
-    batches: int | None = None
-    epochs: int | None = None
-    save_every: int | None = None
-
-    def saves(self, batch: int, ends_epoch: bool) -> bool:
-        """Whether a checkpoint is due after the update of this batch, which is not the run's last."""
-        every = self.save_every
-        return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
 
 
 def read(  # noqa: PLR0913  data, from where to where, and in which parts
@@ -154,35 +124,3 @@ def read_batches(batches: Batches, seed: int, extent: Extent) -> Generator[Any, 
     """
     every = (batch for _, source in _epochs(batches, seed, extent) for batch in source)
     yield from itertools.islice(every, extent.batches)
-
-
-_NOTHING, _REQUESTED = 0, 1
-_SAVE, _END = 0, 1
-
-
-@final
-class RunControl:
-    """Two flags in shared memory, set by the launching process and read by the reader in a forked worker."""
-
-    def __init__(self) -> None:
-        self._flags = mmap.mmap(-1, mmap.PAGESIZE)
-
-    def save_soon(self) -> None:
-        """Request a checkpoint after the update of the next batch that is read."""
-        self._flags[_SAVE] = _REQUESTED
-
-    def end_soon(self) -> None:
-        """Make the next batch that is read the run's last."""
-        self._flags[_END] = _REQUESTED
-
-    @property
-    def ending(self) -> bool:
-        """Whether the next batch is to be the run's last."""
-        return self._flags[_END] == _REQUESTED
-
-    def takes_save(self) -> bool:
-        """Return whether a checkpoint is requested, and clear the request."""
-        requested = self._flags[_SAVE] == _REQUESTED
-        if requested:
-            self._flags[_SAVE] = _NOTHING
-        return requested

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import final
 
-from roundelay.checkpoint.in_flight import StageInFlight
+from roundelay.checkpoint.in_flight_state import StageInFlight
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.loss_scaler import LossScaler
 

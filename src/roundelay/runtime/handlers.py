@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight import encode
+from roundelay.checkpoint.in_flight_state import encode
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count

@@ -3,7 +3,7 @@
 A register holds one batch of the loader: with two, one is in use while the other is filled. The reader loads while a
 register is free, as in OneFlow's runtime (sections 4.3 and 6.1), so that loading, augmenting and copying overlap with
 compute, and memory is bounded. The batches and their order are the same as without prefetching.
-:mod:`roundelay.actor.reader` is the same actor on the simulator's clock.
+:mod:`roundelay.actor.data_reader` is the same actor on the simulator's clock.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight import StageInFlight, Weights
+from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageTape
 from roundelay.frontend.retarget_device import CPU
@@ -24,10 +24,10 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
+from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.optimizer_state import OptimizerState
 from roundelay.runtime.predicted_weights import PredictedWeights
-from roundelay.runtime.resume_state import ResumeState, kept_at, last_steps
 from roundelay.runtime.stage_optimizer import (
     RateTable,
     build_optimizer,

@@ -23,7 +23,8 @@ from roundelay.job import Job
 from roundelay.lower.emit import awaits_grad_norm, uses_grad_norm
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
-from roundelay.runtime.batch_reader import Extent, RunControl, read
+from roundelay.runtime.batch_reader import read
+from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, Context, Handler

@@ -11,7 +11,7 @@ import torch
 
 from roundelay.checkpoint import stored_files
 from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until, load, save
-from roundelay.checkpoint.in_flight import ANY, InFlight, StageInFlight, decode, encode
+from roundelay.checkpoint.in_flight_state import ANY, InFlight, StageInFlight, decode, encode
 from roundelay.errors import CheckpointError
 from roundelay.weight_prediction import LastStep
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from roundelay import fork_safety
 from roundelay.doctor import examine, fork_probe, read_machine
-from roundelay.doctor.machine import core_quota, memory_limit, read_torch
+from roundelay.doctor.host import core_quota, memory_limit, read_torch
 
 
 def folder(root: Path, files: dict[str, str]) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.actor.reader import Reader
+from roundelay.actor.data_reader import Reader
 
 
 def spans(reader: Reader) -> list[tuple[float, float]]:

@@ -1,0 +1,72 @@
+"""After which updates a checkpoint is due, and where a run starts and ends.
+
+Both are decided where batches are read: the header of a micro-batch says that a checkpoint follows its batch's update,
+or that it is the run's last.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import final
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Start and end of a run.
+
+    Args:
+        start_g: number of the first micro-batch.
+        start_batch: number of the first batch.
+        start_epoch: epoch in which it starts.
+        skip: batches of that epoch that were trained on before.
+        batches: number of batches, or None.
+        epochs: the epoch to end before, or None.
+        save_every: updates between checkpoints, counted from update 0, in addition to one at every epoch's end; 0: only
+            at epochs' ends; None: no checkpoints.
+    """
+
+    start_g: int = 0
+    start_batch: int = 0
+    start_epoch: int = 0
+    skip: int = 0
+    batches: int | None = None
+    epochs: int | None = None
+    save_every: int | None = None
+
+    def saves(self, batch: int, ends_epoch: bool) -> bool:
+        """Whether a checkpoint is due after the update of this batch, which is not the run's last."""
+        every = self.save_every
+        return every is not None and (ends_epoch or (every > 0 and (batch + 1) % every == 0))
+
+
+_NOTHING, _REQUESTED = 0, 1
+_SAVE, _END = 0, 1
+
+
+@final
+class RunControl:
+    """Two flags in shared memory, set by the launching process and read by the reader in a forked worker."""
+
+    def __init__(self) -> None:
+        self._flags = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def save_soon(self) -> None:
+        """Request a checkpoint after the update of the next batch that is read."""
+        self._flags[_SAVE] = _REQUESTED
+
+    def end_soon(self) -> None:
+        """Make the next batch that is read the run's last."""
+        self._flags[_END] = _REQUESTED
+
+    @property
+    def ending(self) -> bool:
+        """Whether the next batch is to be the run's last."""
+        return self._flags[_END] == _REQUESTED
+
+    def takes_save(self) -> bool:
+        """Return whether a checkpoint is requested, and clear the request."""
+        requested = self._flags[_SAVE] == _REQUESTED
+        if requested:
+            self._flags[_SAVE] = _NOTHING
+        return requested
