@@ -11,13 +11,18 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import roundelay
+from roundelay.api.checkpointing import Saving
 from roundelay.api.planning import capture
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.stop_condition import Length
+from roundelay.api.training import Session
 from roundelay.errors import CheckpointError, PlanError
 from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.ir.rule import rules
 from roundelay.runtime.batch_reader import read_batches
 from roundelay.runtime.checkpoint_schedule import Extent
 from tests.api.jobs import make, mlp
+from tests.resume.cuts import every_checkpoint
 
 DECAY = 0.9
 STEPS = 7
@@ -130,30 +135,18 @@ def test_an_average_that_misses_an_update_is_seen(monkeypatch: pytest.MonkeyPatc
     assert EMA in result.difference
 
 
-def test_a_run_that_goes_on_has_the_averages_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_the_averages_of_one_that_was_never_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = roundelay.plan(make(), workers=2, rule="pipeoptim", transport="shm", ema=DECAY, cuts="equal")
     roundelay.train(make(), plan=plan, steps=4, save_to=tmp_path / "a", checkpoint_every=3)
     whole = averages(roundelay.train(make(), plan=plan, steps=8, save_to=tmp_path / "whole"))
     job = make()
-    from roundelay.api.checkpointing import Saving
-    from roundelay.api.resume import load_checkpoint
-    from roundelay.api.stop_condition import Length
-    from roundelay.api.training import Session
-
-    captured = capture(job)
-    session = Session(job, captured, plan, 0, Length(steps=8))
-    saved: list[Path] = []
-
-    def heard(event: Any) -> None:
-        if getattr(event, "updates", None) == 3 and hasattr(event, "path") and not saved:
-            saved.append((tmp_path / "mid").resolve())
-            (tmp_path / "b").rename(tmp_path / "mid")
-
-    session.run(notify=heard, saving=Saving(path=tmp_path / "b", every=3))
-    assert saved
+    with every_checkpoint(monkeypatch, tmp_path / "each"):
+        Session(job, capture(job), plan, 0, Length(steps=8)).run(saving=Saving(path=tmp_path / "b", every=3))
     job = make()
     captured = capture(job)
-    start = load_checkpoint(tmp_path / "mid", captured)
+    start = load_checkpoint(tmp_path / "each" / "3", captured)
     assert start.flight is not None
     rest = Session(job, captured, plan, 0, Length(steps=8 - start.position.updates), start).run(notify=lambda e: None)
     for name, average in averages(rest).items():
