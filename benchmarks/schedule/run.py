@@ -28,7 +28,8 @@ from roundelay.schedules import schedule_named
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
 BOTH = ("gpipe", "1f1b", "pipeoptim mixed")
-SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours zb-h1", "ours zb-v", "ours pipedream", "ours pipeoptim mixed")
+SHORT = ("torch 1F1B", "torch ZBV", "ours 1f1b", "ours interleaved-1f1b", "ours zb-h1", "ours zb-v", "ours pipedream")
+SHORT += ("ours pipeoptim mixed",)
 
 
 class Sleep(torch.autograd.Function):
@@ -130,7 +131,7 @@ def ours(rule: str, backward: str, transport: str, updates: int) -> float:
         notify=lambda event: None, handlers=dict.fromkeys(range(count), handlers)
     )
     events = [event for events in trained.events.values() for event in events]
-    ends = [e[6] for e in events if e[0] == "backward" and e[1] % M == M - 1 and e[8] == count - 1]
+    ends = [e.end_s for e in events if e.opcode == "backward" and e.g % M == M - 1 and e.stage == count - 1]
     return 1e3 * slope(list(enumerate(ends[1:])))
 
 
@@ -140,6 +141,7 @@ def main() -> None:
     mine = {
         "gpipe": ("gpipe", "stash", M * (F + B) + (D - 1) * (F + B)),
         "1f1b": ("1f1b", "stash", M * (F + B) + (D - 1) * (F + B)),
+        "interleaved-1f1b": ("interleaved-1f1b", "stash", M * (F + B) + (D - 1) * (F + B) / 2),
         "zb-h1": ("zb-h1", "stash", M * (F + B) + (D - 1) * F),
         "zb-v": ("zb-v", "stash", M * (F + B)),
         "pipedream": ("pipedream", "stash", M * (F + B)),
