@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
-from roundelay.schedules import SCHEDULES, Schedule, actions, schedule_named
+from roundelay.schedules import SCHEDULES, Body, Schedule, actions, schedule_named
 from tests.lower.plans import FEW
 
 GPIPE, ONE_F_ONE_B, ASYNC = SCHEDULES["gpipe"], SCHEDULES["1f1b"], SCHEDULES["async-1f1b"]
@@ -222,3 +222,11 @@ def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PlanError, match=r"'2f2b'.*interleaved-1f1b, gpipe, 1f1b, async-1f1b, zb-h1, zb-v"):
         schedule_named("2f2b")
+
+
+@pytest.mark.parametrize(("offsets", "last"), [((0, -1), {1}), ((-1, 0), {0}), ((0, 0), {1})])
+def test_the_last_of_all_stages_is_the_line_of_the_latest_turn_and_then_of_the_body(
+    offsets: tuple[int, int], last: set[int]
+) -> None:
+    body = Body(1, tuple(Action(stage, "B", offset) for stage, offset in enumerate(offsets)))
+    assert body.last_of_all("B") == last

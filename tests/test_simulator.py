@@ -448,3 +448,9 @@ def test_a_run_without_any_work_time_has_no_bubble() -> None:
     free = tuple(replace(stage, forward_s=0.0, backward_s=0.0) for stage in plan.stages)
     run = sim(replace(plan, stages=free), [2])
     assert (run.makespan_s, run.bubble) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 1), (4, 1), (4, 2), (5, 3)])
+def test_norms_on_their_way_to_stage_0_hold_no_stage_up(num_stages: int, micro_batches: int) -> None:
+    plan, counts = plan_of("pipedream", num_stages, micro_batches), [micro_batches] * 8
+    assert sim(replace(plan, clip="previous:1"), counts).makespan_s == sim(plan, counts).makespan_s

@@ -279,3 +279,9 @@ def test_the_norm_of_gradients_that_are_not_whole_is_refused() -> None:
         PlanError, match="stage 1, update after micro-batch 3: got no grad-norm-sq of that micro-batch before it"
     ):
         check_run(plan, counts, [done[0], late])
+
+
+def test_two_workers_of_one_name_are_refused() -> None:
+    plan = plan_of("1f1b", 2, 2)
+    with pytest.raises(PlanError, match="the name w0 twice"):
+        check_plan(replace(plan, workers=(plan.workers[0], plan.workers[0])))

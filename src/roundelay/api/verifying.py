@@ -46,7 +46,6 @@ from roundelay.runtime.forked_call import apart
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
-from roundelay.runtime.nested_state import same_value
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_stage
@@ -381,7 +380,7 @@ def _compare(
 ) -> dict[str, Any]:
     stage, difference = _first_in_time(trained, notes)
     pairs = _pairs(trained, reference)
-    differing = next((name for name, ours, theirs in pairs if not same_value(ours, theirs)), "")
+    differing = next((name for name, ours, theirs in pairs if not _is_equal(ours, theirs)), "")
     losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
     if not differing and losses != reference.losses:
         differing = "losses"
@@ -432,3 +431,10 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
             of = f" of {name}" if name else ""
             pairs.append((f"optimizer state {key!r}{of}", mine.get(key), theirs.get(key)))
     return pairs
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    """Whether two final values are equal; NaN equals nothing, so that a run that has diverged is not called equal."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return type(one) is type(two) and bool(one == two)

@@ -27,7 +27,7 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.emit import awaits_grad_norm, emit, uses_grad_norm
+from roundelay.lower.emit import awaits_grad_norm, emit, schedule_of, uses_grad_norm
 from roundelay.lower.validate_plan import check_plan
 from roundelay.schedules import Schedule, actions, schedule_named
 
@@ -149,7 +149,7 @@ def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
     The header of g carries the norm, so it is that of the last batch that stage 0 had finished when it read g:
     U(0,g) - 1. With full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
     """
-    return updates_before(schedule_named(rule_named(plan.rule).schedule), 0, plan.num_stages, counts, g) - 1
+    return updates_before(schedule_of(plan), 0, plan.num_stages, counts, g) - 1
 
 
 def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:

@@ -4,10 +4,10 @@ Forwards go through the stages of a worker in groups of D micro-batches, backwar
 D + 2 (D - 1 - k) forwards ahead of its backwards, and the bubble is half that of ``1f1b``::
 
     2 workers, 4 micro-batches, a worker's second stage in small letters
-    worker 0 |F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3 U0 u0
-    worker 1 |F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 U0 u0
+    worker 0 |F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 u0 B2 B3 U0
+    worker 1 |F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 u0 B2 B3 U0
 
-(The order of each worker, not yet in time; each update follows its stage's last backward.)
+(The order of each worker, not yet in time.)
 """
 
 from __future__ import annotations
