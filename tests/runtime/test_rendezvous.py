@@ -58,6 +58,8 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
 ON_CPU = SimpleNamespace(device="cpu")
 PLAN = SimpleNamespace(workers=(ON_CPU, ON_CPU), num_workers=2, deadline_s=10.0)
 TASK = cast(Task, SimpleNamespace(plan=PLAN))
+ON_GPUS = tuple(SimpleNamespace(device=f"cuda:{k}") for k in (0, 1))
+APART = cast(Task, SimpleNamespace(plan=SimpleNamespace(workers=ON_GPUS, num_workers=2, deadline_s=10.0)))
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])
@@ -151,8 +153,8 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "start",
     [
-        lambda party: run_leader(TASK, lambda report: None, unchanged, party),
-        lambda party: run_follower(TASK, party, unchanged),
+        lambda party: run_leader(APART, lambda report: None, unchanged, party),
+        lambda party: run_follower(APART, party, unchanged),
     ],
     ids=["the leader", "a member"],
 )
@@ -162,6 +164,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
     """Else the others would tell of a lost worker beside it."""
 
     def none_here(name: str) -> Device:
+        assert name == f"cuda:{member.rank}"
         raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
 
     member = _Member()
