@@ -22,7 +22,7 @@ from torch import nn
 
 from roundelay.checkpoint import checkpoint as module
 from roundelay.checkpoint import stored_files
-from roundelay.checkpoint.checkpoint import Checkpoint, Position, load, load_into, save
+from roundelay.checkpoint.checkpoint import Checkpoint, Position, load, load_into
 from roundelay.errors import CheckpointError, InternalError, RunError
 from tests.observe.harness import dying, forked, status
 

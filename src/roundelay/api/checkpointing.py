@@ -1,9 +1,8 @@
-"""Snapshots during a training: load them into the model, write checkpoints, evaluate; in a background thread."""
+"""Snapshots during a training: load them into the model, evaluate, complete checkpoints; in background threads."""
 
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,22 +10,28 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
+from safetensors import SafetensorError
 
 from roundelay.api.background import Background
 from roundelay.api.events import Evaluated, Event, NotSaved, Observer, Saved, Stopping
 from roundelay.api.resume import laid_out
-from roundelay.api.state_gather import Snapshot
+from roundelay.api.state_gather import CheckpointParts, Snapshot
 from roundelay.checkpoint import checkpoint as store
-from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until
-from roundelay.checkpoint.in_flight_state import InFlight
+from roundelay.checkpoint.atomic_files import reason_of, unwritten_because
+from roundelay.checkpoint.checkpoint import Facts, FlightFacts, Manifest, Position, Until
+from roundelay.checkpoint.held_state import UNUSED, HeldState
+from roundelay.checkpoint.shards import Shard, whole_ranges
+from roundelay.checkpoint.stored_files import remove_updates, write_state
 from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.stage import Partition
 from roundelay.job import Job, StopTraining
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.stage_state import Initial
+from roundelay.runtime.state_reports import AMOUNTS, Gathered, StateUse
 
 ABANDON_S = 3.0
 """Seconds that an unfinished checkpoint or evaluation may still take when the run has failed."""
@@ -51,6 +56,7 @@ class Checkpointed(Protocol):
     job: Job
     captured: Captured
     plan: Plan
+    partition: Partition
     seed: int
     extent: Extent
     order: dict[str, str]
@@ -68,84 +74,99 @@ class Checkpointed(Protocol):
 
 @final
 class Checkpointer:
-    """Takes snapshots in order; loads each into the user's model, saves it and evaluates it, in the background.
+    """Takes snapshots in order: loads each that is gathered into the user's model, evaluates it, completes checkpoints.
+
+    Evaluations and checkpoints have a background thread each; if a checkpoint is to have the evaluation's metric, it is
+    completed after that.
 
     Args:
         session: the training.
         saving: where checkpoints are written, if anywhere.
         evaluates: whether to call the job's ``evaluate``.
+
+    Raises:
+        CheckpointError: something else is at the checkpoint's place.
+        RunError: its folder cannot be made.
     """
 
     def __init__(self, session: Checkpointed, saving: Saving | None, *, evaluates: bool) -> None:
         self._session, self._saving, self._evaluates = session, saving, evaluates
-        self._background, self._events = Background(), queue.SimpleQueue[Event]()
+        self._writing, self._evaluating = Background(), Background()
+        self._events = queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
-        self._lock = threading.Lock()
-        # the snapshot within an epoch that waits to be written, if any; removed when its writing begins
-        self._waiting: list[tuple[Snapshot, Position]] = []
+        self._names = StoredNames(session.captured.model, session.partition)
         self.evaluations: list[Evaluated] = []
         #: the metric that the next epoch's learning rate depends on, one number per evaluated epoch
         self.numbers = list(session.initial.numbers)
+        if saving is not None:
+            store.prepare(saving.path.resolve())
 
-    def keep(self, snapshot: Snapshot, epoch_starts: Mapping[int, int]) -> None:
-        """Take one snapshot; of those within an epoch that wait to be written, only the newest is kept.
+    def use(self, *, gathers: Gathered) -> StateUse:
+        """What the stages' states are needed for.
 
         Args:
-            snapshot: all stages at one version.
+            gathers: what is gathered at the end of the run, at least.
+        """
+        waits, evaluates = self._session.waits, self._evaluates  # workers that are restarted get everything
+        needed: Gathered = "everything" if waits else "weights" if evaluates else "nothing"
+        return StateUse(
+            folder=None if self._saving is None else self._saving.path.resolve(),
+            buffers=self._names.buffers,
+            after_epoch=needed,
+            at_end=max(needed, gathers, key=AMOUNTS.index),
+        )
+
+    def keep(self, snapshot: Snapshot, parts: CheckpointParts, epoch_starts: Mapping[int, int]) -> None:
+        """Take what all holders report of one version.
+
+        Args:
+            snapshot: all stages at that version, as far as it is gathered.
+            parts: of the checkpoint, if one is made.
             epoch_starts: epoch to its first batch.
         """
         self._last = snapshot
-        position = position_of(snapshot.header, epoch_starts, self._session.extent)
-        within_epoch = _is_within_epoch(snapshot.header)
-        with self._lock:
-            if within_epoch and self._waiting:
-                self._waiting[0] = snapshot, position
-                return
-            place = [(snapshot, position)]
-            self._waiting = place if within_epoch else []
-        self._background.submit(lambda: self._process(place))
+        header, session = snapshot.header, self._session
+        at = position_of(header, epoch_starts, session.extent)
+        evaluates = self._evaluates and bool(header.ends_epoch or header.final)
+        if evaluates or snapshot.parameters:
+            self._evaluating.submit(lambda: self._take_gathered(snapshot, evaluates))
+        if self._saving is not None and (header.saved or header.final):
+            thread = self._evaluating if session.waits else self._writing
+            thread.submit(lambda: self._complete(snapshot, parts, at))
 
     def deliver(self, notify: Observer) -> None:
         """Report what has been done since the last call, in the caller's thread; raise its error if there was one."""
-        self._background.check()
+        for thread in (self._writing, self._evaluating):
+            thread.check()
         self._deliver(notify)
 
     def settle(self) -> Snapshot:
-        """Wait until everything so far is done, and end the thread; returns the newest snapshot."""
+        """Wait until everything so far is done, and end the threads; returns the newest snapshot."""
         last = self.finish()
-        self._background = Background()
+        self._writing, self._evaluating = Background(), Background()
         return last
 
     def finish(self) -> Snapshot:
         """Wait until everything is done; returns the last snapshot."""
-        self._background.finish()
+        for thread in (self._writing, self._evaluating):
+            thread.finish()
         assert self._last is not None, "every run ends with a snapshot"
         return self._last
 
     def close(self, notify: Observer) -> None:
-        """End the thread, within :data:`ABANDON_S` seconds if the run has failed, and report what it has done."""
-        self._background.abandon(ABANDON_S)
+        """End the threads, within :data:`ABANDON_S` seconds each if the run has failed, and report what is done."""
+        for thread in (self._writing, self._evaluating):
+            thread.abandon(ABANDON_S)
         self._deliver(notify)
 
     def _deliver(self, notify: Observer) -> None:
         while not self._events.empty():
             notify(self._events.get())
 
-    def _process(self, place: list[tuple[Snapshot, Position]]) -> None:
-        with self._lock:
-            snapshot, position = place.pop()
+    def _take_gathered(self, snapshot: Snapshot, evaluates: bool) -> None:
         put(self._session.captured, snapshot)
-        if self._session.waits and not _is_within_epoch(snapshot.header):  # the checkpoint is to have the new number
+        if evaluates:
             self._evaluate_snapshot(snapshot)
-            self._write(snapshot, position)
-        else:
-            self._write(snapshot, position)
-            if self._evaluates and not _is_within_epoch(snapshot.header):
-                self._evaluate_snapshot(snapshot)
-
-    def _write(self, snapshot: Snapshot, position: Position) -> None:
-        if self._saving is not None:
-            self._events.put(self._save(self._saving.path, snapshot, position))
 
     def _evaluate_snapshot(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot, and keep the metric that a learning rate depends on."""
@@ -161,47 +182,57 @@ class Checkpointer:
         if self._session.waits and header.ends_epoch:
             self.numbers.append(monitored(job, evaluated.metrics))
 
-    def _save(self, path: Path, snapshot: Snapshot, position: Position) -> Saved | NotSaved:
-        """Write a checkpoint, or report that it cannot be written.
+    def _complete(self, snapshot: Snapshot, parts: CheckpointParts, at: Position) -> None:
+        """Complete a checkpoint, or report that it cannot be written.
 
         Raises:
             RunError: the run's last checkpoint cannot be written.
         """
-        session = self._session
-        parameters, buffers = _all_tensors(session.captured.model, snapshot)
-        checkpoint = Checkpoint(
-            parameters=parameters,
-            buffers=buffers,
-            optimizer=snapshot.optimizer,
-            position=position,
-            seed=session.seed,
-            fingerprint=session.plan.model,
-            rule=session.plan.rule,
-            num_stages=session.plan.num_stages,
-            until=Until() if snapshot.header.final and session.control.ending else _until(session.extent),
-            loss_scale=snapshot.loss_scale,
-            numbers=tuple(self.numbers),
-            optimizer_kind=session.optimizer_kind,
-            began=session.began,
-            flight=None if snapshot.flight is None else InFlight(session.order, session.since, snapshot.flight),
-        )
+        assert self._saving is not None
+        path, reason = self._saving.path.resolve(), parts.unwritten
         try:
-            store.save(path, checkpoint, _aliases(session.captured.model))
+            if not reason:
+                store.commit(path, self._manifest(path, snapshot.header, parts, at))
+        except (OSError, SafetensorError) as error:
+            reason = reason_of(error)
         except RunError as error:
+            reason = error.got
+        self._session.control.end_save()
+        if reason:
+            remove_updates(path, at.updates)
             if snapshot.header.final:
-                raise
-            return NotSaved(str(path), error.got)
-        return Saved(str(path), position.updates)
+                raise unwritten_because(self._saving.path, reason)
+        event = NotSaved(str(self._saving.path), reason) if reason else Saved(str(self._saving.path), at.updates)
+        self._events.put(event)
+
+    def _manifest(self, path: Path, header: MicroBatch, parts: CheckpointParts, at: Position) -> Manifest:
+        """Write what the holders could not write themselves; returns the manifest that joins all files."""
+        session, names = self._session, self._names
+        written = [write_state(path, held, worker, at.updates) for worker, held in parts.unstored]
+        if names.unused is not None:
+            written.append(write_state(path, names.unused, 0, at.updates))
+        return Manifest(
+            facts=Facts(
+                position=at,
+                seed=session.seed,
+                fingerprint=session.plan.model,
+                rule=session.plan.rule,
+                num_stages=session.plan.num_stages,
+                until=Until() if header.final and session.control.ending else _until(session.extent),
+                numbers=tuple(self.numbers),
+                optimizer_kind=session.optimizer_kind,
+                began=session.began,
+            ),
+            shapes=names.shapes,
+            aliases=names.aliases,
+            flight=FlightFacts(session.order, session.since) if header.saved else None,
+            holders=[*parts.stored, *written],
+        )
 
 
 def _until(extent: Extent) -> Until:
     """Where a run ends, counted from update 0."""
     return Until(None if extent.batches is None else extent.start_batch + extent.batches, extent.epochs)
-
-
-def _is_within_epoch(header: MicroBatch) -> bool:
-    """Whether a snapshot was made within an epoch: it is saved and not evaluated."""
-    return not (header.ends_epoch or header.final)
 
 
 def put(captured: Captured, snapshot: Snapshot) -> None:
@@ -366,16 +397,27 @@ def position_of(header: MicroBatch, epoch_starts: Mapping[int, int], extent: Ext
     return Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used)
 
 
-def _all_tensors(model: torch.nn.Module, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """All parameters and persistent buffers: the snapshot's, and the model's own where no stage has them."""
-    parameters = {n: snapshot.parameters.get(n, p.detach()) for n, p in model.named_parameters()}
-    stored = set(model.state_dict())
-    return parameters, {n: snapshot.buffers.get(n, b) for n, b in model.named_buffers() if n in stored}
+@final
+class StoredNames:
+    """What a checkpoint of a model has, and what of it no stage has.
 
+    Args:
+        model: the user's.
+        partition: its stages.
+    """
 
-def _aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Other names of tied parameters and shared buffers."""
-    first = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    stored = set(model.state_dict())
-    return {n: first[id(t)] for n, t in every if first[id(t)] != n and n in stored}
+    def __init__(self, model: torch.nn.Module, partition: Partition) -> None:
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        persistent = set(model.state_dict())
+        #: the whole shape of every parameter
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.buffers = frozenset(name for name in buffers if name in persistent)
+        first = {id(t): n for n, t in [*parameters.items(), *buffers.items()]}
+        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        #: other names of tied parameters and shared buffers
+        self.aliases = {n: first[id(t)] for n, t in every if first[id(t)] != n and n in persistent}
+        held = {name for stage in partition.stages for name in (*stage.parameters, *stage.buffers)}
+        left = {n: Shard(whole_ranges(p.shape), p.detach()) for n, p in parameters.items() if n not in held}
+        unused = HeldState(UNUSED, left, {n: buffers[n] for n in self.buffers if n not in held}, {})
+        #: the parameters and buffers that no stage has; None if there are none
+        self.unused = unused if unused.parameters or unused.buffers else None

@@ -11,7 +11,7 @@ from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
-from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.stored_files import is_checkpoint
 from roundelay.errors import DivergedError, RunError
 
 
@@ -64,7 +64,7 @@ def rest_of(session: Session, save_to: Path) -> Session | None:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    if not present(save_to).exists():
+    if not is_checkpoint(save_to):
         return session
     start = load_checkpoint(save_to, session.captured)
     extent, steps = session.extent, None

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from roundelay.checkpoint import checkpoint as store
-from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.checkpoint.in_flight_state import InFlight, StageInFlight
+from roundelay.checkpoint.stored_files import inside_run
 from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
 from roundelay.ir.plan import EMA, EVALUATED, Plan
@@ -35,8 +35,7 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
     Raises:
         CheckpointError: it is missing, damaged, or of another model.
     """
-    inner = path / "checkpoint"
-    start = store.load(inner if present(inner).exists() else path)
+    start = store.load(inside_run(path))
     names = {n: tuple(p.shape) for n, p in captured.model.named_parameters()}
     saved = {n: tuple(t.shape) for n, t in start.parameters.items()}
     if names != saved:
@@ -47,8 +46,13 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
             expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
             remedy="Continue with the job that wrote the checkpoint.",
         )
+    own = captured.parameters()
     try:
-        captured.model.load_state_dict({**start.parameters, **start.buffers}, strict=False)
+        for name, weight in start.parameters.items():
+            if name in own:  # mapped, not copied: no process needs the memory of the whole model
+                captured.set_parameter(name, laid_out(own[name].data, weight.to(own[name].dtype)))
+        rest = {name: weight for name, weight in start.parameters.items() if name not in own}
+        captured.model.load_state_dict({**rest, **start.buffers}, strict=False)
     except Exception as error:  # a buffer of another size, or a hook of the user's
         raise CheckpointError(
             f"checkpoint {path}",

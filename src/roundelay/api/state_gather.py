@@ -1,29 +1,32 @@
-"""Join the states that all stages report into one snapshot."""
+"""Collect what all holders report of their state after one update: a snapshot, and the parts of a checkpoint."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
-from roundelay.checkpoint.in_flight_state import StageInFlight, decode
+from roundelay.checkpoint.held_state import HeldState, decode, disagreement, join, missing_part
+from roundelay.checkpoint.stored_files import StoredState
+from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.state_reports import StateReport
 from roundelay.runtime.worker_messages import Report
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of all stages at one version.
+    """The state of all stages at one version, as far as the run gathers it.
 
     Args:
         header: the last micro-batch of its last update.
-        parameters: by name.
-        buffers: by name.
-        optimizer: state by parameter name.
-        flight: what every stage has in flight, if the snapshot is for a checkpoint.
+        parameters: by name; empty if nothing was gathered.
+        buffers: by name, likewise.
+        optimizer: state by parameter name; only the averages to evaluate with, if only weights were gathered.
         loss_scale: if dynamic: the next scale of stage 0, and the number of finite batches in a row; else None.
     """
 
@@ -31,54 +34,90 @@ class Snapshot:
     parameters: dict[str, torch.Tensor] = field(hash=False)
     buffers: dict[str, torch.Tensor] = field(hash=False)
     optimizer: dict[str, dict[str, Any]] = field(hash=False)
-    flight: tuple[StageInFlight, ...] | None = field(default=None, hash=False)
     loss_scale: tuple[float, int] | None = None
 
 
-class StateGatherer:
-    """Takes the stages' reports of their state, in the order of their arrival.
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointParts:
+    """What the holders report of one checkpoint.
 
     Args:
-        num_stages: number of stages, each of which reports its own state.
-        on_snapshot: called when all stages have reported their state of one version.
+        stored: what they have written, in the order of stages.
+        unstored: worker and state of holders that do not see the folder.
+        unwritten: why one of them could not write its part; empty if all could.
     """
 
-    def __init__(self, num_stages: int, on_snapshot: Callable[[Snapshot], None]) -> None:
-        self._num_stages, self._on_snapshot = num_stages, on_snapshot
-        self._states: dict[int, list[Report]] = defaultdict(list)
+    stored: tuple[StoredState, ...]
+    unstored: tuple[tuple[int, HeldState], ...]
+    unwritten: str
+
+
+OnComplete = Callable[[Snapshot, CheckpointParts], None]
+
+
+class StateGatherer:
+    """Takes the holders' reports of their state, in the order of their arrival.
+
+    Args:
+        holders: number of holders, each of which reports once per version.
+        shapes: of the parameters that they have, whole, by name.
+        on_complete: called when all holders have reported on one version.
+        compares: whether holders of the same elements must agree in every bit.
+    """
+
+    def __init__(
+        self, holders: int, shapes: Mapping[str, Sequence[int]], on_complete: OnComplete, *, compares: bool = False
+    ) -> None:
+        self._holders, self._shapes, self._on_complete, self._compares = holders, shapes, on_complete, compares
+        self._parts: dict[int, list[_Part]] = defaultdict(list)
 
     def take(self, report: Report) -> None:
-        """Take one report of the kind ``state``."""
-        header = MicroBatch.of(tuple(report.data["header"]))
-        parts = self._states[header.g]
-        parts.append(report)
-        if len(parts) == self._num_stages:
-            del self._states[header.g]
-            self._on_snapshot(_joined(header, sorted(parts, key=lambda part: part.data["stage"])))
+        """Take one report of the kind ``state``.
+
+        Raises:
+            InternalError: an element of a parameter is missing, or two holders of it disagree.
+        """
+        state = msgspec.convert(report.data, StateReport)
+        header = MicroBatch.of(state.header)
+        held = None if state.table is None else decode(state.table, report.tensors)
+        parts = self._parts[header.g]
+        parts.append(_Part(state.stage, report.worker, held, state.stored, state.unwritten))
+        if len(parts) == self._holders:
+            parts = sorted(self._parts.pop(header.g), key=lambda part: (part.stage, part.worker))
+            self._on_complete(self._snapshot(header, parts), _checkpoint_parts(parts))
+
+    def _snapshot(self, header: MicroBatch, parts: Sequence[_Part]) -> Snapshot:
+        """Join what was gathered; the first of several holders of the same counts."""
+        states = [part.held for part in parts if part.held is not None]
+        if not states:
+            return Snapshot(header, {}, {}, {})
+        missing = missing_part(self._shapes, [state.parameters for state in states])
+        differing = disagreement(states) if self._compares else ""
+        if missing or differing:
+            raise InternalError(
+                f"the stages' state after update {header.batch}",
+                got=f"no holder of {missing}" if missing else f"two holders with different values of {differing}",
+                expected="every element of every parameter, and the same values in all that hold it",
+                remedy="Report this as a bug of Roundelay.",
+            )
+        joined = join(self._shapes, states)
+        return Snapshot(header, joined.parameters, joined.buffers, joined.optimizer, joined.loss_scale)
 
 
-def _joined(header: MicroBatch, parts: Sequence[Report]) -> Snapshot:
-    """Join the states of all stages, in order. A buffer of several stages is the same in all: none changes it."""
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    optimizer: dict[str, dict[str, Any]] = defaultdict(dict)
-    flight: list[StageInFlight] = []
-    scale: tuple[float, int] | None = None
-    for part in parts:
-        for name, tensor in part.tensors.items():
-            kind, rest = name.split(" ", 1)
-            if kind == "state":
-                parameter, key = rest.split("\n")
-                optimizer[parameter][key] = tensor
-            elif kind == "parameter":
-                parameters[rest] = tensor
-            elif kind == "buffer":
-                buffers.setdefault(rest, tensor)
-        for parameter, numbers in part.data["numbers"].items():
-            optimizer[parameter].update(numbers)
-        if "scale" in part.data:
-            now, streak = part.data["scale"]
-            scale = now, streak
-        if "flight" in part.data:
-            flight.append(decode(part.data["flight"], part.tensors))
-    return Snapshot(header, parameters, buffers, dict(optimizer), tuple(flight) or None, scale)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One holder's report."""
+
+    stage: int
+    worker: int
+    held: HeldState | None
+    stored: StoredState | None
+    unwritten: str
+
+
+def _checkpoint_parts(parts: Sequence[_Part]) -> CheckpointParts:
+    return CheckpointParts(
+        tuple([part.stored for part in parts if part.stored is not None]),
+        tuple([(p.worker, p.held) for p in parts if p.held is not None and p.stored is None and not p.unwritten]),
+        next((part.unwritten for part in parts if part.unwritten), ""),
+    )

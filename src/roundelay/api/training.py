@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
 from roundelay.api.fidelity_precheck import check_before_training, validate_check
+from roundelay.api.launched_states import announced_use, check_leader_reads, fetched_use
 from roundelay.api.observers import user_observer
 from roundelay.api.planning import captured_and_planned, fitted
 from roundelay.api.resume import (
@@ -49,6 +51,7 @@ from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 from roundelay.runtime.stage_optimizer_check import check_narrowing
 from roundelay.runtime.stage_state import Initial
+from roundelay.runtime.state_reports import Gathered, StateUse
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
@@ -255,6 +258,7 @@ class Session:
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
         party: ProcessGroup | None = None,
+        gathers: Gathered = "everything",
     ) -> Trained:
         """Train to the end.
 
@@ -265,18 +269,27 @@ class Session:
             handlers: stage to its own handlers, to break a run on purpose.
             wrap: wraps every endpoint, to delay messages on purpose.
             party: the launcher's processes, if one has started this process; this one leads them.
+            gathers: what of the stages' state is gathered in this process at the end, at least; with ``"nothing"`` the
+                model keeps its initial weights, unless the job evaluates it.
         """
         if party is None:
             check_transport(self.plan.transport)
+        else:
+            check_leader_reads(self.plan)
         prepare = self._compile(party)
         notify = self._stopping_on_request(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
+        use = checkpointer.use(gathers=gathers)
         record = RunRecord(
             self.plan.num_workers, notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
         )
+        shapes = self.captured.parameters()
         gatherer = StateGatherer(
-            self.plan.num_stages, lambda snapshot: checkpointer.keep(snapshot, record.epoch_starts)
+            sum(len(stage.workers) for stage in self.plan.stages),
+            {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
+            lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
+            compares=audit,
         )
 
         def take(report: Report) -> None:
@@ -286,9 +299,9 @@ class Session:
         if self.drained is not None:
             notify(self.drained)
         try:
-            with one_thread():
+            with one_thread(), announced_use(party, use, self.extent.save_every):
                 for part in self._parts(checkpointer, record, party):
-                    run(self._task(part, audit, handlers or {}, prepare), take, wrap, party)
+                    run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, party)
             last = checkpointer.finish()
             # as plain PyTorch leaves the model
             for name, weight in averages(last.optimizer, moving=False).items():
@@ -376,9 +389,12 @@ class Session:
         """
         if self.waits:
             check_not_launched(party)
+        check_leader_reads(self.plan)
+        use, save_every = fetched_use(party)
         self._compile(party)
+        part = Part(self.initial, replace(self.extent, save_every=save_every))
         with one_thread():
-            return run_follower(self._task(Part(self.initial, self.extent), False, {}, None), party, unchanged)
+            return run_follower(self._task(part, use, None), party, unchanged)
 
     def compile(self) -> None:
         """Compile all stages in this process, if the plan asks for it."""
@@ -407,7 +423,13 @@ class Session:
         return None
 
     def _task(
-        self, part: Part, audit: bool, handlers: Mapping[int, Mapping[str, Handler]], prepare: Prepare | None
+        self,
+        part: Part,
+        use: StateUse,
+        prepare: Prepare | None,
+        *,
+        audit: bool = False,
+        handlers: Mapping[int, Mapping[str, Handler]] = MappingProxyType({}),
     ) -> Task:
         return Task(
             plan=self.plan,
@@ -421,5 +443,6 @@ class Session:
             audit=audit,
             handlers=handlers,
             prepare=prepare,
+            states=use,
             control=self.control,
         )

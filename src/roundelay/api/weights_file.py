@@ -4,7 +4,7 @@ A model is built with :func:`empty_weights`, which leaves its parameters on the 
 names the file. :func:`fill` maps the file into memory: a page is read when an operator first touches it, may be evicted
 again, and is shared by all processes. A worker then copies only the parameters of its own stage.
 
-The process that started the workers gathers the whole model for every checkpoint and evaluation, and at the end.
+The process that started the workers gathers the whole model for evaluations, and at the end if it is asked to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import load_into
+from roundelay.checkpoint.stored_files import inside_run, is_checkpoint
 from roundelay.errors import JobError
 
 _SUFFIX = ".safetensors"
@@ -49,10 +50,11 @@ def fill(model: torch.nn.Module, path: Path) -> None:
 
     Args:
         model: built with :func:`empty_weights`, or an ordinary one; it keeps its dtypes.
-        path: a safetensors file, or a folder of them as Hugging Face and Roundelay write it.
+        path: a safetensors file, a folder of them as Hugging Face writes it, or a checkpoint or run folder.
 
     Raises:
         JobError: the file cannot be read, a tensor is missing, unexpected, or of another shape.
+        CheckpointError: it is a checkpoint, and damaged.
     """
     stored = _stored(path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -88,6 +90,9 @@ def check_filled(model: torch.nn.Module) -> None:
 
 
 def _stored(path: Path) -> dict[str, torch.Tensor]:
+    if is_checkpoint(inside_run(path)):
+        checkpoint = store.load(inside_run(path))
+        return checkpoint.parameters | checkpoint.buffers
     files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -135,6 +140,4 @@ def load(model: torch.nn.Module, path: str | Path, *, averaged: bool = False) ->
     Raises:
         CheckpointError: it is missing, damaged, or of another model; or it has no averages.
     """
-    folder = Path(path)
-    inner = folder / "checkpoint"
-    return load_into(model, inner if present(inner).exists() else folder, averaged=averaged)
+    return load_into(model, inside_run(Path(path)), averaged=averaged)

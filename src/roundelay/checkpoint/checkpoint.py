@@ -1,13 +1,15 @@
 """Checkpoints: folders from which a run is resumed or a model is loaded.
 
-=========================  ====================================================================================
-``model.safetensors``      parameters and buffers by their first name; a tied one once
-``optimizer.safetensors``  the tensors of the optimizer's state, as ``PARAMETER/KEY``
-``flight.safetensors``     what was in flight, if anything was
-``checkpoint.json``        everything else: position, seed, other state values, ties, and the SHA-256 of each file
-=========================  ====================================================================================
+====================================  =========================================================================
+``stage-K.worker-W.update-U...``      a safetensors file for each holder: its shards of parameters, buffers, the
+                                      optimizer's state as ``PARAMETER/KEY``, and what was in flight
+``unused.update-U...``                parameters and buffers that no stage has, if there are any
+``checkpoint.json``                   the manifest: position, seed, and for each file its SHA-256, which ranges of
+                                      which parameters it has, and all state values that are no tensors
+====================================  =========================================================================
 
-Values survive bit for bit with dtype and shape; tensors come back contiguous on the CPU.
+Each holder writes its own file; nothing needs the whole model in one process. A checkpoint can be loaded onto any other
+placement. Values survive bit for bit with dtype and shape; tensors come back contiguous on the CPU.
 """
 
 from __future__ import annotations
@@ -19,16 +21,23 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from roundelay.checkpoint.atomic_files import replacing_folder, unwritten
-from roundelay.checkpoint.in_flight_state import InFlight, decode, encode
-from roundelay.checkpoint.stored_files import FILES, MANIFEST, StoredFiles, damaged, read, write
+from roundelay.checkpoint.atomic_files import unwritten
+from roundelay.checkpoint.held_state import JoinedState, decode, join, missing_part
+from roundelay.checkpoint.in_flight_state import InFlight
+from roundelay.checkpoint.stored_files import (
+    MANIFEST,
+    StoredState,
+    damaged,
+    holds_only_own,
+    is_checkpoint,
+    read,
+    remove_leftovers,
+    write_manifest,
+)
 from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.plan import EMA, EVALUATED
-
-_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class Until:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """The state from which a run is resumed.
+    """The state from which a run is resumed, joined from its holders'.
 
     Args:
         parameters: by their first name in the model.
@@ -104,34 +113,96 @@ class Checkpoint:
     began: str = ""
 
 
-def save(path: Path, checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
-    """Write a checkpoint to ``path``; an existing one stays loadable until the new one is complete and on disk.
+class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What a checkpoint says of its run; the fields of :class:`Checkpoint` that no holder has."""
+
+    position: Position
+    seed: int
+    fingerprint: str
+    rule: str
+    num_stages: int
+    until: Until = Until()
+    numbers: tuple[float, ...] = ()
+    optimizer_kind: str = ""
+    began: str = ""
+
+
+class FlightFacts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What a checkpoint says of all that is in flight: see :class:`~roundelay.checkpoint.in_flight_state.InFlight`."""
+
+    order: dict[str, str]
+    since: int
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The content of ``checkpoint.json``.
 
     Args:
-        path: the checkpoint's folder. Parents are created; other files in an existing checkpoint's folder are kept.
-        checkpoint: what to write.
+        facts: of the run.
+        shapes: the whole shape of every parameter, by its first name.
         aliases: maps each further name of a tied parameter or buffer to its first name.
+        flight: None if the stages were empty.
+        holders: the holders' states, in the order of their stages.
+    """
+
+    facts: Facts
+    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
+    flight: FlightFacts | None = None
+    holders: list[StoredState]
+
+
+def prepare(path: Path) -> None:
+    """Make the folder into which a run will write its checkpoints; one that is there stays loadable.
 
     Raises:
-        CheckpointError: something else is at ``path``, or a value cannot be stored.
-        RunError: it cannot be written, for example because the disk is full; the old one is intact.
+        CheckpointError: something else is at ``path``.
+        RunError: the folder cannot be made.
     """
-    folder_path = path.resolve()
-    _check_aliases(checkpoint, aliases)
-    stored = _encode(checkpoint, aliases)
+    if path.exists() and not (path.is_dir() and (is_checkpoint(path) or holds_only_own(path))):
+        raise CheckpointError(
+            f"checkpoint {path}",
+            got="something else at this place",
+            expected="nothing, an empty folder, or a checkpoint",
+            remedy="Save to another place, or move that away.",
+        )
     try:
-        _refuse_foreign(folder_path)
-        with replacing_folder(folder_path, FILES) as folder:
-            write(folder, stored)
-    except (OSError, SafetensorError) as error:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise unwritten(path, error) from error
+    remove_leftovers(path)
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Complete a checkpoint whose files are written; until then the one before is loadable, from then on this one.
+
+    Args:
+        path: the checkpoint's folder. Files of anyone else in it are kept.
+        manifest: names the files.
+
+    Raises:
+        InternalError: the holders together do not have every element of every parameter.
+        RunError: it cannot be written, for example because the disk is full; the one before is intact.
+    """
+    missing = missing_part(manifest.shapes, [holder.table.parameters for holder in manifest.holders])
+    names = {name for holder in manifest.holders for name in (*holder.table.parameters, *holder.table.buffers)}
+    wrong = [alias for alias, first in manifest.aliases.items() if alias in names or first not in names]
+    if missing or wrong:
+        raise InternalError(
+            "a checkpoint",
+            got=f"no holder of {missing}" if missing else f"an alias {wrong[0]!r} that does not name a stored tensor",
+            expected="every element of every parameter, and aliases of stored names",
+            remedy="Report this as a bug of Roundelay.",
+        )
+    files = [holder.file for holder in manifest.holders]
+    write_manifest(path, msgspec.to_builtins(manifest), files, manifest.facts.position.updates)
 
 
 def load(path: Path) -> Checkpoint:
-    """Read the checkpoint at ``path``.
+    """Read the checkpoint at ``path``. Its tensors are mapped where one holder has them whole: copy them to compute.
 
     Raises:
-        CheckpointError: it is missing, damaged, no checkpoint, or of a newer format.
+        CheckpointError: it is missing, damaged, no checkpoint, or of another format.
     """
     return _open(path)[0]
 
@@ -200,140 +271,31 @@ def _of_another_model(path: Path, got: str, expected: str) -> CheckpointError:
     )
 
 
-def _check_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> None:
-    names = {*checkpoint.parameters, *checkpoint.buffers}
-    wrong = [alias for alias, first in aliases.items() if alias in names or first not in names]
-    if wrong:
-        raise InternalError(
-            f"alias {wrong[0]!r} of {aliases[wrong[0]]!r} in a checkpoint",
-            got="an alias that is itself stored, or whose first name is not",
-            expected="the first name stored, and it alone",
-            remedy="Report this as a bug of Roundelay.",
-        )
-
-
-def _refuse_foreign(place: Path) -> None:
-    """Refuse to replace anything but a checkpoint or an empty folder."""
-    if place.exists() and not (place / MANIFEST).is_file() and not (place.is_dir() and not any(place.iterdir())):
-        raise CheckpointError(
-            f"checkpoint {place}",
-            got="something else at this place",
-            expected="nothing, an empty folder, or a checkpoint",
-            remedy="Save to another place, or move that away.",
-        )
-
-
-class _Facts(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a checkpoint that are stored as they are."""
-
-    position: Position
-    seed: int
-    fingerprint: str
-    rule: str
-    num_stages: int
-    until: Until
-    loss_scale: tuple[float, int] | None
-    numbers: tuple[float, ...]
-    optimizer_kind: str
-    began: str
-
-
-class _Flight(msgspec.Struct, forbid_unknown_fields=True):
-    """What was in flight; the stages as :func:`roundelay.checkpoint.in_flight_state.encode` encodes them."""
-
-    order: dict[str, str]
-    since: int
-    stages: list[dict[str, Any]]
-
-
-class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of ``checkpoint.json``; a tensor in the optimizer's state is ``{"tensor": NAME}``."""
-
-    facts: _Facts
-    parameters: list[str]
-    buffers: list[str]
-    aliases: dict[str, str]
-    optimizer: dict[str, dict[str, int | float | bool | str | dict[str, str] | None]]
-    flight: _Flight | None
-
-
-def _encode(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> StoredFiles:
-    facts = _Facts(*(getattr(checkpoint, name) for name in _Facts.__struct_fields__))
-    states, state_tensors = _encode_states(checkpoint.optimizer)
-    flight, flight_tensors = _encode_flight(checkpoint.flight) if checkpoint.flight else (None, None)
-    manifest = _Manifest(facts, list(checkpoint.parameters), list(checkpoint.buffers), dict(aliases), states, flight)
-    tensors = checkpoint.parameters | checkpoint.buffers
-    return StoredFiles(msgspec.to_builtins(manifest), tensors, state_tensors, flight_tensors)
-
-
-def _encode_states(optimizer: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """The optimizer's state with names in the place of tensors, and these tensors."""
-    tensors: dict[str, Tensor] = {}
-    states: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.items():
-        states[parameter] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                name = _free(f"{parameter}/{key}", tensors)
-                tensors[name] = value
-                states[parameter][key] = {"tensor": name}
-            else:
-                states[parameter][key] = _plain(value, parameter, key)
-    return states, tensors
-
-
-def _encode_flight(flight: InFlight) -> tuple[_Flight, dict[str, Tensor]]:
-    parts = [encode(stage, f"stage {k} ") for k, stage in enumerate(flight.stages)]
-    tensors = {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
-    return _Flight(flight.order, flight.since, [table for table, _ in parts]), tensors
-
-
-def _free(name: str, taken: Mapping[str, Tensor]) -> str:
-    """Make a name unique: parameter ``a`` with key ``b/c`` must not collide with ``a/b`` with key ``c``."""
-    while name in taken:
-        name += "+"
-    return name
-
-
 def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
     """Read the checkpoint at ``path``, and the first name and the tensor of each alias."""
-    stored = read(path)
+    content, tensors = read(path)
     try:
-        manifest = msgspec.convert(stored.content, _Manifest)
-        checkpoint = _decode(manifest, stored)
-        return checkpoint, {alias: (first, stored.model[first]) for alias, first in manifest.aliases.items()}
+        manifest = msgspec.convert(content, Manifest)
+        missing = missing_part(manifest.shapes, [holder.table.parameters for holder in manifest.holders])
+        if missing:
+            raise damaged(path, f"no file with {missing}")
+        states = [decode(holder.table, tensors[holder.file]) for holder in manifest.holders]
+        joined = join(manifest.shapes, states)
+        values = joined.parameters | joined.buffers
+        aliases = {alias: (first, values[first]) for alias, first in manifest.aliases.items()}
     except (KeyError, msgspec.ValidationError) as error:
         fault = f"no tensor {error}" if isinstance(error, KeyError) else error
         raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({fault})") from error
+    return _checkpoint(manifest, joined), aliases
 
 
-def _decode(manifest: _Manifest, stored: StoredFiles) -> Checkpoint:
-    flight = None
-    if manifest.flight is not None and stored.flight is not None:
-        stages = tuple([decode(table, stored.flight) for table in manifest.flight.stages])
-        flight = InFlight(manifest.flight.order, manifest.flight.since, stages)
+def _checkpoint(manifest: Manifest, joined: JoinedState) -> Checkpoint:
+    flight = manifest.flight
     return Checkpoint(
-        parameters={name: stored.model[name] for name in manifest.parameters},
-        buffers={name: stored.model[name] for name in manifest.buffers},
-        optimizer={
-            parameter: {
-                key: stored.optimizer[value["tensor"]] if isinstance(value, dict) else value
-                for key, value in state.items()
-            }
-            for parameter, state in manifest.optimizer.items()
-        },
-        flight=flight,
+        parameters=joined.parameters,
+        buffers=joined.buffers,
+        optimizer=joined.optimizer,
+        flight=None if flight is None or joined.flight is None else InFlight(flight.order, flight.since, joined.flight),
+        loss_scale=joined.loss_scale,
         **msgspec.structs.asdict(manifest.facts),
     )
-
-
-def _plain(value: Any, parameter: str, key: str) -> Any:
-    """Return a state value that JSON can hold; subclasses are refused: they would not be restored as themselves."""
-    if type(value) not in _PLAIN:
-        raise CheckpointError(
-            f"optimizer state {key!r} of parameter {parameter!r}",
-            got=f"a value of type {type(value).__name__}",
-            expected="a tensor, an int, float, bool, str or None",
-            remedy="Use an optimizer whose state consists of these.",
-        )
-    return value

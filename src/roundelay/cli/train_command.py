@@ -38,6 +38,7 @@ from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
 from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.runtime.state_reports import Gathered
 
 RUNS = Path("runs")
 """Parent of the run folders without a name of their own."""
@@ -180,7 +181,8 @@ def _trained(
             saving = Saving(path=folder.checkpoint, every=run.checkpoint_every)
             stop = GracefulStop(session.control, folder)
             with SIGNALS.gracefully(run.grace, stop.request, stop.ready):
-                return session.run(notify=broadcast([notify, stop]), saving=saving, party=party)
+                gathers: Gathered = "nothing" if session.job.showcase is None else "weights"
+                return session.run(notify=broadcast([notify, stop]), saving=saving, party=party, gathers=gathers)
 
         return run_restarting(session, run.restarts, attempt, broadcast(observers), folder.checkpoint)
 

@@ -59,8 +59,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
             sizes = part_rows(batch, micro_batches, min_rows)
             if control is not None and control.ending:
                 final = True
-            requested = control is not None and control.takes_save()
-            saved = int(not final and (requested or extent.saves(t, ends_epoch)))
+            saved = int(not final and _saves(extent, control, t, ends_epoch))
             for i, part in enumerate(split(batch, micro_batches, min_rows)):
                 last = int(final and i + 1 == len(sizes))
                 header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
@@ -69,6 +68,18 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
             t += 1
             if final:
                 return
+
+
+def _saves(extent: Extent, control: RunControl | None, batch: int, ends_epoch: bool) -> bool:
+    """Whether a checkpoint follows the update of a batch that is not the run's last."""
+    if control is None:
+        return extent.saves(batch, ends_epoch)
+    if control.saving and not ends_epoch:
+        return False
+    saves = control.takes_save() or extent.saves(batch, ends_epoch)
+    if saves:
+        control.begin_save()
+    return saves
 
 
 def _batches(batches: Batches, seed: int, extent: Extent) -> Generator[tuple[Any, int, bool, bool], None, None]:

@@ -1,7 +1,8 @@
 """After which updates a checkpoint is due, and where a run starts and ends.
 
 Both are decided where batches are read: the header of a micro-batch says that a checkpoint follows its batch's update,
-or that it is the run's last.
+or that it is the run's last. A checkpoint that falls due within an epoch while the one before is still being written is
+left out: training does not wait for the disk, and no more than one copy of the state waits for it.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Extent:
 
 
 _NOTHING, _REQUESTED = 0, 1
-_SAVE, _END = 0, 1
+_SAVE, _END, _SAVING = 0, 1, 2
 
 
 @final
 class RunControl:
-    """Two flags in shared memory, set by the launching process and read by the reader in a forked worker."""
+    """Flags in shared memory, between the launching process and the reader, which may be in a forked worker."""
 
     def __init__(self) -> None:
         self._flags = mmap.mmap(-1, mmap.PAGESIZE)
@@ -63,6 +64,19 @@ class RunControl:
     def ending(self) -> bool:
         """Whether the next batch is to be the run's last."""
         return self._flags[_END] == _REQUESTED
+
+    def begin_save(self) -> None:
+        """Note that a checkpoint has been announced, by the reader."""
+        self._flags[_SAVING] = _REQUESTED
+
+    def end_save(self) -> None:
+        """Note that a checkpoint has been written, or could not be."""
+        self._flags[_SAVING] = _NOTHING
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is announced and not yet written."""
+        return self._flags[_SAVING] == _REQUESTED
 
     def takes_save(self) -> bool:
         """Return whether a checkpoint is requested, and clear the request."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight_state import encode
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
@@ -21,6 +20,7 @@ from roundelay.ir.stage import Edge
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
+from roundelay.runtime.state_reports import StateReporter
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Message, Value
 
@@ -40,6 +40,7 @@ class Context:
         edges: the edge of every channel, and the channel itself.
         report: called with reports to the launcher.
         audit: called with everything that is computed; None for no audit.
+        states: takes the stage's state after updates.
         norms: on stage 0, norms of the whole model's gradient and loss scales, if the plan needs them; else None.
         scaled: whether losses are scaled.
         awaits_norm: whether updates wait for the norm of their own batch.
@@ -62,6 +63,7 @@ class Context:
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
+    states: StateReporter
     norms: GradNorms | None
     scaled: bool
     awaits_norm: bool
@@ -161,7 +163,7 @@ def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_update(context: Context, run: Run) -> MicroBatch | None:
-    """Run one optimizer step; report the stage's state at the end of an epoch or the run, and for a checkpoint."""
+    """Run one optimizer step, and hand over the stage's state if it is needed."""
     header = _header(run)
     norm = _clipping_norm(context, run, header)
     if context.scaled and not context.finite:
@@ -170,8 +172,7 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     context.stage.update(run.version, norm)
     if context.audit is not None:
         context.audit("update", header.batch, context.stage.live())
-    if header.ends_epoch or header.final or header.saved:
-        _report_state(context, header)
+    context.states.hand_over(context.stage, header, context.norms)
     return None
 
 
@@ -257,25 +258,3 @@ def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:
             "return (sum, count), or give --micro-batches 1."
         )
     return remedy
-
-
-def _report_state(context: Context, header: MicroBatch) -> None:
-    weights, state, buffers = context.stage.state(header.batch + 1)
-    tensors = {f"parameter {n}": w for n, w in weights.items()} | {f"buffer {n}": b for n, b in buffers.items()}
-    numbers: dict[str, dict[str, Any]] = {}
-    for name, entries in state.items():
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"state {name}\n{key}"] = value
-            else:
-                numbers.setdefault(name, {})[key] = value
-    place = {"header": header.numbers(), "stage": context.number}
-    data = {**place, "numbers": numbers, "tapes": context.stage.tape_bytes()}
-    if context.norms is not None and context.norms.scaler is not None and context.norms.scaler.state is not None:
-        data["scale"] = context.norms.scaler.state
-    if header.saved:
-        flight = context.stage.flight(header.batch + 1)
-        flight = flight if context.norms is None else context.norms.in_flight(flight)
-        data["flight"], in_flight = encode(flight, "flight ")
-        tensors |= in_flight
-    context.report(Report("state", context.worker, data, tensors))

@@ -32,6 +32,7 @@ from roundelay.runtime.instruction_log import InstructionLog
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.stage_state import Initial, Stage
+from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
@@ -71,6 +72,7 @@ class Task:
         audit: whether to report a digest of everything that is computed.
         handlers: stage to handlers that replace those of :data:`HANDLERS`, by opcode.
         prepare: what every forked worker does first.
+        states: what the stages' states are needed for.
         control: lets the launcher request a checkpoint or the end of the run from the reader.
     """
 
@@ -84,6 +86,7 @@ class Task:
     initial: Initial
     audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
+    states: StateUse
     prepare: Prepare | None = None
     control: RunControl | None = None
 
@@ -158,6 +161,7 @@ class _Worker:
             control=task.control,
         )
         self.data = device.feed(data)
+        self.states = StateReporter(worker, task.states, report)
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
         self.progress = _Progress(time.perf_counter())
@@ -179,6 +183,7 @@ class _Worker:
             _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
+            self.states,
             norms,
             scale.on,
             awaits_grad_norm(task.plan),
@@ -202,6 +207,7 @@ class _Worker:
                 yield machine.wants_credit
                 self.wait()
         self._report_events()
+        self.states.finish(self.task.plan.deadline_s)
         self.report(Report("finished", self.worker, self._summary()))
 
     def execute_instruction(self, run: Run) -> None:

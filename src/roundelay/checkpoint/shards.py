@@ -1,0 +1,79 @@
+"""Shards: the part of a tensor that one holder has, as ranges of its dimensions; joined, and checked to be complete."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Ranges = tuple[tuple[int, int], ...]
+"""For each dimension the first index, and the one after the last."""
+
+
+class Shard(NamedTuple):
+    """A part of a tensor: where it lies in the whole, and its elements."""
+
+    ranges: Ranges
+    tensor: Tensor
+
+
+def whole_ranges(shape: Sequence[int]) -> Ranges:
+    """The ranges of the whole tensor."""
+    return tuple([(0, size) for size in shape])
+
+
+def missing_ranges(shape: Sequence[int], held: Sequence[Ranges]) -> Ranges | None:
+    """A part of the tensor that none of the shards covers; None if they cover every element.
+
+    The shards' borders cut each dimension into intervals; a cell of the grid of intervals lies inside a shard or
+    outside of it.
+
+    Args:
+        shape: of the whole tensor.
+        held: the ranges of each shard.
+    """
+    if whole_ranges(shape) in held or not math.prod(shape):
+        return None if held else whole_ranges(shape)
+    borders = [sorted({0, size, *(end for ranges in held for end in ranges[d])}) for d, size in enumerate(shape)]
+    for cell in itertools.product(*(itertools.pairwise(points) for points in borders)):
+        if not any(overlap(cell, ranges) == cell for ranges in held):
+            return cell
+    return None
+
+
+def overlap(one: Ranges, other: Ranges) -> Ranges | None:
+    """The ranges of what two shards have in common; None if that is nothing."""
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return tuple(common) if all(begin < end for begin, end in common) else None
+
+
+def join_shards(shape: Sequence[int], shards: Sequence[Shard]) -> Tensor:
+    """The whole tensor; where several shards have an element, the first counts. A whole shard is not copied.
+
+    The shards must cover it (:func:`missing_ranges`).
+    """
+    if shards[0].ranges == whole_ranges(shape):
+        return shards[0].tensor
+    joined = torch.empty(tuple(shape), dtype=shards[0].tensor.dtype)
+    for ranges, tensor in reversed(shards):
+        joined[_slices(ranges)] = tensor
+    return joined
+
+
+def common_parts(one: Shard, other: Shard) -> tuple[Tensor, Tensor] | None:
+    """What two shards of one tensor hold of the elements that both have; None if there is no such element."""
+    common = overlap(one.ranges, other.ranges)
+    return None if common is None else (_part(one, common), _part(other, common))
+
+
+def _part(shard: Shard, ranges: Ranges) -> Tensor:
+    begins = [begin for begin, _ in shard.ranges]
+    return shard.tensor[_slices(tuple([(a - n, b - n) for (a, b), n in zip(ranges, begins, strict=True)]))]
+
+
+def _slices(ranges: Ranges) -> tuple[slice, ...]:
+    return tuple([slice(begin, end) for begin, end in ranges])
