@@ -25,7 +25,7 @@ from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, 
 from roundelay.api.comparison_variants import variants
 from roundelay.api.events import Updated
 from roundelay.api.run_results import Point, RunResult
-from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.stored_files import is_checkpoint
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
 from roundelay.page.run_page import run_page
@@ -188,7 +188,7 @@ def interrupted(tmp_path: Path) -> Path:
         if isinstance(event, Updated) and event.update >= 7:
             patience = time.monotonic() + 3.0  # a slow disk
             while time.monotonic() < patience:
-                if present(folder / UNDER_WAY / "checkpoint").exists():
+                if is_checkpoint(folder / UNDER_WAY / "checkpoint"):
                     raise KeyboardInterrupt
                 time.sleep(0.01)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 
-from roundelay.checkpoint.atomic_files import replacing_file, replacing_folder
+from roundelay.checkpoint.atomic_files import replacing_file
 from tests.observe.harness import dying, forked, status
 
 
@@ -48,22 +47,3 @@ def test_who_opened_the_old_text_reads_it_to_its_end(tmp_path: Path) -> None:
     with (tmp_path / "file").open() as reader:
         write(tmp_path / "file", "new")
         assert reader.read() == "old text"
-
-
-def test_of_two_threads_that_replace_a_folder_one_waits_for_the_other(tmp_path: Path) -> None:
-    """One that the disk holds up is left behind by a run that failed; the run that goes on replaces the folder, too."""
-    begun = threading.Event()
-
-    def second() -> None:
-        with replacing_folder(tmp_path / "folder", ("file",)) as new:
-            begun.set()
-            (new / "file").write_text("second")
-
-    other = threading.Thread(target=second)
-    with replacing_folder(tmp_path / "folder", ("file",)) as new:
-        other.start()
-        assert not begun.wait(0.2)
-        (new / "file").write_text("first")
-    other.join(10.0)
-    assert (tmp_path / "folder" / "file").read_text() == "second"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundelay.checkpoint import stored_files
-from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until, load, save
+from roundelay.checkpoint.checkpoint import Checkpoint, Position, Until, load
 from roundelay.checkpoint.in_flight_state import ANY, InFlight, StageInFlight, decode, encode
 from roundelay.errors import CheckpointError
 from roundelay.weight_prediction import LastStep
+from tests.checkpoint.whole import save
 
 
 def stage() -> StageInFlight:
@@ -80,19 +80,18 @@ def test_it_survives_a_checkpoint_and_goes_with_the_next_that_has_none(tmp_path:
         assert_same(mine, other)
     save(tmp_path / "c", checkpoint(None), {})
     assert load(tmp_path / "c").flight is None
-    assert not (tmp_path / "c" / stored_files.FLIGHT).exists()
 
 
 def test_it_is_refused_where_it_is_damaged_or_gone(tmp_path: Path) -> None:
-    save(tmp_path / "c", checkpoint(InFlight({}, 0, (stage(),))), {})
-    file = tmp_path / "c" / stored_files.FLIGHT
+    save(tmp_path / "c", checkpoint(InFlight({}, 0, (stage(), stage()))), {})
+    file = tmp_path / "c" / "stage-1.worker-1.update-5.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"flight\.safetensors whose bytes"):
+    with pytest.raises(CheckpointError, match=r"stage-1\S*\.safetensors whose bytes"):
         load(tmp_path / "c")
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"no flight\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no stage-1\S*\.safetensors"):
         load(tmp_path / "c")
 
 

@@ -15,9 +15,7 @@ def held(checkpoint: Checkpoint) -> list[HeldState]:
     """All weights and states on stage 0; what is in flight on its own stage."""
     parameters = {name: Shard(whole_ranges(t.shape), t) for name, t in checkpoint.parameters.items()}
     flights = (None,) if checkpoint.flight is None else checkpoint.flight.stages
-    first = HeldState(
-        0, parameters, checkpoint.buffers, checkpoint.optimizer, flights[0], checkpoint.loss_scale
-    )
+    first = HeldState(0, parameters, checkpoint.buffers, checkpoint.optimizer, flights[0], checkpoint.loss_scale)
     return [first, *(HeldState(k, {}, {}, {}, flight) for k, flight in enumerate(flights) if k)]
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from roundelay.checkpoint.checkpoint import load
 from roundelay.cli.job_file import job_maker
 from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, Plan
@@ -36,7 +37,7 @@ def whole(folder: Path, updates: int) -> dict[str, object]:
     assert {span["pid"] for span in spans} == set(range(plan.num_stages))
     loads = [span["args"]["batch"] for span in spans if span["cat"] == "load"]
     assert loads == list(range(loads[0], updates))
-    assert load_file(folder / "checkpoint" / "model.safetensors").keys() >= {"0.weight", "8.bias"}
+    assert load(folder / "checkpoint").parameters.keys() >= {"0.weight", "8.bias"}
     summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
     return summary
@@ -178,7 +179,7 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
         assert "the disk was away" in said.told
         assert ("Restart 1: continuing after update" in said.told) == (restarts > 0)
     assert here(capsys, "train", MLP, *FAST, *asked, "--out", "whole").code == 0
-    ends = [load_file(Path(out) / "checkpoint" / "model.safetensors") for out in ("restarted", "whole")]
+    ends = [load(Path(out) / "checkpoint").parameters for out in ("restarted", "whole")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     losses = [[line["loss"] for line in read_metrics(Path(out) / "metrics.jsonl")] for out in ("restarted", "whole")]
     assert losses[0] == losses[1]
@@ -198,7 +199,7 @@ def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypat
         said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out, "--baseline")
         assert said.code == 0, said.err
         assert "could not be measured" not in said.told
-        ends.append(load_file(Path(out) / "checkpoint" / "model.safetensors"))
+        ends.append(load(Path(out) / "checkpoint").parameters)
     for other in ends[1:]:
         assert all(torch.equal(value, other[name]) for name, value in ends[0].items())
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from roundelay.api import run_summary
+from roundelay.checkpoint.stored_files import is_checkpoint
 from roundelay.cli.signals import Signals
 from roundelay.errors import RunError
 from roundelay.observe.metrics_file import read_metrics
@@ -142,7 +143,7 @@ def whole_or_nothing(updates: bool) -> None:
         assert (run / "plan.toml").read_text()
         assert read_metrics(run / "metrics.jsonl")
         assert not {entry.name for entry in run.iterdir()} - {"plan.toml", "metrics.jsonl", "checkpoint"}
-        if (run / "checkpoint").exists():
+        if is_checkpoint(run / "checkpoint"):
             assert json.loads((run / "checkpoint" / "checkpoint.json").read_text())["kind"] == "roundelay checkpoint"
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from roundelay.checkpoint.checkpoint import load
+from roundelay.checkpoint.stored_files import is_checkpoint
 from roundelay.cli import options, plan_from_options
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.errors import CheckpointError
@@ -121,7 +122,7 @@ def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_chec
     metrics = workplace / "run" / "metrics.jsonl"
     with ending(process):
         deadline = time.monotonic() + END_S
-        while not (workplace / "run" / "checkpoint").exists():
+        while not is_checkpoint(workplace / "run" / "checkpoint"):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import load
+from roundelay.checkpoint.stored_files import is_checkpoint
 from tests.faults.job import BATCHES, EPOCHS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -176,7 +176,7 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     faults = () if late else (*_judge(case, folder, code, said), *(f"process {pid} is left" for pid in left))
     if late and not near:
         faults = ("nothing came of the fault",)
-    went_on = go_on and not faults and present(folder / "run" / "checkpoint").exists()
+    went_on = go_on and not faults and is_checkpoint(folder / "run" / "checkpoint")
     if went_on:
         faults = _goes_on(folder, case, server)
     return Outcome(code, seconds, late, said, tuple(faults), went_on)
@@ -255,7 +255,7 @@ def _judge(case: Case, folder: Path, code: int | None, said: str) -> list[str]:
 def loads(folder: Path) -> list[str]:
     """What is wrong with the checkpoint, if there is one."""
     checkpoint = folder / "run" / "checkpoint"
-    if present(checkpoint).exists():
+    if is_checkpoint(checkpoint):
         try:
             load(checkpoint)
         except Exception as error:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from roundelay.checkpoint.atomic_files import present
+from roundelay.checkpoint.stored_files import is_checkpoint
 from tests.faults.case import (
     END_S,
     JOB,
@@ -149,7 +149,7 @@ def play(case: Case, folder: Path, start_s: Mapping[int, float], *, go_on: bool)
             assert time.monotonic() < deadline, "the moment never came"
             time.sleep(0.001)
         time.sleep(case.later_s)
-        met = present(folder / "run").exists()
+        met = (folder / "run").exists()
         told = updates_told(folder)
         _strike(case, folder, launcher)
         began = time.monotonic()
@@ -166,7 +166,7 @@ def play(case: Case, folder: Path, start_s: Mapping[int, float], *, go_on: bool)
     ours = str(ROOT / "src" / "roundelay")  # not whatever lies in a clone of that name, such as torch
     wrong += ["a traceback of ours"] if any(ours in part for part in said.split("Traceback")[1:]) else []
     wrong += [f"process {pid} is left" for pid in left]
-    went_on = go_on and not wrong and present(folder / "run" / "checkpoint").exists()
+    went_on = go_on and not wrong and is_checkpoint(folder / "run" / "checkpoint")
     if went_on:
         wrong += _goes_on(case, folder)
     return Outcome(code, seconds, late, said, tuple(wrong), went_on)

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
+from roundelay.checkpoint.checkpoint import load
 from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
 from tests.programs.plain import STEPS, difference, trained
 from tests.programs.table import PROGRAMS
@@ -51,7 +51,7 @@ def launched(name: str, micro_batches: int, *options: str) -> str:
         )
         if done.returncode:
             return f"ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
-        saved = load_file(Path(folder) / "run" / "checkpoint" / "model.safetensors")
+        saved = load(Path(folder) / "run" / "checkpoint").parameters
     whole = {name: saved.get(name, tensor) for name, tensor in here[1].items()}  # tied ones once, no others' caches
     return difference(here, (here[0], whole), rounding=one.rounding)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,39 +11,36 @@ from typing import Any
 
 import torch
 
-from roundelay.api import checkpointing
 from roundelay.api.events import Event
 from roundelay.api.training import Length, Saving, Session, Trained
 from roundelay.checkpoint import checkpoint as store
-from roundelay.checkpoint.checkpoint import Checkpoint
+from roundelay.checkpoint.checkpoint import Checkpoint, Manifest
+from roundelay.checkpoint.stored_files import MANIFEST
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.runtime.checkpoint_schedule import RunControl
 
 Change = Callable[[Checkpoint], Checkpoint]
 
 
 @contextmanager
 def every_checkpoint(monkeypatch: Any, folder: Path) -> Iterator[None]:
-    """Write each checkpoint into a folder of its own below ``folder``, named by its updates."""
+    """Copy each checkpoint into a folder of its own below ``folder``, named by its updates; none is left out."""
 
-    def save(path: Path, checkpoint: Checkpoint, aliases: Any) -> None:
-        saving(folder / str(checkpoint.position.updates), checkpoint, aliases)
+    def commit(path: Path, manifest: Manifest) -> None:
+        committing(path, manifest)
+        copy = folder / str(manifest.facts.position.updates)
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir(parents=True)
+        for name in (MANIFEST, *(holder.file for holder in manifest.holders)):
+            shutil.copy(path / name, copy / name)
 
-    saving = store.save
+    committing = store.commit
     with monkeypatch.context() as patched:
-        patched.setattr(checkpointing.store, "save", save)
-        patched.setattr(checkpointing.Checkpointer, "keep", _each)
+        patched.setattr(store, "commit", commit)
+        patched.setattr(RunControl, "saving", property(lambda control: False))
         yield
-
-
-def _each(keeper: Any, snapshot: Any, epoch_starts: Any) -> None:
-    """Keep one snapshot and wait for nothing else: none takes another's place."""
-    keeper._waiting = []
-    _keep(keeper, snapshot, epoch_starts)
-
-
-_keep = checkpointing.Checkpointer.keep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from roundelay.checkpoint.atomic_files import present
 from roundelay.checkpoint.checkpoint import Checkpoint, load
+from roundelay.checkpoint.stored_files import is_checkpoint
 from tests.faults.case import Server, members
 from tests.resume.job import BATCHES, EPOCHS
 
@@ -142,7 +142,7 @@ def play_once(case: Case, folder: Path, server: Server) -> Outcome:
         later_s = 0.0 if case.amid else dice.random() * 0.05
         amid += _kill(pid, server, out, dice.randint(1, UPDATES - 2 - begun), later_s, case.amid)
         told = {update: loss for update, loss in told.items() if update < begun} | losses_told(out)
-        if present(out / "checkpoint").exists():
+        if is_checkpoint(out / "checkpoint"):
             source, start = out.name, load(out / "checkpoint")
         killed.append((max(told, default=-1) + 1, 0 if start is None else start.position.updates))
     if start is not None and start.flight is not None:

@@ -62,7 +62,26 @@ def _one_file_of_each_kind(folder: Path) -> Digests | None:
     return found | {"loss scale": number(content.get("facts", content).get("loss_scale"))}
 
 
-FORMATS: tuple[Callable[[Path], Digests | None], ...] = (_one_file_of_each_kind,)
+def _one_file_of_each_holder(folder: Path) -> Digests | None:
+    """Format 4: a file for each holder, which has its parameters whole, and ``checkpoint.json``."""
+    manifest = _json(folder / "checkpoint.json")
+    if manifest.get("kind") != "roundelay checkpoint" or manifest.get("format") != 4:
+        return None
+    found: Digests = {}
+    scale = None
+    for holder in manifest["content"]["holders"]:
+        held, table = tensors(folder / holder["file"]), holder["table"]
+        found |= {f"weight {name}": held[name] for name in table["parameters"]}
+        found |= {f"buffer {name}": held[name] for name in table["buffers"] if f"buffer {name}" not in found}
+        scale = table["loss_scale"] or scale
+        for parameter, state in table["optimizer"].items():
+            for entry, value in state.items():
+                stored = isinstance(value, dict) and "tensor" in value
+                found.setdefault(_entry(parameter, entry), held[value["tensor"]] if stored else number(value))
+    return found | {"loss scale": number(scale)}
+
+
+FORMATS: tuple[Callable[[Path], Digests | None], ...] = (_one_file_of_each_kind, _one_file_of_each_holder)
 """For each layout what reads it; None where another one lies there."""
 
 

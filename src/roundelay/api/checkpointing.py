@@ -86,7 +86,6 @@ class Checkpointer:
 
     Raises:
         CheckpointError: something else is at the checkpoint's place.
-        RunError: its folder cannot be made.
     """
 
     def __init__(self, session: Checkpointed, saving: Saving | None, *, evaluates: bool) -> None:

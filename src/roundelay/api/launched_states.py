@@ -54,6 +54,7 @@ def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | N
         if probe is not None:
             with suppress(OSError):
                 probe.unlink()
+                probe.parent.rmdir()  # unless there is a checkpoint in it
 
 
 def fetched_use(party: ProcessGroup) -> tuple[StateUse, int | None]:

@@ -66,7 +66,7 @@ def rest_of(session: Session, save_to: Path) -> Session | None:
     """
     if not is_checkpoint(save_to):
         return session
-    start = load_checkpoint(save_to, session.captured)
+    start = load_checkpoint(save_to, session.captured, lazily=session.job.weights is not None)
     extent, steps = session.extent, None
     if extent.batches is not None:
         steps = extent.batches - (start.position.updates - extent.start_batch)

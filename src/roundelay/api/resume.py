@@ -25,12 +25,14 @@ from roundelay.schedules import schedule_named
 TRAINED = "trained parameters"
 
 
-def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
+def load_checkpoint(path: Path, captured: Captured, *, lazily: bool = False) -> Checkpoint:
     """Load a checkpoint into the captured model, and return it.
 
     Args:
         path: the checkpoint, or the run folder that has it.
         captured: the model.
+        lazily: map the parameters from the files instead of copying them, for a model whose job loads its weights so;
+            nothing may write into them.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another model.
@@ -46,13 +48,12 @@ def load_checkpoint(path: Path, captured: Captured) -> Checkpoint:
             expected=f"shape {names.get(odd, 'none: the model has no such parameter')}",
             remedy="Continue with the job that wrote the checkpoint.",
         )
-    own = captured.parameters()
+    mapped = captured.parameters() if lazily else {}
     try:
-        for name, weight in start.parameters.items():
-            if name in own:  # mapped, not copied: no process needs the memory of the whole model
-                captured.set_parameter(name, laid_out(own[name].data, weight.to(own[name].dtype)))
-        rest = {name: weight for name, weight in start.parameters.items() if name not in own}
-        captured.model.load_state_dict({**rest, **start.buffers}, strict=False)
+        for name, own in mapped.items():
+            captured.set_parameter(name, laid_out(own.data, start.parameters[name].to(own.dtype)))
+        copied = {name: weight for name, weight in start.parameters.items() if name not in mapped}
+        captured.model.load_state_dict({**copied, **start.buffers}, strict=False)
     except Exception as error:  # a buffer of another size, or a hook of the user's
         raise CheckpointError(
             f"checkpoint {path}",

@@ -117,7 +117,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             stacklevel=2,
         )
     captured, chosen = captured_and_planned(train, job, plan, seed, {"workers": workers, "rule": rule, **choices})
-    start = None if resume is None else load_checkpoint(Path(resume), captured)
+    start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=job.weights is not None)
     session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
     check_result = session.check(check)

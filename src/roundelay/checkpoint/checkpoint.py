@@ -14,7 +14,7 @@ placement. Values survive bit for bit with dtype and shape; tensors come back co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from roundelay.checkpoint.atomic_files import unwritten
-from roundelay.checkpoint.held_state import JoinedState, decode, join, missing_part
+from roundelay.checkpoint.held_state import HeldState, JoinedState, decode, join, missing_part
 from roundelay.checkpoint.in_flight_state import InFlight
+from roundelay.checkpoint.shards import lies_in
 from roundelay.checkpoint.stored_files import (
     MANIFEST,
     StoredState,
@@ -153,11 +153,10 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 def prepare(path: Path) -> None:
-    """Make the folder into which a run will write its checkpoints; one that is there stays loadable.
+    """Check the folder into which a run will write its checkpoints, and remove what interrupted ones have left in it.
 
     Raises:
         CheckpointError: something else is at ``path``.
-        RunError: the folder cannot be made.
     """
     if path.exists() and not (path.is_dir() and (is_checkpoint(path) or holds_only_own(path))):
         raise CheckpointError(
@@ -166,10 +165,6 @@ def prepare(path: Path) -> None:
             expected="nothing, an empty folder, or a checkpoint",
             remedy="Save to another place, or move that away.",
         )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritten(path, error) from error
     remove_leftovers(path)
 
 
@@ -276,10 +271,8 @@ def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
     content, tensors = read(path)
     try:
         manifest = msgspec.convert(content, Manifest)
-        missing = missing_part(manifest.shapes, [holder.table.parameters for holder in manifest.holders])
-        if missing:
-            raise damaged(path, f"no file with {missing}")
         states = [decode(holder.table, tensors[holder.file]) for holder in manifest.holders]
+        _check_shards(path, manifest.shapes, states)
         joined = join(manifest.shapes, states)
         values = joined.parameters | joined.buffers
         aliases = {alias: (first, values[first]) for alias, first in manifest.aliases.items()}
@@ -287,6 +280,16 @@ def _open(path: Path) -> tuple[Checkpoint, dict[str, tuple[str, Tensor]]]:
         fault = f"no tensor {error}" if isinstance(error, KeyError) else error
         raise damaged(path, f"a {MANIFEST} that does not fit its tensors ({fault})") from error
     return _checkpoint(manifest, joined), aliases
+
+
+def _check_shards(path: Path, shapes: Mapping[str, Sequence[int]], states: Sequence[HeldState]) -> None:
+    for state in states:
+        for name, shard in state.parameters.items():
+            if not lies_in(shapes[name], shard):
+                raise damaged(path, f"a {MANIFEST} that does not fit its tensors (ranges of {name!r})")
+    missing = missing_part(shapes, [state.parameters for state in states])
+    if missing:
+        raise damaged(path, f"no file with {missing}")
 
 
 def _checkpoint(manifest: Manifest, joined: JoinedState) -> Checkpoint:

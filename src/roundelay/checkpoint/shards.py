@@ -26,6 +26,14 @@ def whole_ranges(shape: Sequence[int]) -> Ranges:
     return tuple([(0, size) for size in shape])
 
 
+def lies_in(shape: Sequence[int], shard: Shard) -> bool:
+    """Whether a shard is a part of a tensor of this shape, and has as many elements as its ranges say."""
+    inside = len(shape) == len(shard.ranges) and all(
+        0 <= begin <= end <= size for (begin, end), size in zip(shard.ranges, shape, strict=True)
+    )
+    return inside and tuple(shard.tensor.shape) == tuple([end - begin for begin, end in shard.ranges])
+
+
 def missing_ranges(shape: Sequence[int], held: Sequence[Ranges]) -> Ranges | None:
     """A part of the tensor that none of the shards covers; None if they cover every element.
 
@@ -38,7 +46,7 @@ def missing_ranges(shape: Sequence[int], held: Sequence[Ranges]) -> Ranges | Non
     """
     if whole_ranges(shape) in held or not math.prod(shape):
         return None if held else whole_ranges(shape)
-    borders = [sorted({0, size, *(end for ranges in held for end in ranges[d])}) for d, size in enumerate(shape)]
+    borders = [sorted({0, size, *(border for ranges in held for border in ranges[d])}) for d, size in enumerate(shape)]
     for cell in itertools.product(*(itertools.pairwise(points) for points in borders)):
         if not any(overlap(cell, ranges) == cell for ranges in held):
             return cell

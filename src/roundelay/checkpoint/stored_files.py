@@ -182,11 +182,12 @@ def holds_only_own(folder: Path) -> bool:
 
 
 def make_probe(folder: Path) -> Path:
-    """Make a file by which another process can find out whether it sees the same folder.
+    """Make a file, in a folder that is made if it is missing, by which another process finds out whether it sees it.
 
     Raises:
         OSError: it cannot be made.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".probe-{secrets.token_hex(8)}"
     probe.touch()
     return probe

@@ -114,7 +114,11 @@ def train_job(
 
 
 def _session(planned: PlannedJob, run: RunOptions) -> Session:
-    start = None if run.resume is None else load_checkpoint(run.resume, planned.captured)
+    start = (
+        None
+        if run.resume is None
+        else load_checkpoint(run.resume, planned.captured, lazily=planned.job.weights is not None)
+    )
     length = Length(steps=run.steps, epochs=run.epochs)
     return Session(planned.job, planned.captured, planned.plan, run.seed, length, start)
 
