@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.checkpoint.checkpoint import load
-from roundelay.checkpoint.stored_files import is_checkpoint
+from roundelay.checkpoint.stored_files import is_checkpoint, named_files
 from tests.faults.job import BATCHES, EPOCHS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -182,6 +182,12 @@ def play(case: Case, folder: Path, server: Server, go_on: bool, end_s: float = E
     return Outcome(code, seconds, late, said, tuple(faults), went_on)
 
 
+def being_written(run: Path) -> bool:
+    """Whether there are files of a checkpoint that is not complete."""
+    folder = run / "checkpoint"
+    return bool({path.name for path in folder.glob("*stage-*")} - named_files(folder))
+
+
 def updates_told(folder: Path) -> int:
     """Updates that a run in a folder has told so far."""
     metrics = folder / "run" / "metrics.jsonl"
@@ -190,7 +196,7 @@ def updates_told(folder: Path) -> int:
 
 def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
     """Whether the moment has come. A worker starts when it is forked."""
-    metrics, new = folder / "run" / "metrics.jsonl", folder / "run" / ".checkpoint.new"
+    metrics = folder / "run" / "metrics.jsonl"
     if case.moment == "start" and case.victim >= 0 and case.fault in SIGNALS:
         return lambda: len(members(pid)) > case.victim + 1
     if case.moment == "start":
@@ -200,7 +206,7 @@ def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
         seen = [0, False]
 
         def saving() -> bool:
-            now = new.exists()
+            now = being_written(folder / "run")
             seen[0] += now and not seen[1]
             seen[1] = now
             return seen[0] >= case.number

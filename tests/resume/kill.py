@@ -182,8 +182,8 @@ def _begin(case: Case, folder: Path, server: Server, source: str | None, out: st
 
 def _kill(pid: int, server: Server, out: Path, updates: int, later_s: float, wait: bool) -> bool:
     """Kill every process of a run so many seconds after an update; whether a checkpoint was just being written."""
-    deadline, new = time.monotonic() + END_S, out / ".checkpoint.new"
-    while (len(losses_told(out)) < updates or (wait and not new.exists())) and members(pid):
+    deadline = time.monotonic() + END_S
+    while (len(losses_told(out)) < updates or (wait and not being_written(out))) and members(pid):
         assert time.monotonic() < deadline, "the moment never came"
         time.sleep(0.002)
     time.sleep(later_s)
@@ -193,7 +193,7 @@ def _kill(pid: int, server: Server, out: Path, updates: int, later_s: float, wai
     while members(pid):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.002)
-    return new.exists()
+    return being_written(out)
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:

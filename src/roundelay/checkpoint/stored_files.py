@@ -136,7 +136,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Sequence[str
         RunError: it cannot be written; the old checkpoint is intact.
     """
     document = {"kind": KIND, "format": FORMAT, "content": content}
-    before = _named_files(folder)
+    before = named_files(folder)
     with replacing_file(folder / MANIFEST) as file:
         sync(folder)
         file.write(json.dumps(document | {"sha256": _digest(document)}, indent=1) + "\n")
@@ -146,7 +146,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Sequence[str
 
 def remove_leftovers(folder: Path) -> None:
     """Remove files of interrupted checkpoints: those of ours that the manifest does not name."""
-    named = _named_files(folder)
+    named = named_files(folder)
     _remove(folder, lambda name, _: name not in named)
     with suppress(OSError):
         for path in folder.glob(".probe-*"):
@@ -155,7 +155,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def remove_updates(folder: Path, updates: int) -> None:
     """Remove the files of a checkpoint that could not be completed, unless the manifest names them."""
-    named = _named_files(folder)
+    named = named_files(folder)
     _remove(folder, lambda name, of: of == updates and name not in named)
 
 
@@ -167,7 +167,7 @@ def _remove(folder: Path, which: Callable[[str, int], bool]) -> None:
                 path.unlink()
 
 
-def _named_files(folder: Path) -> set[str]:
+def named_files(folder: Path) -> set[str]:
     """The files that the manifest names; none if there is no readable one."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())["content"]
