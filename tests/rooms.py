@@ -1,4 +1,4 @@
-"""Write the table of modules in docs/architecture.md from their docstrings: ``python -m tests.rooms``."""
+"""Write the table of modules in docs/architecture.md, and print every one with its docstring's first sentence."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ def summary(path: Path) -> str:
     return " ".join(text.replace("``", "`").split()).removesuffix(".").replace("|", "\\|")
 
 
+def modules(room: str) -> list[Path]:
+    """The modules of a folder of the package; of the package itself if it has no name."""
+    return sorted(path for path in (PACKAGE / room).glob("*.py") if not path.name.startswith("__"))
+
+
 def table() -> str:
-    """One row for each module: those at the top of the package, then folder by folder."""
-    rows = ["| module | what it does |", "|---|---|"]
+    """One row for each folder: what it does, and its modules."""
+    rows = ["| folder | what it does | modules |", "|---|---|---|"]
     for room in ("", *ROOMS):
-        folder = PACKAGE / room
-        if room:
-            rows.append(f"| **`{room}/`** | **{summary(folder / '__init__.py')}** |")
-        modules = sorted(path for path in folder.glob("*.py") if not path.name.startswith("__"))
-        rows += [f"| `{path.relative_to(PACKAGE)}` | {summary(path)} |" for path in modules]
+        name = f"`{room}/`" if room else "the package itself"
+        does = summary(PACKAGE / room / "__init__.py")
+        rows.append(f"| **{name}** | {does} | {', '.join(path.stem for path in modules(room))} |")
     return "\n".join(rows) + "\n"
+
+
+def listing() -> str:
+    """Every module with its own sentence."""
+    paths = [path for room in ("", *ROOMS) for path in modules(room)]
+    return "\n".join(f"{path.relative_to(PACKAGE)}: {summary(path)}" for path in paths)
 
 
 def with_table(page: str) -> str:
@@ -40,3 +49,4 @@ def with_table(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(listing())

@@ -30,7 +30,6 @@ TYPED = re.compile(r"^(\$|\S*(make|pip|python3?|torchrun|roundelay|cp|source|imp
 
 EXEMPT = {
     "make train": "makes an environment from a package index, trains for minutes and runs every test",
-    "pip install scikit-learn": "installs from a package index, and compares seven rules with five seeds: minutes",
 }
 """How a block begins that is not run, and why."""
 

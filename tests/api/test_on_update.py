@@ -18,7 +18,7 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import UserCodeError
 from tests.api.jobs import make, mlp
 
-README = Path(__file__).resolve().parent.parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "jobs.md"
 TRANSPORTS = ("memory", "gloo")
 
 
@@ -142,17 +142,17 @@ def test_a_worker_alone_ends_with_its_run() -> None:
     assert [one.name for one in threading.enumerate() if one.name.startswith("roundelay")] == []
 
 
-def test_the_example_of_the_readme_tells_every_update(
+def test_the_example_of_the_page_on_jobs_reports_every_update(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the job that stands above it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (job,) = (block for block in blocks if block.startswith("# my_job.py"))
     (example,) = (block for block in blocks if "on_update=" in block)
     module = ModuleType("my_job")
-    exec(compile(job, str(README), "exec", dont_inherit=True), vars(module))
+    exec(compile(job, str(PAGE), "exec", dont_inherit=True), vars(module))
     monkeypatch.setitem(sys.modules, "my_job", module)
-    exec(compile(example, str(README), "exec", dont_inherit=True), {"__name__": "example"})
+    exec(compile(example, str(PAGE), "exec", dont_inherit=True), {"__name__": "example"})
     *updates, trained, verified = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in updates] == [str(update) for update in range(20)]
     assert trained.startswith("Trained(rule='1f1b', workers=2, updates=20, loss: ")
