@@ -16,7 +16,7 @@ import torch
 
 from roundelay.checkpoint.checkpoint import Checkpoint, load
 from roundelay.checkpoint.stored_files import is_checkpoint
-from tests.faults.case import Server, members
+from tests.faults.case import Server, being_written, members
 from tests.resume.job import BATCHES, EPOCHS
 
 UPDATES = EPOCHS * BATCHES
