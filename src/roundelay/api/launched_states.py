@@ -53,7 +53,7 @@ def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | N
     finally:
         if probe is not None:
             with suppress(OSError):
-                probe.unlink()
+                probe.unlink(missing_ok=True)
                 probe.parent.rmdir()  # unless there is a checkpoint in it
 
 
