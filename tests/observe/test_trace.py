@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from roundelay.ir.micro_batch import Load
 from roundelay.observe import trace
-from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, write_trace
+from roundelay.observe.trace import Flow, Gap, Span, flows_of, write_trace
 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
@@ -191,29 +189,3 @@ def test_an_old_trace_stays_until_the_new_one_is_complete(tmp_path: Path) -> Non
         write_trace(tmp_path / "t.json", pipeline(2, 2), breaking())
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == before
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_overlap_is_where_both_compute() -> None:
-    spans = [
-        span(0, "forward", 0, 0.0, 2.0),
-        span(0, "update", 0, 2.0, 3.0),
-        span(0, "read", 1, 3.0, 9.0),
-        span(1, "forward", 0, 1.0, 2.5),
-        span(1, "backward", 0, 4.0, 5.0),
-        span(2, "forward", 0, 0.0, 9.0),
-    ]
-    assert overlap_seconds(spans, 0, 1) == 1.5
-    assert overlap_seconds(spans, 1, 0) == 1.5
-    assert overlap_seconds(spans, 0, 0) == 3.0
-    assert overlap_seconds(spans, 1, 2) == 2.5
-    assert overlap_seconds(spans, 0, 5) == 0.0
-
-
-TIMES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=20)
-
-
-@given(TIMES)
-def test_overlap_equals_counting_second_by_second(times: list[tuple[int, int, int]]) -> None:
-    spans = [span(worker, "forward", 0, start, start + length) for worker, start, length in times]
-    busy = [{second for s in spans if s.worker == k for second in range(int(s.start_s), int(s.end_s))} for k in (0, 1)]
-    assert overlap_seconds(spans, 0, 1) == len(busy[0] & busy[1])

@@ -202,28 +202,3 @@ def _arrow(number: int, flow: Flow, begin: float) -> Iterator[str]:
 
 def _within(span: Span, share: float) -> float:
     return span.start_s + (span.end_s - span.start_s) * share
-
-
-def overlap_seconds(spans: Sequence[Span], a: int, b: int) -> float:
-    """Seconds in which workers ``a`` and ``b`` both compute."""
-    one, two = _busy(spans, a), _busy(spans, b)
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(two):
-        total += max(0.0, min(one[i][1], two[j][1]) - max(one[i][0], two[j][0]))
-        if one[i][1] < two[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-def _busy(spans: Sequence[Span], worker: int) -> list[tuple[float, float]]:
-    """The intervals in which a worker computes, in order and without overlap."""
-    merged: list[tuple[float, float]] = []
-    computing = [s for s in spans if s.worker == worker and OPCODES[s.opcode].share != "data"]
-    for start, end in sorted((s.start_s, s.end_s) for s in computing):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
