@@ -67,10 +67,10 @@ def test_a_result_comes_back_with_opaque_leaves_where_no_tensor_can_travel() -> 
 
     _, call = CallShape.flatten((ONE,), {})
     face = ExportAdapter(Returns(), call)
-    assert face.output_shape is None
+    assert face.seen.shape is None
     made = face(ONE)
     assert [t.item() for t in made] == [0, 1]
-    shape = face.output_shape
+    shape = face.seen.shape
     assert shape is not None
     assert shape.num_tensors == 2
     result = shape.unflatten({0: "first", 1: "second"})

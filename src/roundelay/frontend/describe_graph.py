@@ -191,8 +191,10 @@ def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
 
 
 def least_rows(module: torch.fx.GraphModule) -> int:
-    """The least number of rows of a micro-batch: two if a BatchNorm takes statistics over them."""
-    return 2 if any(takes_statistics(node.target, node.args) for node in _operations(module)) else 1
+    """The least number of rows of a micro-batch: two if a BatchNorm, at any depth, takes statistics over them."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    operations = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return 2 if any(takes_statistics(node.target, node.args) for node in operations) else 1
 
 
 def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: int) -> str:
@@ -210,9 +212,3 @@ def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: in
                 one = [1, *size[1:]]
                 return f"Expected more than 1 value per channel when training, got input size torch.Size({one})"
     return ""
-
-
-def _operations(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """All operations of a graph, and of the graphs that its operations run."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
