@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, final
 from roundelay.errors import DeadlineError
 from roundelay.runtime.child_process import keep_thread_alive
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
-from roundelay.runtime.loader_processes import without_sigchld_handler
+from roundelay.runtime.loader_processes import join_all, without_sigchld_handler
 from roundelay.transport.checked_endpoint import next_item
 
 LOOK_S = 0.5
@@ -51,10 +51,6 @@ def ignore_wait(what: str, seconds: float) -> None:
     """Do nothing."""
 
 
-def _kept() -> deque[tuple[int, float, float]]:
-    return deque(maxlen=KEPT_MICRO_BATCHES)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Registers:
@@ -69,7 +65,7 @@ class Registers:
 
     count: int
     deadline_s: float
-    loads: deque[tuple[int, float, float]] = field(default_factory=_kept)
+    loads: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT_MICRO_BATCHES))
     on_wait: OnWait = ignore_wait
 
 
@@ -122,9 +118,7 @@ def _end(processes: Sequence[Any]) -> None:
     """
     for process in processes:
         process.kill()
-    deadline = monotonic() + KILL_S  # for all of them together
-    for process in processes:
-        process.join(max(0.0, deadline - monotonic()))
+    join_all(processes, KILL_S)
 
 
 def _held_up_error(request: str, deadline_s: float) -> DeadlineError:
