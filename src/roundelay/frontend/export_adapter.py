@@ -77,10 +77,6 @@ class CallShape:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def matches(self, other: CallShape) -> bool:
-        """Whether two calls differ in their tensors only."""
-        return self is other or (self.spec == other.spec and self.differing(other) is None)
-
     def differing(self, other: CallShape) -> tuple[str, Any, Any] | None:
         """The first constant in which two calls of the same layout differ: its name, value here, value in ``other``."""
         if self is other or self.spec != other.spec:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -95,11 +96,8 @@ def refusing_tensor_hooks() -> Iterator[None]:
         hooked[0] |= sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch"
         return register_hook(self, hook)
 
-    tensor.register_hook = recording
-    try:
+    with mock.patch.object(tensor, "register_hook", recording):
         yield
-    finally:
-        tensor.register_hook = register_hook
     if hooked[0]:
         raise _hook("a tensor of the model's forward")
 

@@ -10,9 +10,8 @@ weights than the forward, so it must recognise such a copy: :class:`Casts` recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -42,20 +41,6 @@ def not_in(precision: str, error: Exception) -> CaptureError:
         expected="a model that torch's autocast can compute in it",
         remedy='Leave --precision out (precision = "fp32" in the plan), or cast by hand in the model.',
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """A segment's function, called under autocast."""
-
-    call: Callable[..., Sequence[Any]]
-    precision: str
-    device: torch.device
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        """Call the function under autocast."""
-        with autocast(self.precision, self.device):
-            return self.call(*args)
 
 
 class Cast(NamedTuple):
