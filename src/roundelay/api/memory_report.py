@@ -59,7 +59,7 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
 
 
 def _state_bytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
 
 
 def memory_report(

@@ -121,18 +121,6 @@ def _end(processes: Sequence[Any]) -> None:
     join_all(processes, KILL_S)
 
 
-def _held_up_error(request: str, deadline_s: float) -> DeadlineError:
-    """The error of a loader that waits for the random generators, which an evaluation in the same process may hold."""
-    return DeadlineError(
-        f"the data: {request}" if request else "the data",
-        got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: `evaluate` "
-        "holds them, or a loader that was abandoned before",
-        expected="one within deadline_s",
-        remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use --transport shm: "
-        "there it runs in a process of its own.",
-    )
-
-
 @final
 class _Reader(threading.Thread, Generic[_Item]):
     """The thread that fills free registers until the source ends or fails, or the consumer stops."""
@@ -194,10 +182,18 @@ class _Reader(threading.Thread, Generic[_Item]):
             with suppress(queue.Empty):
                 return next_item(self._filled, min(left, ON_WAIT_S))
             self._registers.on_wait(self.request or "the data", monotonic() - began)
+        subject = f"the data: {self.request}" if self.request else "the data"
         if self.held_up:
-            raise _held_up_error(self.request, deadline_s)
+            raise DeadlineError(
+                subject,
+                got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: "
+                "`evaluate` holds them, or a loader that was abandoned before",
+                expected="one within deadline_s",
+                remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use "
+                "--transport shm: there it runs in a process of its own.",
+            )
         raise DeadlineError(
-            f"the data: {self.request}" if self.request else "the data",
+            subject,
             got=f"no batch from the loader for {deadline_s:g} s",
             expected="one within deadline_s",
             remedy="Check what the job's batches(epoch) waits for; raise deadline_s (--deadline-s, or in the plan) if "

@@ -182,21 +182,17 @@ class RateTable:
         #: options of its groups before the first update
         self.group_options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         scheduler = build_scheduler(schedule, self._optimizer)
-        self._scheduler = per_update_scheduler(scheduler, numbers)
+        #: the scheduler that every update steps; None if there is none
+        self.scheduler = per_update_scheduler(scheduler, numbers)
         #: whether the next epoch's rates depend on an evaluation
-        self.waits = scheduler is not self._scheduler
+        self.waits = scheduler is not self.scheduler
         self._kept.accept_options()
         self._rates: list[tuple[float, ...]] = [self._now()]
 
     @property
-    def scheduler(self) -> LRScheduler | None:
-        """The scheduler that every update steps; None if there is none."""
-        return self._scheduler
-
-    @property
     def scheduled(self) -> bool:
         """Whether a scheduler sets the rates update by update; else they are constant."""
-        return self._scheduler is not None
+        return self.scheduler is not None
 
     def check(self) -> None:
         """Refuse rates and options of this optimizer that the user's program has changed by hand.
@@ -217,12 +213,12 @@ class RateTable:
             JobError: as :meth:`check`; or the optimizer cannot step without gradients.
         """
         self.check()
-        if self._scheduler is None:
+        if self.scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
             self._empty_step()
             with contextlib.suppress(ValueError):  # a schedule of fixed length has ended: its last rate holds
-                self._scheduler.step()
+                self.scheduler.step()
             self._kept.accept_options()
             self._rates.append(self._now())
         return self._rates[update]
