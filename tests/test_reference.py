@@ -24,7 +24,8 @@ from roundelay.errors import InternalError, PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.micro_batch import stream as headers
 from roundelay.ir.rule import Mode, rule_named
-from roundelay.reference import Named, ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.reference.run_inputs import Named
 from roundelay.schedules import SCHEDULES, actions
 
 Stream = Iterable[tuple[MicroBatch, dict[str, Any]]]

@@ -20,7 +20,7 @@ from torch import nn
 
 import roundelay
 from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted
-from roundelay.api.comparison_charts import charts_of, mean_curve, write_comparison
+from roundelay.api.comparison_charts import chart_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
 from roundelay.api.events import Updated
@@ -483,7 +483,7 @@ def test_a_metric_beside_the_loss_has_a_column_and_a_chart(tmp_path: Path) -> No
         return dataclasses.replace(made, loss=loss)
 
     made = compared(tmp_path / "c", right, rules=("async",))
-    (chart,) = (chart for chart in charts_of(made) if chart.name == "train.right")
+    chart = chart_of(made, "train.right")
     ((_, points),) = chart.over_updates
     of_seeds = [[p.value for p in outcome.curves["train.right"]] for outcome in made.results.values()]
     assert points == [(4.0, pytest.approx(statistics.fmean(map(statistics.fmean, of_seeds))))]

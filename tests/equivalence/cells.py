@@ -28,9 +28,9 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Named
 from roundelay.schedules import schedule_named
-from roundelay.transport.delayed import DelayedEndpoint
 from roundelay.transport.endpoint import Endpoint
 from tests.lower.plans import by_rule
+from tests.transport.delayed import DelayedEndpoint
 from tests.zoo import MODELS, ZOO, Batch, Entry
 
 STEPS = 5

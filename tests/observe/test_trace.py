@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from roundelay.ir.micro_batch import Load
 from roundelay.observe import trace
-from roundelay.observe.trace import Flow, Gap, Span, flows_of, overlap_seconds, write_trace
+from roundelay.observe.trace import Gap, Span, flows_of, write_trace
 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
@@ -33,9 +31,9 @@ def pipeline(stages: int, micro_batches: int) -> list[Span]:
     return spans + [span(k, "update", micro_batches - 1, end, end + 0.002, batch=7) for k in range(stages)]
 
 
-def written(path: Path, spans: list[Span], flows: list[Flow] | None = None) -> list[dict[str, Any]]:
+def written(path: Path, spans: list[Span]) -> list[dict[str, Any]]:
     """The events of a trace, by a parser that takes nothing but JSON."""
-    write_trace(path / "t.json", spans, flows)
+    write_trace(path / "t.json", spans)
     text = (path / "t.json").read_text(encoding="utf-8")
     document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert document.keys() == {"displayTimeUnit", "traceEvents"}
@@ -152,12 +150,6 @@ def test_a_micro_batch_that_was_cut_off_has_no_arrow_into_nothing() -> None:
     assert flows_of([span(0, "forward", 1, 0, 1), span(1, "forward", 2, 1, 2), span(2, "forward", 1, 1, 2)]) == []
 
 
-def test_given_arrows_take_the_place_of_the_derived_ones(tmp_path: Path) -> None:
-    spans = pipeline(3, 1)
-    assert phase(written(tmp_path, spans, []), "s", "f") == []
-    assert len(phase(written(tmp_path, spans, [Flow(spans[0], spans[2])]), "s", "f")) == 2
-
-
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
     assert written(tmp_path, []) == []
 
@@ -184,36 +176,10 @@ def test_an_old_trace_stays_until_the_new_one_is_complete(tmp_path: Path) -> Non
     before = written(tmp_path, pipeline(2, 1))
 
     def breaking() -> Any:
-        yield Flow(*pipeline(2, 1)[:2])
+        yield Gap(0, "wait", 1000.0, 1001.0)
         raise ValueError("while writing")
 
     with pytest.raises(ValueError, match="while writing"):
-        write_trace(tmp_path / "t.json", pipeline(2, 2), breaking())
+        write_trace(tmp_path / "t.json", pipeline(2, 2), gaps=breaking())
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == before
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_overlap_is_where_both_compute() -> None:
-    spans = [
-        span(0, "forward", 0, 0.0, 2.0),
-        span(0, "update", 0, 2.0, 3.0),
-        span(0, "read", 1, 3.0, 9.0),
-        span(1, "forward", 0, 1.0, 2.5),
-        span(1, "backward", 0, 4.0, 5.0),
-        span(2, "forward", 0, 0.0, 9.0),
-    ]
-    assert overlap_seconds(spans, 0, 1) == 1.5
-    assert overlap_seconds(spans, 1, 0) == 1.5
-    assert overlap_seconds(spans, 0, 0) == 3.0
-    assert overlap_seconds(spans, 1, 2) == 2.5
-    assert overlap_seconds(spans, 0, 5) == 0.0
-
-
-TIMES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 8)), max_size=20)
-
-
-@given(TIMES)
-def test_overlap_equals_counting_second_by_second(times: list[tuple[int, int, int]]) -> None:
-    spans = [span(worker, "forward", 0, start, start + length) for worker, start, length in times]
-    busy = [{second for s in spans if s.worker == k for second in range(int(s.start_s), int(s.end_s))} for k in (0, 1)]
-    assert overlap_seconds(spans, 0, 1) == len(busy[0] & busy[1])

@@ -49,9 +49,9 @@ def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble() -> None:
 def test_every_message_between_neighbouring_stages_is_an_arrow_on_a_worker_too() -> None:
     flows = flows_of(spans(plan()))
     assert len(flows) == 2 * (2 * WORKERS - 1) * 3 * M
-    turns = [flow for flow in flows if flow.source.worker == flow.target.worker]
-    assert {(flow.source.stage, flow.target.stage) for flow in turns} == {(2, 3), (3, 2)}
-    assert all(abs(flow.source.stage - flow.target.stage) == 1 for flow in flows)
+    turns = [(source, target) for source, target in flows if source.worker == target.worker]
+    assert {(source.stage, target.stage) for source, target in turns} == {(2, 3), (3, 2)}
+    assert all(abs(source.stage - target.stage) == 1 for source, target in flows)
 
 
 def test_a_trace_names_both_stages_of_a_worker_and_is_read_again(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from roundelay.frontend.batch import num_rows, split
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import rule_named
 from roundelay.lower.partition import partition
-from roundelay.reference import Named, ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.reference.run_inputs import Named
 
 
 class Small(nn.Module):

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from roundelay.transport import FORKED
-from roundelay.transport.delayed import DelayedEndpoint
 from roundelay.transport.endpoint import Endpoint, ForkedLinks
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.nccl_p2p import Lane, Place, Wait, open_lanes
 from roundelay.transport.shm import ShmEndpoint
 from roundelay.transport.shm_resources import MIN_RING_BYTES, ShmResources
+from tests.transport.delayed import DelayedEndpoint
 
 KINDS = (
     *[f"{delay}{name}" for name in ("memory", *FORKED) for delay in ("", "delayed ")],

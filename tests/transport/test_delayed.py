@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError
-from roundelay.transport.delayed import DelayedEndpoint
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
+from tests.transport.delayed import DelayedEndpoint
 
 DELAY_S = 0.01
 

@@ -72,7 +72,8 @@ class CapturedStepper:
         for i, (header, batch) in enumerate(parts):
             outputs, drawn = self._micro_batch(header, self._captured.values(batch))
             checker.generator(drawn, plain.generators[i])
-            checker.loss(number, header, _loss(outputs), plain.losses[i])
+            loss = [float(outputs[LOSS]), float(outputs.get(COUNT, 0.0))]
+            checker.loss(number, header, loss, plain.losses[i])
             checker.metrics(number, _metrics(outputs), plain.metrics[i])
         theirs = self._sum_shared(self._shared.get_all(plain.gradients))
         own = self.gradients()
@@ -174,10 +175,6 @@ class CapturedStepper:
         """Whether an optimizer updates many parameters in one call, which may round differently."""
         groups = [group for stage in self.stages for group in stage.optimizer.param_groups]
         return any(group.get("fused") or group.get("foreach") for group in groups)
-
-
-def _loss(outputs: Mapping[str, Any]) -> list[float]:
-    return [float(outputs[LOSS]), float(outputs.get(COUNT, 0.0))]
 
 
 def _metrics(outputs: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -10,20 +10,26 @@ from typing import Any
 
 import torch
 
+from roundelay.api.checkpointing import Saving, evaluate, holding_averages
 from roundelay.api.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
-from roundelay.api.comparison_run import run_in_folder
 from roundelay.api.comparison_variants import Variant, variants
 from roundelay.api.cuts import default_workers
-from roundelay.api.events import Event
+from roundelay.api.events import Event, Observer, Updated, samples_per_second
 from roundelay.api.explain_plan import explain
+from roundelay.api.observers import RunFolderObserver
 from roundelay.api.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan
-from roundelay.api.run_results import RunResult
+from roundelay.api.restarts import rest_of
+from roundelay.api.resume import load_checkpoint
+from roundelay.api.run_results import RunResult, read_progress
+from roundelay.api.run_summary import write_results
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.training import Session
-from roundelay.errors import CaptureError, PlanError, UsageError, listed
+from roundelay.checkpoint.checkpoint import Checkpoint
+from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
+from roundelay.observe.run_folder import RunFolder
 from roundelay.runtime.loader_epoch import seed_everything
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.schedules import schedule_named
@@ -156,12 +162,8 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     comparison.begin(source, cuts, workers)
     plans, refused = comparison.plans(compared)
     planned = [variant for variant in compared if variant.rule_text in plans]
-    results = comparison.run_all(planned, plans, range(seeds), notify or _ignore)
+    results = comparison.run_all(planned, plans, range(seeds), notify or (lambda event: None))
     return Compared(variants=compared, seeds=tuple(range(seeds)), plans=plans, refused=refused, results=results)
-
-
-def _ignore(event: ComparisonEvent) -> None:
-    """Observe nothing."""
 
 
 class _Comparison:
@@ -261,4 +263,58 @@ class _Comparison:
         session = Session(job, captured, plan, seed, self._length)
         folder = self._folder.open_run(variant, seed)
         folder.write_plan(plan.text(explain(captured, plan)))
-        run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))
+        _run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))
+
+
+def _run_in_folder(session: Session, folder: RunFolder, notify: Observer, on_resume: Callable[[int], None]) -> None:
+    """Train to the end, from the checkpoint in the folder if there is one; a loss that is not finite is an end, too.
+
+    Times are counted from the start of the first part of the run, without interruptions.
+
+    Args:
+        session: the whole run.
+        folder: the run's folder, with its plan.
+        notify: called with every event.
+        on_resume: called with the number of updates that are not repeated, before the run continues.
+
+    Raises:
+        UsageError: the files of the interrupted run are damaged.
+    """
+    rest = rest_of(session, folder.checkpoint)
+    start = load_checkpoint(folder.checkpoint, session.captured) if rest is None else rest.start
+    with folder.open_metrics() as metrics:
+        updates, evaluations = read_progress(folder, 0 if start is None else start.position.updates)
+        record = RunFolderObserver(folder, metrics, len(updates))
+        if start is not None:
+            on_resume(len(updates))
+            evaluated = bool(evaluations) and evaluations[-1].update == len(updates) - 1
+            if not evaluated and (rest is None or not start.position.batches_into_epoch):
+                _evaluate(session, start, record)
+        if rest is None:  # interrupted between its last checkpoint and its summary
+            folder.write_summary({"steps": len(updates), "samples_per_second": samples_per_second(updates)})
+            return
+        before_s = updates[-1].seconds if updates else 0.0
+
+        def observe(event: Event) -> None:
+            if isinstance(event, Updated):
+                event = replace(event, seconds=before_s + event.seconds)
+                updates.append(event)
+            record(event)
+            notify(event)
+
+        try:
+            trained = rest.run(notify=observe, saving=Saving(path=folder.checkpoint))
+        except DivergedError:
+            folder.write_summary({"diverged": len(updates)})
+        else:
+            whole = replace(trained, updates=tuple(updates), samples_per_second=samples_per_second(updates))
+            write_results(rest, whole, folder, {}, "")
+
+
+def _evaluate(session: Session, start: Checkpoint, notify: Observer) -> None:
+    """Evaluate a checkpoint's weights; it was written before that, and an interruption came in between."""
+    if session.job.evaluate is not None:
+        at = start.position
+        with holding_averages(session.captured, start.optimizer):
+            epoch = at.epoch if at.batches_into_epoch else at.epoch - 1
+            notify(evaluate(session.job, session.captured.model, at.updates, epoch)[0])

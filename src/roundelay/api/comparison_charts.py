@@ -60,7 +60,7 @@ def write_comparison(compared: Compared, folder: Path, aims: Aims) -> Written:
     """
     rows = table(compared, aims)
     text_rows = (tuple(c.title for c in rows[0]), *(tuple(c.text for c in row) for row in rows))
-    about, charts = explanations(compared, aims), charts_of(compared)
+    about, charts = explanations(compared, aims), [chart_of(compared, name) for name in metrics_of(compared)]
     texts = {
         "table.md": markdown(rows) + "\n" + "".join(f"{line}\n" for line in about),
         "table.csv": spreadsheet(rows),
@@ -102,12 +102,8 @@ def explanations(compared: Compared, aims: Aims) -> list[str]:
     return lines
 
 
-def charts_of(compared: Compared) -> list[Chart]:
-    """A chart for the loss and for every metric, with one line per variant."""
-    return [_chart(compared, name) for name in metrics_of(compared)]
-
-
-def _chart(compared: Compared, name: str) -> Chart:
+def chart_of(compared: Compared, name: str) -> Chart:
+    """A chart for the loss or for a metric, with one line per variant."""
     own = all(variant.optimizer == OWN for variant in compared.variants)
     over_updates: list[tuple[str, Points]] = []
     over_time: list[tuple[str, Points]] = []

@@ -13,7 +13,7 @@ import torch
 
 from roundelay.errors import UsageError
 from roundelay.ir.rule import MODES, rule_named, rules
-from roundelay.job import Named, OptimizerFactory
+from roundelay.job import OptimizerFactory
 from roundelay.weight_prediction import PREDICTORS
 
 OWN = "job"
@@ -71,12 +71,7 @@ class Variant:
         if self.optimizer == OWN:
             return None
         kind, _, settings = _FACTORIES[self.optimizer]
-        return partial(_new_optimizer, kind, {"lr": self.rate, **settings})
-
-
-def _new_optimizer(kind: Any, settings: Mapping[str, Any], named: Named) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = kind(named, **settings)
-    return optimizer
+        return partial(kind, lr=self.rate, **settings)
 
 
 def variants(

@@ -162,10 +162,8 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     if request == MEASURED:
         profile, how = profiled(captured, sample())
     else:
-        profile, how = (
-            roofline(graph, sample_micro_batches(graph, terms.micro_batches)),
-            "predicted with fixed constants (roofline)",
-        )
+        profile = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
+        how = "predicted with fixed constants (roofline)"
     costs = stage_costs(graph, profile, terms)
     chosen = choose_cuts(costs, num_stages)
     return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *_predictions(costs, chosen, equal)))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.validate_plan import CPU, HALF
@@ -22,7 +21,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):
-        ends = ", ".join(f"{end} ({_operation(captured.graph, end)})" for end in stage.segments)
+        ops = [captured.graph.ops[captured.graph.index(end)] for end in stage.segments]
+        ends = ", ".join(f"{op.name} ({op.module or 'the model'}, {op.target})" for op in ops)
         where = "" if owners == tuple(range(size)) else f", worker {owners[k]}"
         where += "" if plan.devices[k] == CPU else f" on {plan.devices[k]}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
@@ -68,11 +68,6 @@ def _staleness_warning(plan: Plan, rule: UpdateRule) -> str:
         f"warning: stage 0 runs {crossed} updates behind, where training was seen to fail; give "
         f"--micro-batches {plan.num_stages - 1} or more, which leaves 1, best with --rule rehearse"
     )
-
-
-def _operation(graph: Graph, name: str) -> str:
-    op = graph.ops[graph.index(name)]
-    return f"{op.module or 'the model'}, {op.target}"
 
 
 def _recompute(captured: Captured, plan: Plan) -> tuple[str, ...]:

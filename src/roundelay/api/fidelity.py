@@ -165,8 +165,10 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
     """
     plain = isolated(partial(run_plain, case, shared), PLAIN, limit_s=limit_s)
     results: dict[str, Any] = isolated(partial(run_captured, case, shared, stages, plain), CAPTURED, limit_s=limit_s)
-    if results["difference"] and results["draws"] and not results["shifted"] and _cuts(stages):
-        whole = _uncut(case.captured)
+    is_cut = sum(len(spec.segments) for spec in stages.stages) > 1
+    if results["difference"] and results["draws"] and not results["shifted"] and is_cut:
+        graph = case.captured.graph
+        whole = partition(graph, [(graph.ops[-1].name,)], ())
         again = isolated(partial(run_captured, case, shared, whole, plain), CAPTURED, limit_s=limit_s)
         if not again["difference"]:
             note = "random numbers next to a cut are drawn in another memory layout: compared without cuts"
@@ -206,12 +208,3 @@ def _left_out(plan: Plan, results: Mapping[str, Any]) -> Iterator[str]:
         yield "compiled stages draw by key, so they were compared without being compiled"
     if results["counts"]:
         yield "gradients of the loss's sum are divided by the number of terms"
-
-
-def _cuts(stages: Partition) -> int:
-    return sum(len(spec.segments) for spec in stages.stages) - 1
-
-
-def _uncut(captured: Captured) -> Partition:
-    """The whole model as one stage."""
-    return partition(captured.graph, [(captured.graph.ops[-1].name,)], ())

@@ -15,12 +15,12 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundelay.api.captured_stepper import CapturedStepper
+from roundelay.api.captured_stepper import CapturedStepper, Tensors
 from roundelay.api.checkpointing import averages, evaluate, holding_averages, put
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.fidelity_differences import FidelityDifference
 from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
-from roundelay.api.shared_memory_tensors import Index, SharedTensors
+from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
@@ -165,37 +165,27 @@ def _compare(
     try:
         for parts, update in zip(_parts(case, plain=False), plain["updates"], strict=True):
             stepper.update(parts, Update(**update))
-        _compare_averages(stepper.averages(), shared.get_all(plain["averages"]))
+        own = stepper.averages()
+        for name, theirs in shared.get_all(plain["averages"]).items():
+            if name in own and not same_value(own[name], theirs):
+                raise FidelityDifference("optimizer", f"the moving average of parameter {name!r}")
         if not case.evaluates:
             return {"difference": "", "kind": ""}
-        final = _final(case, stepper)
+        final = _snapshot(case, stepper.weights(), stepper.buffers(), stepper.states())
         if transport_named(case.plan.transport).forks:
             shared.continue_at(plain["end"])
-            return {"difference": "", "kind": "", "final": _share(final, shared)}
+            kept = {"parameters": final.parameters, "buffers": final.buffers, "averages": averages(final.optimizer)}
+            stored = {name: shared.put_all(tensors) for name, tensors in kept.items()}
+            return {"difference": "", "kind": "", "final": stored}
         return _evaluation(case, final, plain)
     except FidelityDifference as difference:
         return {"difference": difference.text + _where(case.job.model, difference.text), "kind": difference.kind}
 
 
-def _compare_averages(own: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]) -> None:
-    for name, theirs in plain.items():
-        if name in own and not same_value(own[name], theirs):
-            raise FidelityDifference("optimizer", f"the moving average of parameter {name!r}")
-
-
-def _final(case: FidelityCase, stepper: CapturedStepper) -> Snapshot:
+def _snapshot(case: FidelityCase, weights: Tensors, buffers: Tensors, states: dict[str, dict[str, Any]]) -> Snapshot:
     """The state at the end, as a run passes it to ``evaluate``."""
     header = MicroBatch(0, len(case.batches) - 1, 0, 1, 1, 1, case.batches[-1][1], 1, 1)
-    return Snapshot(header, stepper.weights(), stepper.buffers(), stepper.states())
-
-
-def _share(final: Snapshot, shared: SharedTensors) -> dict[str, Index]:
-    averaged = averages(final.optimizer)
-    return {
-        "parameters": shared.put_all(final.parameters),
-        "buffers": shared.put_all(final.buffers),
-        "averages": shared.put_all(averaged),
-    }
+    return Snapshot(header, weights, buffers, states)
 
 
 def evaluate_in_child(
@@ -203,11 +193,10 @@ def evaluate_in_child(
 ) -> dict[str, Any]:
     """Evaluate in a process in which no stage was trained, as in a run whose workers are processes."""
     final = {name: shared.get_all(index) for name, index in results["final"].items()}
-    header = MicroBatch(0, len(case.batches) - 1, 0, 1, 1, 1, case.batches[-1][1], 1, 1)
     states = {name: {EMA: average} for name, average in final["averages"].items()}
     with _quiet(case):
         try:
-            return _evaluation(case, Snapshot(header, final["parameters"], final["buffers"], states), plain)
+            return _evaluation(case, _snapshot(case, final["parameters"], final["buffers"], states), plain)
         except FidelityDifference as difference:
             return {"difference": difference.text, "kind": difference.kind}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from roundelay.api.fidelity import Batches, Fidelity, compare_with_plain, unchecked_reason
+from roundelay.api.fidelity import Batches, compare_with_plain, unchecked_reason
 from roundelay.errors import FidelityError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
@@ -155,7 +155,13 @@ def check_before_training(  # noqa: PLR0913  a training is of this many things
     batches = [(batch, 0) for batch in _first(job, seed, count, plan.deadline_s)]
     limit_s = LIMIT_S if option is None else plan.deadline_s
     fidelity = compare_with_plain(job, captured, plan, seed, batches, limit_s=limit_s, stages=stages)
-    check_equal(fidelity)
+    if not fidelity.equal:
+        raise FidelityError(
+            "the captured job compared with plain PyTorch",
+            got=fidelity.difference,
+            expected="what the same model, loss and optimizer do in plain PyTorch",
+            remedy=f"{REMEDIES[fidelity.kind]} `roundelay verify` shows more; --check off trains as captured.",
+        )
     return f"check full: {fidelity}"
 
 
@@ -165,21 +171,6 @@ def _first(job: Job, seed: int, count: int, deadline_s: float) -> Sequence[Batch
     if isinstance(data, Peekable) and data.opened is None and data.first is not None and data.first[0] == seed:
         return [data.first[1]] * count
     return first_batches(data, seed, count, deadline_s)
-
-
-def check_equal(fidelity: Fidelity) -> None:
-    """Refuse a job that does not train as it does in plain PyTorch.
-
-    Raises:
-        FidelityError: a difference was found.
-    """
-    if not fidelity.equal:
-        raise FidelityError(
-            "the captured job compared with plain PyTorch",
-            got=fidelity.difference,
-            expected="what the same model, loss and optimizer do in plain PyTorch",
-            remedy=f"{REMEDIES[fidelity.kind]} `roundelay verify` shows more; --check off trains as captured.",
-        )
 
 
 def batches_to_verify(job: Job, seed: int, extent: Extent, deadline_s: float) -> Batches:

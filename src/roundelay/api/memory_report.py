@@ -49,12 +49,12 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
     held = {n: sum(_state_bytes(state.get(p, {})) for state in states) for n, p in named}
     if plan.ema:
         for name, p in named:
-            held[name] += p.requires_grad * p.numel() * p.element_size()
+            held[name] += p.requires_grad * p.nbytes
     if (predictor := plan.predictor) != NO_PREDICTOR:
         names = {id(p): n for n, p in named}
         for _, group, p in groups_of(optimizer):
             copies = needs_displacement(optimizer, group, predictor) + needs_gradient(optimizer, group, predictor)
-            held[names[id(p)]] += copies * p.numel() * p.element_size()
+            held[names[id(p)]] += copies * p.nbytes
     return [sum(held.get(name, 0) for name in stage.parameters) for stage in partition.stages]
 
 

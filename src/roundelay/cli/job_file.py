@@ -45,7 +45,8 @@ def job_maker(path: Path) -> Callable[[int], Job]:
     module = _module(path)
     make = getattr(module, "job", None)
     if not callable(make):
-        raise _unusable(path, f"no function called job (it defines {', '.join(_public(module)) or 'nothing'})")
+        names = [name for name in vars(module) if not name.startswith("_")][:8]
+        raise _unusable(path, f"no function called job (it defines {', '.join(names) or 'nothing'})")
 
     def job_of(seed: int) -> Job:
         seed_everything(seed)
@@ -125,10 +126,6 @@ def _describe(path: Path, error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     line = f"line {frames[-1].lineno}: " if frames else ""
     return f"{line}{type(error).__name__}: {error}"
-
-
-def _public(module: ModuleType) -> list[str]:
-    return [name for name in vars(module) if not name.startswith("_")][:8]
 
 
 def _failed(path: Path, error: BaseException) -> JobError:

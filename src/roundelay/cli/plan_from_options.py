@@ -213,23 +213,17 @@ def _checked(plan: Plan, choices: Choices) -> Plan:
 
 def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]]:
     """(name, value of the option, value in the plan) where these differ, except for cuts."""
-    size = plan.num_workers
     for name, value in choices.given().items():
-        if name == "cuts":
-            continue
-        planned_value: Any = _planned_value(plan, name, size)
-        if planned_value != _normalized(name, value, size, plan):
+        wanted, planned_value = value, getattr(plan, name, None)
+        match name:
+            case "cuts":
+                continue
+            case "workers":
+                planned_value = plan.num_workers
+            case "devices":
+                wanted = resolve_devices(value, plan.num_workers, plan.transport)
+                planned_value = tuple(worker.device for worker in plan.workers)
+            case "recompute":
+                wanted = parse_names(value)
+        if wanted != planned_value:
             yield name, value, planned_value
-
-
-def _normalized(name: str, value: Any, size: int, plan: Plan) -> Any:
-    """A choice in the form in which a plan has it."""
-    if name == "devices":
-        return resolve_devices(value, size, plan.transport)
-    return parse_names(value) if name == "recompute" else value
-
-
-def _planned_value(plan: Plan, name: str, size: int) -> Any:
-    """The plan's value of a choice."""
-    of_workers = {"workers": size, "devices": tuple(worker.device for worker in plan.workers)}
-    return of_workers[name] if name in of_workers else getattr(plan, name)

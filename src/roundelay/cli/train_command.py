@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from roundelay import env
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
 from roundelay.api.explain_plan import explain
@@ -28,7 +30,6 @@ from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import amount, announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
-from roundelay.cli.utilization import show_debug, show_utilization
 from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -102,11 +103,11 @@ def train_job(
             folder.plan.unlink(missing_ok=True)
             folder.discard()  # nothing was trained
         raise
-    show_debug(trained)
+    _show_debug(trained)
     summary = write_results(session, trained, folder, baselines, checked)
     if not quiet:
         _show(plan, summary)
-        show_utilization(summary)
+        _show_utilization(summary)
         _show_preview(job, planned.captured, trained.snapshot.optimizer)
         link = f" ({runs}/latest points at it)" if run.out is None else ""
         stderr.print(f"Run folder: {folder.path if run.out is None else run.out}{link}")
@@ -235,3 +236,57 @@ def _show_preview(job: Job, captured: Captured, optimizer: Mapping[str, Mapping[
             remedy="Correct the function; the run itself is complete.",
         ) from error
     stdout.print("\n" + text, markup=False)
+
+
+def _show_utilization(summary: dict[str, Any]) -> None:
+    """Print time and memory as tables."""
+    kinds = ["forward", "backward", "update", "data", "bubble", "wait"]
+    columns = ["", "busy", *kinds]
+    rows = [[f"worker {k}", *(_as_share(row[kind]) for kind in columns[1:])] for k, row in enumerate(summary["shares"])]
+    stdout.print()
+    since = summary["shares_since_micro_batch"]
+    stretch = f" since micro-batch {since}" if since else ""
+    stdout.print(
+        table(f"Time{stretch}: bubble is what the schedule asks for, wait is what messages take", columns, rows)
+    )
+    shared = any(row["process_shared"] for row in summary["memory"])
+    rows = [[f"worker {k}", *_memory(row)] for k, row in enumerate(summary["memory"])]
+    note = "; the workers are threads of one process, so the measured values are those of all" if shared else ""
+    stdout.print()
+    stdout.print(table(f"Memory{note}", ["", "predicted", "private", "peak resident", "of it at the start"], rows))
+
+
+def _as_share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _memory(row: dict[str, Any]) -> list[str]:
+    measured = [row["private_bytes"], row["peak_rss_bytes"], row["rss_at_start_bytes"]]
+    return ["-" if value is None else amount(value) for value in (row["predicted"]["total"], *measured)]
+
+
+def _show_debug(trained: Trained) -> None:
+    """What ROUNDELAY_DEBUG shows of a run: times from level 2 on, every instruction from level 4 on."""
+    if env.level() >= 2:
+        for worker, stages in enumerate(trained.plan.worker_stages):
+            for k in stages:
+                _show_times(trained, worker, k)
+        for worker, loads in sorted(trained.loads.items()):
+            mean_s = statistics.fmean(load.end_s - load.start_s for load in loads) / trained.plan.micro_batches
+            stderr.print(f"worker {worker} data: {mean_s * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
+    if env.level() >= 4:
+        for worker, events in sorted(trained.events.items()):
+            for event in events:
+                stderr.print(f"worker {worker} {event.text}", markup=False, soft_wrap=True)
+
+
+def _show_times(trained: Trained, worker: int, k: int) -> None:
+    """Median measured and planned seconds of a stage's instructions."""
+    stage, label = trained.plan.stages[k], "" if k == worker else f", stage {k}:"
+    planned = {"forward": stage.forward_s, "backward": stage.backward_s}
+    planned |= {"backward-weight": stage.weights_s, "update": stage.update_s}
+    for opcode, seconds in planned.items():
+        executed = [event for event in trained.events[worker] if (event.opcode, event.stage) == (opcode, k)]
+        if executed:
+            median_s = statistics.median(event.end_s - event.start_s for event in executed)
+            stderr.print(f"worker {worker}{label} {opcode}: {median_s * 1e3:.3f} ms, planned {seconds * 1e3:.3f} ms")

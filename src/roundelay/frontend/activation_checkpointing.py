@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch.utils.checkpoint
 
@@ -37,11 +38,8 @@ def recording_checkpoints(model: torch.nn.Module) -> Iterator[list[str]]:
     if original is None:
         yield recorded
         return
-    setattr(torch.utils.checkpoint, _INNER, recording)
-    try:
+    with mock.patch.object(torch.utils.checkpoint, _INNER, recording):
         yield recorded
-    finally:
-        setattr(torch.utils.checkpoint, _INNER, original)
 
 
 def _module_of(function: Any) -> torch.nn.Module | None:

@@ -180,8 +180,8 @@ def _compare(comparison: _Comparison) -> Divisibility | None:
         else:
             if not comparison.sure and not all(math.isfinite(part.loss) for part in parts):
                 return None
-            if parts and (why := _differing(whole, parts, runs, coarse=_coarse(runs.captured))):
-                return Divisibility("other", why.replace(_IT, name))
+            if parts and (why := _differing(whole, parts, runs, name)):
+                return Divisibility("other", why)
             continue
         return Divisibility("whole", f"a part of {name} {why}") if comparison.sure else None
     return None
@@ -227,28 +227,25 @@ def _coarse(captured: Captured) -> bool:
     return bool(dtypes & {"float16", "bfloat16"})
 
 
-_IT = "the rows"
-"""Placeholder for the batch's name in what :func:`_differing` returns."""
-
-
-def _differing(whole: ForwardResult, parts: Sequence[ForwardResult], runs: MicroBatchForwards, *, coarse: bool) -> str:
-    """Describe how the parts' losses or gradients differ from the whole's; empty if they agree."""
+def _differing(whole: ForwardResult, parts: Sequence[ForwardResult], runs: MicroBatchForwards, name: str) -> str:
+    """Describe how the losses or gradients of the parts of ``name`` differ from the whole's; empty if they agree."""
+    coarse = _coarse(runs.captured)
     counts = [part.count for part in parts if part.count is not None]
     total = sum(counts) if counts else float(whole.rows)
     if counts and not (total and whole.count):
-        return f"the count of terms of {_IT} is 0"
+        return f"the count of terms of {name} is 0"
     weights = [1.0 / total if part.count is not None else part.rows / total for part in parts]
     expected = whole.loss / whole.count if whole.count else whole.loss
     got = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
     size = max(abs(expected), sum(weight * abs(part.loss) for weight, part in zip(weights, parts, strict=True)))
     noise = 4 * math.hypot(whole.spread, max(part.spread for part in parts)) + 0.02 * size if runs.draws else 0.0
     if not abs(got - expected) <= LOSS_GAP * (COARSE[0] if coarse else 1.0) * size + noise:
-        return f"the loss of {_IT} is {expected:.6g}, and {got:.6g} by {len(parts)} parts"
+        return f"the loss of {name} is {expected:.6g}, and {got:.6g} by {len(parts)} parts"
     shares = [*weights, 1.0 / (whole.count or 1.0)]
     off = 0.0 if runs.draws else _gradients_off(whole, parts, shares, runs.layers)
     off /= 5.0 if runs.elsewhere else 1.0  # where they may be small differences of large numbers
     if not off <= GRADIENT_GAP * (COARSE[1] if coarse else 1.0):
-        return f"the loss of {_IT} has another gradient by {len(parts)} parts ({100 * off:.2g} % off)"
+        return f"the loss of {name} has another gradient by {len(parts)} parts ({100 * off:.2g} % off)"
     return ""
 
 

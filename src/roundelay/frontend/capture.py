@@ -168,7 +168,8 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
     """
     train(model)
     batch = twice(batch) if num_rows(batch) == 1 else batch
-    sample = batches.replace(batch, lambda _, leaf: _own_memory(leaf))
+    # contiguous copies: if a tensor were a view, export would expect the same view in every batch
+    sample = batches.replace(batch, lambda _, leaf: leaf.clone(memory_format=torch.contiguous_format))
     call = call_on_sample(model, loss, inputs, sample)
     with torch.random.fork_rng(devices=[]):
         with recording_checkpoints(model) as checkpointed:
@@ -200,11 +201,6 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         (call.written, by_forward),
         describe,
     )
-
-
-def _own_memory(leaf: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy; if a tensor were a view, export would expect the same view in every batch."""
-    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _export(model: torch.nn.Module, loss: LossFunction, call: SampleCall) -> Exported:

@@ -72,7 +72,8 @@ def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableStat
             for change, value in values:
                 change.slot.write(value)
         try:
-            return not _same(first, _computed(model, call))
+            result = _computed(model, call)
+            return len(first) != len(result) or not all(map(_equal, first, result))
         except Exception:  # raised by user code on an unexpected value: so it was read
             return True
 
@@ -134,10 +135,6 @@ def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
                 if buffer is not None and value is not None:
                     buffer.resize_(value.shape)
                     buffer.copy_(value)
-
-
-def _same(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(map(_equal, one, two))
 
 
 def _equal(one: Any, two: Any) -> bool:

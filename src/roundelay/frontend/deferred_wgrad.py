@@ -155,21 +155,11 @@ def _embedding(
     return _defer(pending, output, (weight,), (rows,), compute)
 
 
-def _convolution(  # noqa: PLR0913  the operator's own arguments
-    pending: list[PendingWgrad],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
+def _convolution(
+    pending: list[PendingWgrad], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
 ) -> torch.Tensor:
-    """``aten.convolution``: (rows, channels, ...) and its weight to (rows, channels, ...)."""
+    """``aten.convolution``: (rows, channels, ...) and its weight to (rows, channels, ...); ``options`` are its own."""
     x, detached, bias_cast = _cast(_requiring_grad(x), weight.detach(), _detached(bias))
-    options = (stride, padding, dilation, transposed, output_padding, groups)
     output = aten.convolution.default(x, detached, bias_cast, *options)
     saved, sizes = x.detach(), None if bias is None else list(bias.shape)
     trains_bias = _trained_shape(bias) is not None

@@ -58,7 +58,7 @@ def describe_graph(
     values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
     ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
     outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
-    parameters = _parameters(exported)
+    parameters, roles = _parameters(exported), exported.roles.values()
     return Graph(
         ops=ops,
         inputs=tuple(INPUT + str(i) for i in range(len(tensors))),
@@ -66,7 +66,7 @@ def describe_graph(
         outputs=outputs,
         values=values,
         parameters=parameters,
-        buffers={r.name: _num_bytes(r.tensor) for r in exported.roles.values() if r.kind == "buffer"},
+        buffers={r.name: 0 if r.tensor is None else r.tensor.nbytes for r in roles if r.kind == "buffer"},
         cuts=_legal_cuts(ops, outputs, values, cleaned),
         loss_counts=reads.counts,
         fingerprint=_fingerprint(exported, parameters, reads),
@@ -95,7 +95,7 @@ def value_name(exported: Exported, node: Node) -> str:
 def _value(name: str, value: Any) -> Value:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        num_bytes = value.numel() * value.element_size()
+        num_bytes = value.numel() * value.element_size()  # nbytes has no sparse tensors
         return Value(name, "tensor", tuple(value.shape), dtype, num_bytes, value.requires_grad)
     kind: ValueKind = "number" if type(value) in (int, float) else "other"
     return Value(name, kind, (), type(value).__name__, 8 if kind == "number" else 0, False)
@@ -124,13 +124,9 @@ def _module_path(node: Node) -> str:
     return str(path).removeprefix("model").removeprefix(".")
 
 
-def _num_bytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
-
-
 def _parameters(exported: Exported) -> dict[str, Parameter]:
     return {
-        r.name: Parameter(r.name, tuple(r.tensor.shape), _num_bytes(r.tensor), r.tensor.requires_grad)
+        r.name: Parameter(r.name, tuple(r.tensor.shape), r.tensor.nbytes, r.tensor.requires_grad)
         for r in exported.roles.values()
         if r.kind == "parameter" and r.tensor is not None
     }
@@ -191,8 +187,10 @@ def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
 
 
 def least_rows(module: torch.fx.GraphModule) -> int:
-    """The least number of rows of a micro-batch: two if a BatchNorm takes statistics over them."""
-    return 2 if any(takes_statistics(node.target, node.args) for node in _operations(module)) else 1
+    """The least number of rows of a micro-batch: two if a BatchNorm, at any depth, takes statistics over them."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    operations = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return 2 if any(takes_statistics(node.target, node.args) for node in operations) else 1
 
 
 def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: int) -> str:
@@ -210,9 +208,3 @@ def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: in
                 one = [1, *size[1:]]
                 return f"Expected more than 1 value per channel when training, got input size torch.Size({one})"
     return ""
-
-
-def _operations(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """All operations of a graph, and of the graphs that its operations run."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if node.op == "call_function"]

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.deferred_signals import DeferredSignals, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
-from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, OutputShape, Roots, Seen
+from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, Roots, Seen
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.frontend.export_substitutes import substitute
 from roundelay.frontend.recurrent import StandingIn
@@ -63,12 +63,6 @@ class Exported:
     sizes: tuple[tuple[int | None, ...], ...]
     guard: Callable[[Sequence[torch.Tensor]], None]
 
-    @property
-    def output_shape(self) -> OutputShape:
-        """Layout of the model's result."""
-        assert self.seen.shape is not None
-        return self.seen.shape
-
 
 def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor], roots: Roots = ()) -> Exported:
     """Export ``model`` for calls like this one, with every size dynamic where the model allows it.
@@ -106,7 +100,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
                 failures.append(error)
                 where = running.failed_at
                 continue
-        if adapter.output_shape is None:
+        if adapter.seen.shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
         substitute(program.graph_module)
         refuse_sparse(program.graph)

@@ -77,10 +77,6 @@ class CallShape:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def matches(self, other: CallShape) -> bool:
-        """Whether two calls differ in their tensors only."""
-        return self is other or (self.spec == other.spec and self.differing(other) is None)
-
     def differing(self, other: CallShape) -> tuple[str, Any, Any] | None:
         """The first constant in which two calls of the same layout differ: its name, value here, value in ``other``."""
         if self is other or self.spec != other.spec:
@@ -263,11 +259,6 @@ class ExportAdapter(torch.nn.Module):
         self.seen.left, self.seen.changed = tuple(left), tuple(changes)
         return results
 
-    @property
-    def output_shape(self) -> OutputShape | None:
-        """Layout of the last result, or None before the first call."""
-        return self.seen.shape
-
 
 def _write_buffers(changes: Sequence[Change]) -> tuple[str, ...]:
     """Copy the values of replacement buffers into the original ones; returns the paths of these.
@@ -363,8 +354,5 @@ def _with_attributes(kind: type, values: Any, names: Any) -> Any:
 
 
 def _storable(leaf: Any) -> Any:
-    return (
-        leaf
-        if leaf is None or isinstance(leaf, (bool, int, float, str))
-        else Opaque(f"an output of type {type(leaf).__name__}")
-    )
+    plain = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return leaf if plain else Opaque(f"an output of type {type(leaf).__name__}")

@@ -8,9 +8,10 @@ still equal its reference bit for bit, but not be the user's training.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -95,11 +96,8 @@ def refusing_tensor_hooks() -> Iterator[None]:
         hooked[0] |= sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch"
         return register_hook(self, hook)
 
-    tensor.register_hook = recording
-    try:
+    with mock.patch.object(tensor, "register_hook", recording):
         yield
-    finally:
-        tensor.register_hook = register_hook
     if hooked[0]:
         raise _hook("a tensor of the model's forward")
 
@@ -116,12 +114,12 @@ def refuse_own_backwards(outputs: Iterable[torch.Tensor]) -> None:
             raise _own_backward(kind)
 
 
-def autograd_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Every node of the autograd graphs of some tensors, once."""
+def autograd_nodes(tensors: Iterable[torch.Tensor], known: Container[Any] = ()) -> Iterator[Any]:
+    """Every node of the autograd graphs of some tensors, once, without known ones and what lies below these alone."""
     left, seen = [tensor.grad_fn for tensor in tensors], set()
     while left:
         node = left.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in seen and node not in known:
             seen.add(node)
             yield node
             left += [below for below, _ in node.next_functions]

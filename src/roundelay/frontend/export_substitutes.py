@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -44,22 +45,18 @@ torch.library.register_fake("roundelay::cumulative_batch_norm", lambda x, *_: to
 @contextmanager
 def substituting() -> Iterator[None]:
     """Let BatchNorm layers with ``momentum=None`` call the operator within the block."""
-    layer: Any = _BatchNorm
-    original = layer.forward
+    original = _BatchNorm.forward
 
     def forward(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         own = (self.running_mean, self.running_var, self.num_batches_tracked)
         if self.momentum is not None or not self.training or any(part is None for part in own):
-            return original(self, x)  # type: ignore[no-any-return]
+            return original(self, x)
         self._check_input_dim(x)
         result: torch.Tensor = torch.ops.roundelay.cumulative_batch_norm(x, self.weight, self.bias, *own, self.eps)
         return result
 
-    layer.forward = forward
-    try:
+    with mock.patch.object(_BatchNorm, "forward", forward):
         yield
-    finally:
-        layer.forward = original
 
 
 def branch(pred: Any, true: Any, false: Any, operands: Sequence[Any] = ()) -> Any:

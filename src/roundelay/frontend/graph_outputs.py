@@ -16,6 +16,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundelay.frontend.export import Exported
+from roundelay.frontend.graph_passes import is_mutable
 
 aten = torch.ops.aten
 
@@ -101,12 +102,9 @@ def _move_up(graph: torch.fx.Graph, buffer: Node, write: Node, order: dict[Node,
         value = value.args[0]
     if not isinstance(value, Node) or value.op == "placeholder":
         return
-    after = max((value, *(user for user in value.users if _writes(user))), key=lambda node: order.get(node, -1))
+    writers = (user for user in value.users if is_mutable(user.target))
+    after = max((value, *writers), key=lambda node: order.get(node, -1))
     for node in chain:
         if order[node] > order[after]:
             after.append(node)
         after = node
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

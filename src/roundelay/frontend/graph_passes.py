@@ -111,9 +111,14 @@ def _weight(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
     return weight if torch.is_grad_enabled() else weight.detach()
 
 
+def is_mutable(target: Any) -> bool:
+    """Whether it is an operator that writes into an argument according to its schema."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes into according to its schema."""
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not is_mutable(target):
         return []
     arguments = target._schema.arguments
     passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
@@ -135,7 +140,8 @@ def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
         if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
             graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        before = {name: _copy(role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"}
+        buffers = [(name, role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"]
+        before = {name: None if tensor is None else tensor.clone() for name, tensor in buffers}
         values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
     touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
     mutated = frozenset(
@@ -182,11 +188,7 @@ def _writes_within(value: Any) -> bool:
     """Whether a value is a nested graph, such as that of a ``torch.no_grad()`` block, that contains writes."""
     parts = value.modules() if isinstance(value, torch.fx.GraphModule) else ()
     targets = [node.target for part in parts if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
-    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+    return any(map(is_mutable, targets))
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor) -> bool:

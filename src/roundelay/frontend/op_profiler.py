@@ -21,6 +21,7 @@ import torch
 
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.capture import Captured
+from roundelay.frontend.export_checks import autograd_nodes
 from roundelay.frontend.stage_profiler import time_update
 from roundelay.ir.graph import Profile
 
@@ -63,12 +64,8 @@ def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[floa
 def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
     """Assign to an operation every node below its outputs in the autograd graph that no earlier operation owns."""
     parts = output if isinstance(output, (tuple, list)) else (output,)
-    nodes = [part.grad_fn for part in parts if isinstance(part, torch.Tensor)]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in owners:
-            owners[node] = i
-            nodes += [below for below, _ in node.next_functions]
+    for node in autograd_nodes((part for part in parts if isinstance(part, torch.Tensor)), owners):
+        owners[node] = i
 
 
 def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) -> list[float]:

@@ -10,9 +10,8 @@ weights than the forward, so it must recognise such a copy: :class:`Casts` recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -44,38 +43,18 @@ def not_in(precision: str, error: Exception) -> CaptureError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """A segment's function, called under autocast."""
-
-    call: Callable[..., Sequence[Any]]
-    precision: str
-    device: torch.device
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        """Call the function under autocast."""
-        with autocast(self.precision, self.device):
-            return self.call(*args)
-
-
-class View(NamedTuple):
-    """A view of a weight: the weight's index, and the view's size, strides and offset."""
+class Cast(NamedTuple):
+    """A cast of a view of a weight: the weight's index, the view's size, strides and offset, and the dtype."""
 
     weight: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-class Cast(NamedTuple):
-    """A cast of a view of a weight."""
-
-    source: View
     dtype: torch.dtype
 
     def again(self, weight: torch.Tensor) -> torch.Tensor:
         """Repeat the cast on another version of the weight, of the same layout."""
-        return weight.as_strided(self.source.size, self.source.stride, self.source.offset).to(self.dtype)
+        return weight.as_strided(self.size, self.stride, self.offset).to(self.dtype)
 
 
 @final
@@ -98,7 +77,7 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default:
             index = self._weight_at.get(args[0].untyped_storage().data_ptr())
             if index is not None:
-                source = View(index, args[0].size(), args[0].stride(), int(args[0].storage_offset()))
-                self.found[result.untyped_storage().data_ptr()] = Cast(source, result.dtype)
+                view = args[0].size(), args[0].stride(), int(args[0].storage_offset())
+                self.found[result.untyped_storage().data_ptr()] = Cast(index, *view, result.dtype)
                 self._results.append(result)
         return result

@@ -186,8 +186,10 @@ class ReachableState:
         return changes
 
     def restore(self, except_kinds: Collection[Kind] = ()) -> None:
-        """Undo all changes since, except in some kinds of slots."""
-        put_back([change for change in self.changes() if change.slot.kind not in except_kinds])
+        """Undo all changes since, the last one first, except in some kinds of slots."""
+        for change in reversed(self.changes()):
+            if change.slot.kind not in except_kinds:
+                change.slot.write(change.before)
 
     def first_read(self, changes: Sequence[Change]) -> Change | None:
         """The first of some changes whose slot the roots' code can read."""
@@ -230,12 +232,6 @@ class ReachableState:
 def same_value(slot: StateSlot, before: Any) -> bool:
     """Whether a slot still holds an earlier value."""
     return same_values(before, slot.holder) if slot.kind == "values" else same(before, slot.read())
-
-
-def put_back(changes: Sequence[Change]) -> None:
-    """Undo changes, the last one first."""
-    for change in reversed(changes):
-        change.slot.write(change.before)
 
 
 def _walk(

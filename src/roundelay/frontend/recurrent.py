@@ -61,16 +61,11 @@ def _promotes(operator: Any, states: Sequence[torch.Tensor]) -> bool:
     return operator is aten.gru.input or (len(states) == 2 and states[0].size(2) != states[1].size(2))
 
 
-def _real(operator: Any, *args: Any) -> Any:
-    """A stand-in's result on real tensors: the operation's own."""
-    return operator(*args[:ARGUMENTS])
-
-
 def _define(name: str, operator: Any) -> None:
     """Register a stand-in: the operation's signature, with the dtype as one more argument."""
     arguments, results = str(operator._schema).split("(", 1)[1].split(") -> ")
     torch.library.define(f"roundelay::{name}", f"({arguments}, ScalarType? lowered) -> {results}")
-    torch.library.impl(f"roundelay::{name}", "CompositeExplicitAutograd", partial(_real, operator))
+    torch.library.impl(f"roundelay::{name}", "CompositeExplicitAutograd", lambda *args: operator(*args[:ARGUMENTS]))
     torch.library.register_fake(f"roundelay::{name}", partial(_results, operator))
 
 

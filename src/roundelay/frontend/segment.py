@@ -301,7 +301,7 @@ class _Hooks:
             return saved
         source, size, stride, offset = saved
         assert self._weights is not None and self._weights.live is not None
-        index = source.source.weight if isinstance(source, Cast) else source
+        index = source.weight if isinstance(source, Cast) else source
         live = self._weights.live[index].data
         if live.stride() != self._strides[index]:  # the saved view refers to the forward's layout
             live = live.new_empty_strided(live.shape, self._strides[index]).copy_(live)

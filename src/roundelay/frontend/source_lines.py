@@ -15,12 +15,13 @@ import torch
 
 from roundelay.frontend.reachable_state import Change, is_library, same_value
 
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+"""Beginnings of the names of files of torch, of Roundelay, and of code without a file."""
 
 
 def is_user_code(file: str) -> bool:
     """Whether a file belongs to the user or to a library other than torch and Roundelay."""
-    return not file.startswith(_INSIDE) and "contextlib" not in file
+    return not file.startswith(INSIDE) and "contextlib" not in file
 
 
 def users_line() -> str:
@@ -37,7 +38,7 @@ def users_line() -> str:
 
 def users_line_of(error: Exception) -> str:
     """The innermost line outside torch and Roundelay in an error's traceback, as :func:`users_line` writes it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_INSIDE)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(INSIDE)]
     if not frames:
         return ""
     return f", {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from roundelay.frontend.export import Exported
 from roundelay.frontend.graph_passes import DRAW, run_nodes
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.loss import LossCall
-from roundelay.frontend.precision import FULL, Lowered, autocast
+from roundelay.frontend.precision import FULL, autocast
 from roundelay.frontend.remat_segment import RematSegment
 from roundelay.frontend.retarget_device import CPU, retarget
 from roundelay.frontend.segment import Call, Segment
@@ -100,7 +100,15 @@ class StageBuilder:
         return self.compiled[key]
 
     def _lowered(self, call: Call, device: torch.device) -> Call:
-        return call if self.precision == FULL else Lowered(call, self.precision, device)
+        """The call under the autocast of the precision."""
+        if self.precision == FULL:
+            return call
+
+        def lowered(*args: Any) -> Sequence[Any]:
+            with autocast(self.precision, device):
+                return call(*args)
+
+        return lowered
 
     def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
         end = len(self.graph.ops)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
+from unittest import mock
 
 import torch
 from torch.distributions import Distribution
@@ -151,7 +152,6 @@ def refusing_grad(what: str, error: type[RoundelayError], remedy: str) -> Iterat
         error: the class of the error.
         remedy: what the user can do instead.
     """
-    grad = torch.autograd.grad
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise error(
@@ -161,11 +161,8 @@ def refusing_grad(what: str, error: type[RoundelayError], remedy: str) -> Iterat
             remedy=remedy,
         )
 
-    torch.autograd.grad = refuse
-    try:
+    with mock.patch.object(torch.autograd, "grad", refuse):
         yield
-    finally:
-        torch.autograd.grad = grad
 
 
 @contextmanager
@@ -174,15 +171,13 @@ def checks_left_out() -> Iterator[None]:
 
     These are the checks of distributions' arguments, and whether a given mask is causal: it is used as it is.
     """
-    before = Distribution._validate_args
-    detects = transformer._detect_is_causal_mask
-    Distribution.set_default_validate_args(False)
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
+
+    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
+
+    unvalidated = mock.patch.object(Distribution, "_validate_args", False)
+    with unvalidated, mock.patch.object(transformer, "_detect_is_causal_mask", is_causal_mask):
         yield
-    finally:
-        transformer._detect_is_causal_mask = detects
-        Distribution.set_default_validate_args(before)
 
 
 _UNLIKELY = 0x5EED_0F_A_F0_12_3A

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 from roundelay.checkpoint.atomic_files import unwritten
@@ -95,8 +94,6 @@ class Curves:
     def __enter__(self) -> Curves:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(*([] if error is None else [RunError])):  # the first error is reported, not one that follows
             self.close()

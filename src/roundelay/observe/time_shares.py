@@ -65,9 +65,6 @@ class Shares:
         return {"busy": self.busy, **computed, "data": self.data, "bubble": self.bubble, "wait": self.wait}
 
 
-_Needs = dict[tuple[int, str], list[tuple[int, int]]]
-
-
 def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Gap]:
     """Every gap of every worker, in order; one of both kinds is two.
 
@@ -125,30 +122,22 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     return Shares(**inside, idle=idle, wait=None if unknown else wait)
 
 
-def _needs(edges: Sequence[EdgePlan]) -> _Needs:
-    """(stage, opcode) to the neighbours' instructions that must have ended, as (neighbour, micro-batches before).
-
-    They are those that make its messages, and those that free its slots. Both have its own opcode.
-    """
-    found: _Needs = defaultdict(list)
-    for edge in edges:
-        found[edge.target, "forward"].append((edge.source, 0))
-        found[edge.source, "forward"].append((edge.target, edge.slots))
-        if edge.gradient:
-            found[edge.source, "backward"].append((edge.target, 0))
-            found[edge.target, "backward"].append((edge.source, edge.slots))
-    return found
-
-
 def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
-    """When each instruction became possible; minus infinity for one that needs nobody."""
+    """When each instruction became possible; minus infinity for one that needs nobody.
+
+    It needs the neighbours' instructions of its own opcode that make its messages, and those that free its slots.
+    """
     ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for s in spans:
         ends[s.stage, s.opcode][s.g] = s.end_s
-    needs = {
-        (k, opcode): [(ends[neighbour, opcode], before) for neighbour, before in entries]
-        for (k, opcode), entries in _needs(edges).items()
-    }
+    needs: dict[tuple[int, str], list[tuple[dict[int, float], int]]] = defaultdict(list)  # and micro-batches before
+    for edge in edges:
+        source, target = edge.source, edge.target
+        needs[target, "forward"].append((ends[source, "forward"], 0))
+        needs[source, "forward"].append((ends[target, "forward"], edge.slots))
+        if edge.gradient:
+            needs[source, "backward"].append((ends[target, "backward"], 0))
+            needs[target, "backward"].append((ends[source, "backward"], edge.slots))
     made = []
     for s in spans:
         turn = -math.inf

@@ -76,29 +76,23 @@ class Gap:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """One message: from the span that made it to the span that used it."""
+def flows_of(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
+    """The messages between neighbouring stages, each as the span that made it and the span that used it.
 
-    source: Span
-    target: Span
-
-
-def flows_of(spans: Sequence[Span]) -> list[Flow]:
-    """The messages between neighbouring stages: forwards to the next, backwards to the one before, per micro-batch."""
+    Forwards go to the next stage, backwards to the one before, per micro-batch.
+    """
     found = {(span.stage, span.opcode, span.g): span for span in spans if span.opcode in _NEXT}
     made = []
     for (stage, opcode, g), source in found.items():
         target = found.get((stage + _NEXT[opcode], opcode, g))
         if target is not None:
-            made.append(Flow(source, target))
+            made.append((source, target))
     return made
 
 
 def write_trace(
     path: Path,
     spans: Sequence[Span],
-    flows: Iterable[Flow] | None = None,
     *,
     gaps: Iterable[Gap] = (),
     loads: Sequence[Load] = (),
@@ -109,7 +103,6 @@ def write_trace(
     Args:
         path: the file; an old one stays until the new one is complete.
         spans: in any order.
-        flows: the arrows; those of :func:`flows_of` unless given.
         gaps: what lies between the spans.
         loads: batches that readers loaded meanwhile.
         names: worker to what its stage computes, for the process's name.
@@ -118,17 +111,16 @@ def write_trace(
         RunError: it cannot be written.
     """
     begin = min([*(span.start_s for span in spans), *(load.start_s for load in loads)], default=0.0)
-    arrows = flows_of(spans) if flows is None else flows
     with replacing_file(path) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         heads = chain(_processes(spans, names or {}), _readers(loads))
-        events = chain(heads, _events(spans, arrows, begin), _idle(gaps, begin), _loaded(loads, begin))
+        events = chain(heads, _events(spans, begin), _idle(gaps, begin), _loaded(loads, begin))
         file.write(next(events, ""))
         file.writelines(",\n" + event for event in events)
         file.write("\n]}\n")
 
 
-def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Iterator[str]:
+def _events(spans: Sequence[Span], begin: float) -> Iterator[str]:
     """Each event as JSON. Written by hand: ``json.dumps`` takes several times as long, and only names need escapes."""
     titles = {opcode: OPCODES[opcode].letter for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
@@ -140,8 +132,8 @@ def _events(spans: Sequence[Span], flows: Iterable[Flow], begin: float) -> Itera
             f'"args":{{"stage":{s.stage},"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},'
             f'"distance":{s.distance},"bytes":{s.num_bytes}{_made(s)}}}}}'
         )
-    for i, flow in enumerate(flows):
-        yield from _arrow(i, flow, begin)
+    for i, (source, target) in enumerate(flows_of(spans)):
+        yield from _arrow(i, source, target, begin)
 
 
 def _made(span: Span) -> str:
@@ -192,38 +184,13 @@ def _names(worker: int, stages: str) -> Iterator[str]:
         yield json.dumps({"ph": "M", "name": name, "pid": worker, "tid": 0, "args": args}, separators=(",", ":"))
 
 
-def _arrow(number: int, flow: Flow, begin: float) -> Iterator[str]:
+def _arrow(number: int, source: Span, target: Span, begin: float) -> Iterator[str]:
     """Both ends lie inside their spans, since viewers tie an end to the event around it; ids tie them together."""
-    shared = f'"id":{number},"name":{json.dumps(f"{flow.source.opcode} {flow.source.g}")},"cat":"flow","tid":0'
-    leave, arrive = _within(flow.source, 0.999) - begin, _within(flow.target, 0.001) - begin
-    yield f'{{"ph":"s",{shared},"pid":{flow.source.worker},"ts":{leave * _MICRO:.3f}}}'
-    yield f'{{"ph":"f","bp":"e",{shared},"pid":{flow.target.worker},"ts":{arrive * _MICRO:.3f}}}'
+    shared = f'"id":{number},"name":{json.dumps(f"{source.opcode} {source.g}")},"cat":"flow","tid":0'
+    leave, arrive = _within(source, 0.999) - begin, _within(target, 0.001) - begin
+    yield f'{{"ph":"s",{shared},"pid":{source.worker},"ts":{leave * _MICRO:.3f}}}'
+    yield f'{{"ph":"f","bp":"e",{shared},"pid":{target.worker},"ts":{arrive * _MICRO:.3f}}}'
 
 
 def _within(span: Span, share: float) -> float:
     return span.start_s + (span.end_s - span.start_s) * share
-
-
-def overlap_seconds(spans: Sequence[Span], a: int, b: int) -> float:
-    """Seconds in which workers ``a`` and ``b`` both compute."""
-    one, two = _busy(spans, a), _busy(spans, b)
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(two):
-        total += max(0.0, min(one[i][1], two[j][1]) - max(one[i][0], two[j][0]))
-        if one[i][1] < two[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-def _busy(spans: Sequence[Span], worker: int) -> list[tuple[float, float]]:
-    """The intervals in which a worker computes, in order and without overlap."""
-    merged: list[tuple[float, float]] = []
-    computing = [s for s in spans if s.worker == worker and OPCODES[s.opcode].share != "data"]
-    for start, end in sorted((s.start_s, s.end_s) for s in computing):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged

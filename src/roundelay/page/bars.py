@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from roundelay.page.scale import Axis, ticks
+from roundelay.page.scale import Axis, labelled_grid
 
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 18.0, 4.0, 24.0
 THICK, BETWEEN, GROUP = 16.0, 3.0, 12.0
@@ -62,7 +62,8 @@ def bars(groups: Sequence[Group], width: int, most: float, as_text: Callable[[fl
         y += GROUP - BETWEEN
     bottom = y - GROUP + 6
     head = f'<svg class="bars" viewBox="0 0 {width} {bottom + BOTTOM:g}" role="img" aria-label="{escape(label)}">'
-    return "".join([head, *_axis(across, bottom, width, as_text), *parts, "</svg>"])
+    grid = labelled_grid(across, max(4, int(width / 110)), bottom, bottom + 16, as_text)
+    return "".join([head, *grid, *parts, "</svg>"])
 
 
 def _bar(bar: Sequence[Part], across: Axis, y: float, as_text: Callable[[float], str]) -> list[str]:
@@ -82,16 +83,4 @@ def _bar(bar: Sequence[Part], across: Axis, y: float, as_text: Callable[[float],
                 f'text-anchor="middle">{escape(text)}</text>'
             )
         at += part.value
-    return elements
-
-
-def _axis(across: Axis, bottom: float, width: int, as_text: Callable[[float], str]) -> list[str]:
-    elements = []
-    for value in ticks(across, max(4, int(width / 110))):
-        x = across.place(value)
-        elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
-        anchor = "end" if x > width - RIGHT - 10 else "middle"
-        elements.append(
-            f'<text class="tick" x="{x:.1f}" y="{bottom + 16:g}" text-anchor="{anchor}">{escape(as_text(value))}</text>'
-        )
     return elements

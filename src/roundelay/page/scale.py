@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from html import escape
 
 LOG_FROM = 50.0
 """Positive values whose largest is more than this many times their smallest are drawn on a logarithmic axis."""
@@ -78,6 +79,17 @@ def _step(least: float) -> float:
     """The smallest round number that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power >= least * (1 - 1e-9))
+
+
+def labelled_grid(across: Axis, most: int, bottom: float, label_y: float, as_text: Callable[[float], str]) -> list[str]:
+    """Vertical lines at round values of a horizontal axis as SVG, down to ``bottom``, with their labels below."""
+    elements = []
+    for value in ticks(across, most):
+        x = across.place(value)
+        elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
+        anchor, text = "end" if x > across.end - 10 else "middle", escape(as_text(value))
+        elements.append(f'<text class="tick" x="{x:.1f}" y="{label_y:g}" text-anchor="{anchor}">{text}</text>')
+    return elements
 
 
 def short(value: float) -> str:

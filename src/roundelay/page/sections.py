@@ -218,8 +218,7 @@ _LATER = "Not there. {}: a run that has failed, or is still running, has none."
 
 def schedule(run: Run, predicted: Window) -> str:
     """The measured timeline, and the predicted one."""
-    entries = [(kind, kind) for kind in ("forward", "backward", "update", "data")]
-    entries += [("bubble", "bubble"), ("wait", "wait")]
+    entries = [(kind, kind) for kind in _KINDS]
     body = note(
         "Numbers are micro-batches, in updates and loads batches. Point at a box for its version, its time and the "
         "bytes sent. The row above the workers shows what the reader loads meanwhile."

@@ -12,7 +12,7 @@ from html import escape
 from roundelay.ir.micro_batch import Load
 from roundelay.ir.program import OPCODES
 from roundelay.observe.trace import Gap, Span
-from roundelay.page.scale import Axis, seconds, size, ticks
+from roundelay.page.scale import Axis, labelled_grid, seconds, size
 
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 10.0, 2.0, 38.0
 TALL, BETWEEN = 26.0, 7.0
@@ -148,12 +148,7 @@ def describe(span: Span) -> str:
 def _axis(across: Axis, bottom: float, width: int) -> list[str]:
     unit, factor = ("s", 1.0) if across.high - across.low >= 2.0 else ("ms", 1e3)
     inner = Axis(0.0, (across.high - across.low) * factor, across.start, across.end)
-    elements = []
-    for value in ticks(inner, max(4, int(width / 80))):
-        x = inner.place(value)
-        elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom:g}"/>')
-        anchor = "end" if x > width - RIGHT - 10 else "middle"
-        elements.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 14:g}" text-anchor="{anchor}">{value:g}</text>')
+    elements = labelled_grid(inner, max(4, int(width / 80)), bottom, bottom + 14, lambda value: f"{value:g}")
     label = f"{unit}, from {seconds(across.low)} of the run" if across.low else unit
     elements.append(
         f'<text class="tick" x="{(LEFT + width - RIGHT) / 2:g}" y="{bottom + 32:g}" text-anchor="middle">{label}</text>'

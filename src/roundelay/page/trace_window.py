@@ -90,10 +90,8 @@ def _between(path: Path, begin: float, end: float) -> list[dict[str, Any]]:
 
 def _span(event: dict[str, Any]) -> Span:
     args, start = event["args"], float(event["ts"]) / _MICRO
-    numbers = (int(args[name]) for name in ("micro-batch", "batch", "version", "distance"))
-    g, batch, version, distance = numbers
-    end, sent = start + float(event["dur"]) / _MICRO, int(args["bytes"])
-    stage = int(args["stage"])
+    end, names = start + float(event["dur"]) / _MICRO, ("micro-batch", "batch", "version", "distance", "bytes", "stage")
+    g, batch, version, distance, sent, stage = (int(args[name]) for name in names)
     return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent, stage)
 
 

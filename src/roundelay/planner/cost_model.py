@@ -172,15 +172,11 @@ BACKWARD_RATIO = 2.0
 """A backward computes two matrix products for each of the forward's."""
 
 
-def touched_bytes(graph: Graph, op: Op) -> int:
-    """Return the bytes that one forward of ``op`` reads and writes on the sample, a whole batch."""
-    values = sum(graph.values[name].num_bytes for name in (op.name, *op.reads))
-    return values + sum(graph.parameters[name].num_bytes for name in op.parameters if op.flops)
-
-
 def forward_seconds(graph: Graph, op: Op, micro_batches: int = 1) -> float:
     """Return the predicted seconds of one forward of ``op`` on one of ``micro_batches`` parts of the sample."""
-    return CALL_S + max(op.flops / FLOPS_PER_S, touched_bytes(graph, op) / BYTES_PER_S) / micro_batches
+    touched = sum(graph.values[name].num_bytes for name in (op.name, *op.reads))  # by the whole sample
+    touched += sum(graph.parameters[name].num_bytes for name in op.parameters if op.flops)
+    return CALL_S + max(op.flops / FLOPS_PER_S, touched / BYTES_PER_S) / micro_batches
 
 
 def roofline(graph: Graph, micro_batches: int = 1) -> Profile:

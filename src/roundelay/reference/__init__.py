@@ -6,27 +6,6 @@ both sides shared would stay hidden.
 """
 
 from roundelay.reference.run import run_reference
-from roundelay.reference.run_inputs import (
-    Audit,
-    Named,
-    OptimizerFactory,
-    ReferenceResult,
-    ReferenceStage,
-    SchedulerFactory,
-    Setting,
-    StageFunctions,
-    Tensors,
-)
+from roundelay.reference.run_inputs import ReferenceResult, ReferenceStage, Setting
 
-__all__ = [
-    "Audit",
-    "Named",
-    "OptimizerFactory",
-    "ReferenceResult",
-    "ReferenceStage",
-    "SchedulerFactory",
-    "Setting",
-    "StageFunctions",
-    "Tensors",
-    "run_reference",
-]
+__all__ = ["ReferenceResult", "ReferenceStage", "Setting", "run_reference"]

@@ -15,7 +15,7 @@ is complete once the micro-batches before g are done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, final
@@ -87,14 +87,10 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
     with torch.no_grad():
         version = first[0].batch if first else 0
         trainer = Trainer(Recipe(optimizer, scheduler, start, version, setting.numbers), named)
-        run = _Run(setting, stages, trainer, buffers, draw, audit or _no_audit)
+        run = _Run(setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, number, tensors: None))
         for header, values in chain([first] if first else [], headers):
             run.micro_batch(header, dict(values))
         return run.result()
-
-
-def _no_audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Audit nothing."""
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -292,7 +288,9 @@ class _Run:
                 of_parameters = {name: gradient / scale for name, gradient in of_parameters.items()}
             self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
             gradients.update(of_inputs)
-            self._accumulate(of_parameters)
+            for name, gradient in of_parameters.items():
+                total = self._gradients.get(name)
+                self._gradients[name] = gradient if total is None else total + gradient
         if gradients:
             raise InternalError(
                 f"the reference's backward of micro-batch {header.g}",
@@ -300,11 +298,6 @@ class _Run:
                 expected="every gradient to be that of an output of an earlier stage",
                 remedy="Report this as a bug: the stages' inputs and outputs do not match.",
             )
-
-    def _accumulate(self, gradients: Tensors) -> None:
-        for name, gradient in gradients.items():
-            total = self._gradients.get(name)
-            self._gradients[name] = gradient if total is None else total + gradient
 
     def _update(self, batch: int, newest: int) -> None:
         divisor = 1.0 - self._missing_weight if self._missing_weight else self._total_count

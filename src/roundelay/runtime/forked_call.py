@@ -30,7 +30,9 @@ from roundelay.runtime.worker_messages import Report, ReportAssembler, error_of,
 _TICK_S = 1.0
 
 
-def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: float = math.inf) -> Any:
+def isolated(
+    call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: float = math.inf, quiet: bool = False
+) -> Any:
     """Call a function in a forked child.
 
     Args:
@@ -38,6 +40,7 @@ def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: f
         what: what it does, for messages.
         threads: intra-op threads of the child.
         limit_s: seconds that it may take; no limit by default.
+        quiet: discard what it prints, as calls of the user's code are repeated in the run.
 
     Returns:
         the result of the call.
@@ -51,6 +54,10 @@ def isolated(call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: f
     def main() -> None:
         torch.set_num_threads(threads)  # first of all: a forked thread pool would hang
         os.close(reading)
+        if quiet:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            for stream in (1, 2):
+                os.dup2(devnull, stream)
         write_report(writing, _result(call, what))
 
     with DeferredSignals() as interrupts:

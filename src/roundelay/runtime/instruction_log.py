@@ -36,11 +36,7 @@ class InstructionLog:
         A few that are older than ``first`` remain, as instructions are not in the order of micro-batches.
         """
         self.events.append(event)
-        if event[0].g >= self.first + self._kept:
-            self._drop(event[0].g + 1 - self._kept)
-
-    def _drop(self, first: int) -> None:
-        self.first = first
-        while self.events[0][0].g < first:
+        self.first = max(self.first, event[0].g + 1 - self._kept)
+        while self.events[0][0].g < self.first:
             self.events.popleft()
             self.dropped += 1

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from roundelay.errors import DeadlineError, RoundelayError
-from roundelay.frontend.batch import part_rows, split
+from roundelay.errors import DeadlineError, JobError, RoundelayError
+from roundelay.frontend.batch import split
 from roundelay.job import Batches, Peekable
 from roundelay.runtime.loader_epoch import Generators, OpenEpoch, finish_peeking, forget, open_first_epoch
 from roundelay.runtime.prefetch import OnWait, Registers, ignore_wait, prefetch
@@ -40,10 +40,7 @@ def first_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S, on_
         UserCodeError: the loader raises.
         JobError: there is none.
     """
-    with (
-        _closed_on_timeout(batches),
-        closing(prefetch(_peeking(batches, seed, 1), _registers(deadline_s, on_wait))) as source,
-    ):
+    with _peeking(batches, seed, 1, deadline_s, on_wait) as source:
         return next(source)[0]
 
 
@@ -64,21 +61,25 @@ def first_batches(
     Raises:
         DeadlineError: one did not come in time.
     """
-    result: list[Any] = []
+    return [batch for batch, _ in _timed(batches, seed, count, deadline_s, ignore_wait, budget_s)]
+
+
+def _timed(
+    batches: Batches, seed: int, count: int, deadline_s: float, on_wait: OnWait, budget_s: float
+) -> list[tuple[Any, float]]:
+    """As :func:`first_batches`, each with the seconds that the loader took for it."""
+    read: list[tuple[Any, float]] = []
     try:
-        peeking = _peeking(batches, seed, count)
-        with _closed_on_timeout(batches), closing(prefetch(peeking, _registers(deadline_s, ignore_wait))) as source:
-            spent = 0.0
+        with _peeking(batches, seed, count, deadline_s, on_wait) as source:
             for batch, seconds in source:
-                spent += seconds if result else 0.0
-                result.append(batch)
-                if spent > budget_s:
+                read.append((batch, seconds))
+                if sum(seconds for _, seconds in read[1:]) > budget_s:
                     break
     except DeadlineError:
         raise
     except RoundelayError:
         pass
-    return result
+    return read
 
 
 def second_epoch_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE_S) -> Any:
@@ -100,7 +101,7 @@ def second_epoch_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE
             opened.close()
 
     try:
-        with closing(prefetch(peeking(), _registers(deadline_s, ignore_wait))) as source:
+        with closing(prefetch(peeking(), Registers(1, deadline_s))) as source:
             batch = next(source)
     except RoundelayError:
         return None
@@ -109,22 +110,20 @@ def second_epoch_batch(batches: Batches, seed: int, deadline_s: float = DEADLINE
 
 
 @contextmanager
-def _closed_on_timeout(batches: Batches) -> Iterator[None]:
-    """Drop an epoch whose loader hangs in an abandoned thread."""
+def _peeking(
+    batches: Batches, seed: int, count: int, deadline_s: float, on_wait: OnWait
+) -> Iterator[Iterator[tuple[Any, float]]]:
+    """The first batches of the first epoch without consuming them, and the seconds that the loader took."""
     try:
-        yield
-    except DeadlineError:
+        with closing(prefetch(_peeked(batches, seed, count), Registers(1, deadline_s, on_wait=on_wait))) as source:
+            yield source
+    except DeadlineError:  # drop an epoch whose loader hangs in an abandoned thread
         if isinstance(batches, Peekable):
             batches.opened = None
         raise
 
 
-def _registers(deadline_s: float, on_wait: OnWait) -> Registers:
-    return Registers(1, deadline_s, on_wait=on_wait)
-
-
-def _peeking(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, float], None, None]:
-    """Yield the first batches of the first epoch without consuming them, and the seconds that the loader took."""
+def _peeked(batches: Batches, seed: int, count: int) -> Generator[tuple[Any, float], None, None]:
     opened = open_first_epoch(batches, seed)
     try:
         for number in range(count):
@@ -163,23 +162,14 @@ def reading_s(
     Raises:
         DeadlineError: a batch did not come in time.
     """
-    measured: list[Any] = []
     spent, parts = 0.0, 0
-    try:
-        peeking = _peeking(batches, seed, 1 + MEASURED)
-        with _closed_on_timeout(batches), closing(prefetch(peeking, _registers(deadline_s, on_wait))) as source:
-            next(source)
-            for batch, seconds in source:
-                parts += len(part_rows(batch, micro_batches, min_rows))
-                measured.append(batch)
-                spent += seconds
-                if spent > BUDGET_S:
-                    break
-    except DeadlineError:
-        raise
-    except RoundelayError:
-        pass
-    for batch in measured:
-        for part in split(batch, micro_batches, min_rows):
+    for batch, seconds in _timed(batches, seed, 1 + MEASURED, deadline_s, on_wait, BUDGET_S)[1:]:
+        try:
+            cut = split(batch, micro_batches, min_rows)
+        except JobError:
+            break
+        spent += seconds
+        parts += len(cut)
+        for part in cut:
             look(part)
     return spent / parts if parts else 0.0

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,13 @@ def forget_loaders() -> None:
             os.close(alive)  # otherwise the parent's server would live as long as this process
 
 
+def join_all(processes: Sequence[Any], seconds: float) -> None:
+    """Wait for the end of all of these processes, at most ``seconds`` for all of them together."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
 def end_loaders() -> None:
     """End the multiprocessing children of a forked child, which exits by ``os._exit``.
 
@@ -51,9 +58,7 @@ def end_loaders() -> None:
     own = [process for process in multiprocessing.active_children() if vars(process)["_parent_pid"] == os.getpid()]
     for process in own:
         process.terminate()
-    deadline = time.monotonic() + _END_S
-    for process in own:
-        process.join(max(0.0, deadline - time.monotonic()))
+    join_all(own, _END_S)
     finalizers: Any = multiprocessing.util
     finalizers._run_finalizers(0)
 
@@ -73,9 +78,8 @@ def _end_sigterm_blocked() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for process in own:
         process.terminate()
-    deadline = time.monotonic() + _BLOCKED_END_S
+    join_all(own, _BLOCKED_END_S)
     for process in own:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
 

@@ -39,9 +39,9 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The state whose flat entries these are."""
     trees = {key.removeprefix(_TREE): json.loads(text) for key, text in flat.items() if key.startswith(_TREE)}
-    inside = {f"{key}#{number}" for key, tree in trees.items() for number in _numbers(tree)}
-    state = {key: value for key, value in flat.items() if key not in inside and not key.startswith(_TREE)}
-    return state | {key: _value(tree, key, flat) for key, tree in trees.items()}
+    state = {key: value for key, value in flat.items() if not key.startswith(_TREE)}
+    nested = {key: _value(tree, key, state) for key, tree in trees.items()}
+    return state | nested
 
 
 def _tree(key: str, value: Any, leaves: list[Any]) -> Any:
@@ -56,16 +56,10 @@ def _tree(key: str, value: Any, leaves: list[Any]) -> Any:
     return len(leaves) - 1
 
 
-def _numbers(tree: Any) -> list[int]:
+def _value(tree: Any, key: str, flat: dict[str, Any]) -> Any:
+    """The value with this structure; takes its leaves out of ``flat``."""
     if isinstance(tree, int):
-        return [tree]
-    ((kind, items),) = tree.items()
-    return [number for item in items for number in _numbers(item[1] if kind == "dict" else item)]
-
-
-def _value(tree: Any, key: str, flat: Mapping[str, Any]) -> Any:
-    if isinstance(tree, int):
-        return flat[f"{key}#{tree}"]
+        return flat.pop(f"{key}#{tree}")
     ((kind, items),) = tree.items()
     if kind == "dict":
         return {name: _value(item, key, flat) for name, item in items}

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, final
 from roundelay.errors import DeadlineError
 from roundelay.runtime.child_process import keep_thread_alive
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
-from roundelay.runtime.loader_processes import without_sigchld_handler
+from roundelay.runtime.loader_processes import join_all, without_sigchld_handler
 from roundelay.transport.checked_endpoint import next_item
 
 LOOK_S = 0.5
@@ -51,10 +51,6 @@ def ignore_wait(what: str, seconds: float) -> None:
     """Do nothing."""
 
 
-def _kept() -> deque[tuple[int, float, float]]:
-    return deque(maxlen=KEPT_MICRO_BATCHES)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Registers:
@@ -69,7 +65,7 @@ class Registers:
 
     count: int
     deadline_s: float
-    loads: deque[tuple[int, float, float]] = field(default_factory=_kept)
+    loads: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT_MICRO_BATCHES))
     on_wait: OnWait = ignore_wait
 
 
@@ -122,21 +118,7 @@ def _end(processes: Sequence[Any]) -> None:
     """
     for process in processes:
         process.kill()
-    deadline = monotonic() + KILL_S  # for all of them together
-    for process in processes:
-        process.join(max(0.0, deadline - monotonic()))
-
-
-def _held_up_error(request: str, deadline_s: float) -> DeadlineError:
-    """The error of a loader that waits for the random generators, which an evaluation in the same process may hold."""
-    return DeadlineError(
-        f"the data: {request}" if request else "the data",
-        got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: `evaluate` "
-        "holds them, or a loader that was abandoned before",
-        expected="one within deadline_s",
-        remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use --transport shm: "
-        "there it runs in a process of its own.",
-    )
+    join_all(processes, KILL_S)
 
 
 @final
@@ -200,10 +182,18 @@ class _Reader(threading.Thread, Generic[_Item]):
             with suppress(queue.Empty):
                 return next_item(self._filled, min(left, ON_WAIT_S))
             self._registers.on_wait(self.request or "the data", monotonic() - began)
+        subject = f"the data: {self.request}" if self.request else "the data"
         if self.held_up:
-            raise _held_up_error(self.request, deadline_s)
+            raise DeadlineError(
+                subject,
+                got=f"no batch for {deadline_s:g} s from a loader that waits for the process's random generators: "
+                "`evaluate` holds them, or a loader that was abandoned before",
+                expected="one within deadline_s",
+                remedy="Raise deadline_s (--deadline-s, or in the plan) beyond what `evaluate` takes, or use "
+                "--transport shm: there it runs in a process of its own.",
+            )
         raise DeadlineError(
-            f"the data: {self.request}" if self.request else "the data",
+            subject,
             got=f"no batch from the loader for {deadline_s:g} s",
             expected="one within deadline_s",
             remedy="Check what the job's batches(epoch) waits for; raise deadline_s (--deadline-s, or in the plan) if "

@@ -32,19 +32,10 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
     try:
         optimizer = make(named)
     except Exception as error:  # the user's code
-        raise JobError(
-            "Job(optimizer=...)",
-            got=f"{type(error).__name__}: {error}",
-            expected="a function of a list of (name, parameter) that returns a torch optimizer",
-            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
-        ) from error
+        expected = "a function of a list of (name, parameter) that returns a torch optimizer"
+        raise _no_optimizer("", f"{type(error).__name__}: {error}", expected) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(
-            "Job(optimizer=...)",
-            got=f"a {type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer",
-            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
-        )
+        raise _no_optimizer("", f"a {type(optimizer).__name__}", "a torch.optim.Optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise JobError(
@@ -55,17 +46,21 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
         )
     known = {id(parameter) for _, parameter in named}
     if any(id(parameter) not in known for _, _, group in all_groups(optimizer) for parameter in group["params"]):
-        raise JobError(
-            f"Job(optimizer=...), {type(optimizer).__name__}",
-            got="a parameter that the function was not given, such as one of model.parameters()",
-            expected="an optimizer over parameters of its argument: every stage trains its own parameters",
-            remedy="For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4).",
+        raise _no_optimizer(
+            f", {type(optimizer).__name__}",
+            "a parameter that the function was not given, such as one of model.parameters()",
+            "an optimizer over parameters of its argument: every stage trains its own parameters",
         )
     before.check()
     _unshare(optimizer)
     if has_eval_mode(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def _no_optimizer(which: str, got: str, expected: str) -> JobError:
+    remedy = "For example: optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)."
+    return JobError(f"Job(optimizer=...){which}", got=got, expected=expected, remedy=remedy)
 
 
 def _unshare(optimizer: torch.optim.Optimizer) -> None:
@@ -93,20 +88,17 @@ def build_scheduler(make: SchedulerFactory | None, optimizer: torch.optim.Optimi
     try:
         scheduler: Any = make(optimizer)
     except Exception as error:  # the user's code
-        raise JobError(
-            "Job(scheduler=...)",
-            got=f"{type(error).__name__}: {error}",
-            expected="a function of the optimizer that returns a torch learning-rate scheduler",
-            remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
-        ) from error
+        expected = "a function of the optimizer that returns a torch learning-rate scheduler"
+        raise _no_scheduler(f"{type(error).__name__}: {error}", expected) from error
     if not isinstance(scheduler, LRScheduler):
-        raise JobError(
-            "Job(scheduler=...)",
-            got=f"a {type(scheduler).__name__}",
-            expected="a torch.optim.lr_scheduler.LRScheduler, or a ReduceLROnPlateau",
-            remedy="For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update).",
-        )
+        expected = "a torch.optim.lr_scheduler.LRScheduler, or a ReduceLROnPlateau"
+        raise _no_scheduler(f"a {type(scheduler).__name__}", expected)
     return scheduler
+
+
+def _no_scheduler(got: str, expected: str) -> JobError:
+    remedy = "For example: scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 0.99**update)."
+    return JobError("Job(scheduler=...)", got=got, expected=expected, remedy=remedy)
 
 
 def per_update_scheduler(scheduler: LRScheduler | None, numbers: Sequence[float]) -> LRScheduler | None:
@@ -190,21 +182,17 @@ class RateTable:
         #: options of its groups before the first update
         self.group_options = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         scheduler = build_scheduler(schedule, self._optimizer)
-        self._scheduler = per_update_scheduler(scheduler, numbers)
+        #: the scheduler that every update steps; None if there is none
+        self.scheduler = per_update_scheduler(scheduler, numbers)
         #: whether the next epoch's rates depend on an evaluation
-        self.waits = scheduler is not self._scheduler
+        self.waits = scheduler is not self.scheduler
         self._kept.accept_options()
         self._rates: list[tuple[float, ...]] = [self._now()]
 
     @property
-    def scheduler(self) -> LRScheduler | None:
-        """The scheduler that every update steps; None if there is none."""
-        return self._scheduler
-
-    @property
     def scheduled(self) -> bool:
         """Whether a scheduler sets the rates update by update; else they are constant."""
-        return self._scheduler is not None
+        return self.scheduler is not None
 
     def check(self) -> None:
         """Refuse rates and options of this optimizer that the user's program has changed by hand.
@@ -225,12 +213,12 @@ class RateTable:
             JobError: as :meth:`check`; or the optimizer cannot step without gradients.
         """
         self.check()
-        if self._scheduler is None:
+        if self.scheduler is None:
             return self._rates[0]
         while len(self._rates) <= update:
             self._empty_step()
             with contextlib.suppress(ValueError):  # a schedule of fixed length has ended: its last rate holds
-                self._scheduler.step()
+                self.scheduler.step()
             self._kept.accept_options()
             self._rates.append(self._now())
         return self._rates[update]

@@ -62,16 +62,13 @@ def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], 
     if not always and _is_ordinary(optimizer):
         return
 
-    def try_quietly() -> None:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # discard what the user's code prints
-            os.dup2(devnull, stream)
+    def try_in_child() -> None:
         with torch.compiler.set_stance("force_eager"):
             _try_stages(job.optimizer, named, partition, _of_model(job.model))
 
     if hasattr(os, "fork"):
         try:
-            isolated(try_quietly, "trying the optimizer on each stage's parameters", limit_s=LIMIT_S)
+            isolated(try_in_child, "trying the optimizer on each stage's parameters", limit_s=LIMIT_S, quiet=True)
         except RunError:  # it was killed, or took too long
             return
     else:

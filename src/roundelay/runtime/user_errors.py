@@ -9,11 +9,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-
-import torch
 
 from roundelay.errors import JobError, RoundelayError, UserCodeError
+from roundelay.frontend.source_lines import INSIDE
 
 
 def explain_error(error: BaseException, where: str) -> BaseException:
@@ -146,12 +144,11 @@ def _shorten(text: str) -> str:
 
 def _place(frames: Sequence[tuple[str, int]]) -> str:
     """The innermost frame of the user's code: preferably not of an installed package, never of torch or Roundelay."""
-    outside = [(file, line) for file, line in frames if not file.startswith(_NEVER_USER_CODE)]
+    outside = [(file, line) for file, line in frames if not file.startswith(INSIDE)]
     own = [(file, line) for file, line in outside if not file.startswith(_INSTALLED)]
     return next((f" at {file}:{line}" for file, line in reversed(own or outside)), "")
 
 
-_NEVER_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
