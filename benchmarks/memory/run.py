@@ -7,7 +7,7 @@ is run beside the smallest (one row per micro-batch), and what the ledger says t
 smaller is held against what each process has written beyond it by the end, and against what its resident memory has at
 most grown to beyond it.
 
-Below, workers of a model whose weights lie in a file (`benchmarks/memory/weight_prediction.py`).
+Below, workers of a model whose weights lie in a file (`benchmarks/memory/weights.py`).
 """
 
 from __future__ import annotations

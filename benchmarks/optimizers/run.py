@@ -1,6 +1,6 @@
 """What an update and a prediction cost on the CPU: torch's optimizers by implementation, and PipeOptim's prediction.
 
-3.2 million parameters in 54 tensors (eight transformer blocks of width 180 and an embedding), one thread. A *step* is
+3.4 million parameters in 54 tensors (eight transformer blocks of width 180 and an embedding), one thread. A *step* is
 the optimizer's own, gradients at hand; a *prediction* is what `pipeoptim` makes of the same weights, one update ahead.
 """
 

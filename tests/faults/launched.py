@@ -204,7 +204,7 @@ def _due(
 
 
 def _begun(pid: int | None, fault: str) -> bool:
-    """Whether a member is there; if it is to be stopped, so must be its sentry, the first thing that it starts."""
+    """Whether a member is there; if it is to be stopped, so must be its watchdog, the first thing that it starts."""
     if pid is None or fault != "SIGSTOP":
         return pid is not None
     with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool, tra
     if code == 0:
         wrong.append("exit code 0 without a summary")
     told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
-    told = told or said.count("was stopped by a signal")  # this is told besides, by its sentry
+    told = told or said.count("was stopped by a signal")  # this is told besides, by its watchdog
     mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in (*SIGNALS, "SIGTERM")
     killed = case.fault == "SIGKILL" and case.victim >= 0 and not trained
     elsewhere = killed and "Signal 9 (SIGKILL) received by PID" in said

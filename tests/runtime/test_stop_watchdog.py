@@ -120,7 +120,7 @@ def test_what_a_process_leaves_that_ends_by_itself_is_left_alone() -> None:
         assert alive(child)
 
 
-def test_a_sentry_that_is_stopped_ends_with_its_process_all_the_same() -> None:
+def test_a_watchdog_that_is_stopped_ends_with_its_process_all_the_same() -> None:
     with living() as (process, watchdog, child):
         time.sleep(1.0)  # until it has begun
         os.kill(watchdog, signal.SIGSTOP)

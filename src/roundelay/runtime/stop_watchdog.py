@@ -6,7 +6,7 @@ minute in a healthy process.
 Its end closes its connections, so that the others know at once, and the launcher does, too. What the process has
 forked, such as a loader's processes, holds these connections as well: when it is killed, they are ended with it.
 
-``python -I -S sentry.py PROCESS GROUP SECONDS WHO`` loads neither torch nor anything else of Roundelay.
+``python -I -S stop_watchdog.py PROCESS GROUP SECONDS WHO`` loads neither torch nor anything else of Roundelay.
 """
 
 from __future__ import annotations
