@@ -277,6 +277,7 @@ class Session:
         else:
             check_leader_reads(self.plan)
         prepare = self._compile(party)
+        self.control.end_save()  # one that a failed attempt has left unfinished
         notify = self._stopping_on_request(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
@@ -390,8 +391,8 @@ class Session:
         if self.waits:
             check_not_launched(party)
         check_leader_reads(self.plan)
-        use, save_every = fetched_use(party)
         self._compile(party)
+        use, save_every = fetched_use(party)  # published when all have compiled
         part = Part(self.initial, replace(self.extent, save_every=save_every))
         with one_thread():
             return run_follower(self._task(part, use, None), party, unchanged)
