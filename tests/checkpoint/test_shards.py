@@ -129,10 +129,10 @@ def gathered(states: Sequence[HeldState], *, compares: bool = True, shape: Seque
         assert snapshots == []
         table, tensors = encode(state)
         header = MicroBatch(7, 3, 0, 1, 1, 1, 0, 1, 1).numbers()
-        report = StateReport(header, state.stage, table)
+        report = StateReport(header, state.stage, table, gathered=True)
         gatherer.take(Report("state", worker, msgspec.to_builtins(report), tensors))
     ((snapshot, parts),) = snapshots
-    assert [worker for worker, _ in parts.unstored] == list(range(len(states)))
+    assert (parts.stored, parts.unstored, parts.unwritten) == ((), (), "")
     return snapshot
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,27 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api import checkpointing
 from roundelay.api.launched_states import announced_use, check_leader_reads, fetched_use
 from roundelay.api.planning import capture
 from roundelay.api.training import Length, Saving, Session, StateGatherer
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import UsageError
-from roundelay.runtime.state_reports import StateUse
+from roundelay.runtime import worker
+from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.worker_messages import Report
 from tests.api.jobs import make, mlp
 from tests.equivalence.cells import VARIANTS
 from tests.resume.cuts import differences, every_checkpoint
 from tests.resume.kill import differences as between_checkpoints
 from tests.resume.test_rules import trip
+
+
+class OneHostOnly:
+    """A worker's reporter as on the leader's host, if it is worker 0, and on another host if it is not."""
+
+    def __init__(self, number: int, use: StateUse, report: Any) -> None:
+        self.own = StateReporter(number, replace(use, shared=number == 0), report)
+        self.hand_over, self.finish = self.own.hand_over, self.own.finish
 
 
 @pytest.mark.parametrize("transport", ["memory", "shm"])
@@ -36,7 +43,7 @@ def test_what_the_launcher_writes_for_holders_on_other_hosts_is_what_they_would_
     with every_checkpoint(monkeypatch, tmp_path / "own"):
         whole = made.whole(Saving(path=tmp_path / "own", every=2))
     with monkeypatch.context() as patched, every_checkpoint(monkeypatch, tmp_path / "sent"):
-        patched.setattr(checkpointing, "StateUse", partial(StateUse, shared=False))
+        patched.setattr(worker, "StateReporter", OneHostOnly)
         made.whole(Saving(path=tmp_path / "sent", every=2))
     for updates in (4, 6, 10):
         own, sent = (load(tmp_path / folder / str(updates)) for folder in ("own", "sent"))

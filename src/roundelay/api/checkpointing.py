@@ -225,7 +225,7 @@ class Checkpointer:
             shapes=names.shapes,
             aliases=names.aliases,
             flight=FlightFacts(session.order, session.since) if header.saved else None,
-            holders=[*parts.stored, *written],
+            holders=sorted([*parts.stored, *written], key=lambda holder: holder.table.stage),
         )
 
 

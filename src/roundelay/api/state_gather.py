@@ -81,14 +81,14 @@ class StateGatherer:
         header = MicroBatch.of(state.header)
         held = None if state.table is None else decode(state.table, report.tensors)
         parts = self._parts[header.g]
-        parts.append(_Part(state.stage, report.worker, held, state.stored, state.unwritten))
+        parts.append(_Part(report.worker, state, held))
         if len(parts) == self._holders:
-            parts = sorted(self._parts.pop(header.g), key=lambda part: (part.stage, part.worker))
+            parts = sorted(self._parts.pop(header.g), key=lambda part: (part.report.stage, part.worker))
             self._on_complete(self._snapshot(header, parts), _checkpoint_parts(parts))
 
     def _snapshot(self, header: MicroBatch, parts: Sequence[_Part]) -> Snapshot:
         """Join what was gathered; the first of several holders of the same counts."""
-        states = [part.held for part in parts if part.held is not None]
+        states = [part.held for part in parts if part.held is not None and part.report.gathered]
         if not states:
             return Snapshot(header, {}, {}, {})
         missing = missing_part(self._shapes, [state.parameters for state in states])
@@ -106,18 +106,16 @@ class StateGatherer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One holder's report."""
+    """One holder's report, and the state that came with it."""
 
-    stage: int
     worker: int
+    report: StateReport
     held: HeldState | None
-    stored: StoredState | None
-    unwritten: str
 
 
 def _checkpoint_parts(parts: Sequence[_Part]) -> CheckpointParts:
     return CheckpointParts(
-        tuple([part.stored for part in parts if part.stored is not None]),
-        tuple([(p.worker, p.held) for p in parts if p.held is not None and p.stored is None and not p.unwritten]),
-        next((part.unwritten for part in parts if part.unwritten), ""),
+        tuple([part.report.stored for part in parts if part.report.stored is not None]),
+        tuple([(part.worker, part.held) for part in parts if part.held is not None and part.report.to_write]),
+        next((part.report.unwritten for part in parts if part.report.unwritten), ""),
     )

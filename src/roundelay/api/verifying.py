@@ -135,16 +135,12 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         RunError: the distributed run failed.
     """
     check_tamper(tamper)
-    captured, chosen = captured_and_planned(
-        verify, job, plan, seed, {"workers": workers, "rule": rule, **choices}
-    )
+    captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)
     fidelity = check_fidelity(job, captured, chosen, seed, length, resumed=resume is not None)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    return verify_session(
-        Session(job, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity
-    )
+    return verify_session(Session(job, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity)
 
 
 def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, *, resumed: bool) -> Fidelity:

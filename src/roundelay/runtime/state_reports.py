@@ -68,7 +68,9 @@ class StateReport(msgspec.Struct, forbid_unknown_fields=True):
     Args:
         header: the last micro-batch of the update.
         stage: whose state it is.
-        table: what the launcher gathers, or is to write; its tensors are the report's. None if nothing.
+        table: what the launcher gathers or is to write; its tensors are the report's. None if nothing.
+        gathered: whether the launcher gathers it.
+        to_write: whether the launcher is to write it, as the holder does not see the folder.
         stored: the part of the checkpoint that the holder has written; None if it has not.
         unwritten: why it could not be written; empty if it could, or need not.
     """
@@ -76,6 +78,8 @@ class StateReport(msgspec.Struct, forbid_unknown_fields=True):
     header: tuple[int, ...]
     stage: int
     table: StateTable | None = None
+    gathered: bool = False
+    to_write: bool = False
     stored: StoredState | None = None
     unwritten: str = ""
 
@@ -158,10 +162,11 @@ class StateReporter:
 
     def _send(self, held: HeldState, header: MicroBatch, stored: StoredState | None, unwritten: str = "") -> None:
         """Report with what the launcher gathers; all of it, if the launcher is to write the state."""
-        launcher_writes = self._use.saves(header) and not self._use.shared
-        sent = held if launcher_writes else gathered_part(held, self._use.gathers(header))
+        gathers, to_write = self._use.gathers(header), self._use.saves(header) and not self._use.shared
+        sent = held if to_write else gathered_part(held, gathers)
         table, tensors = (None, {}) if sent is None else encode(sent)
-        report = StateReport(header.numbers(), held.stage, table, stored, unwritten)
+        gathered = gathers != "nothing"
+        report = StateReport(header.numbers(), held.stage, table, gathered, to_write, stored, unwritten)
         self._report(Report("state", self._worker, msgspec.to_builtins(report), tensors))
 
 
