@@ -141,25 +141,6 @@ def test_load_puts_the_trained_weights_into_the_plain_model(tmp_path: Path, tied
         assert plain.head.weight is plain.embed.weight
 
 
-class Scaled(nn.Module):
-    """A network with a buffer that its ``state_dict`` leaves out, and with the running statistics of BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.last(self.norm(self.first(x)) * self.scale)
-        return made
-
-
-def test_a_checkpoint_has_the_buffers_that_the_state_dict_has(tmp_path: Path) -> None:
-    train(make(Scaled()), 2, steps=2, save_to=tmp_path / "c")
-    buffers = load(tmp_path / "c").buffers
-    assert set(buffers) == {f"norm.{name}" for name, _ in nn.BatchNorm1d(8).named_buffers()}
-
-
 def test_a_wrong_model_is_refused_by_the_parameter(tmp_path: Path) -> None:
     train(make(), 2, steps=1, save_to=tmp_path / "c")
     other = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))

@@ -189,6 +189,42 @@ def test_files_of_a_later_checkpoint_outlive_the_completion_of_an_earlier_one(tm
     assert {path.name for path in folder.iterdir()} == set(files(4))
 
 
+def test_what_killed_processes_leave_is_removed_before_the_next_run(tmp_path: Path) -> None:
+    for name in (".tmpVPrMsP", ".checkpoint.json.part", ".probe-0f", ".stage-0.worker-0.update-3.safetensors.part"):
+        (tmp_path / name).touch()
+    prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_cannot_be_read_now_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", checkpoint(1), {})
+
+    def busy(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", busy)
+        prepare(tmp_path / "c")
+    check_whole(tmp_path / "c", range(1, 2))
+
+
+def test_a_manifest_never_names_files_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run in the same folder, or a restart, removes what it finds unfinished, however late that is."""
+    save(tmp_path / "c", checkpoint(1), {})
+    real = os.fsync
+
+    def slow(file: int) -> None:
+        real(file)
+        if list((tmp_path / "c").glob(".checkpoint.json.part")):
+            prepare(tmp_path / "c")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        with pytest.raises(RunError, match="another run has removed"):
+            save(tmp_path / "c", checkpoint(2), {})
+    check_whole(tmp_path / "c", range(1, 2))
+
+
 def test_a_save_through_a_link_replaces_what_it_names(tmp_path: Path) -> None:
     save(tmp_path / "run" / "c", checkpoint(1), {})
     (tmp_path / "latest").symlink_to("run")
@@ -307,7 +343,7 @@ def test_a_kill_at_any_step_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_kill_during_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
-    """Where nothing was before, half a checkpoint is none."""
+    """Where nothing was before, half a checkpoint is none, and the next run saves there."""
     for number in range(1, 200):
         path = tmp_path / str(number)
         code = status(forked(dying(lambda n=number, p=path: save(p, checkpoint(n), {}), number)))
@@ -320,6 +356,9 @@ def test_a_kill_during_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path)
             assert number > 10
             return
         assert code == -signal.SIGKILL
+        save(path, checkpoint(number + 1), {})
+        assert check_whole(path, range(number + 1, number + 2))
+        assert {entry.name for entry in path.iterdir()} == set(files(number + 1))
     pytest.fail("never got through")
 
 

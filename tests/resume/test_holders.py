@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from roundelay.api.launched_states import announced_use, check_leader_reads, fet
 from roundelay.api.planning import capture
 from roundelay.api.training import Length, Saving, Session, StateGatherer
 from roundelay.checkpoint.checkpoint import load
-from roundelay.errors import UsageError
-from roundelay.runtime import worker
+from roundelay.checkpoint.held_state import HeldState
+from roundelay.errors import DeadlineError, UsageError
+from roundelay.ir.micro_batch import stream
+from roundelay.runtime import state_reports, worker
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.worker_messages import Report
 from tests.api.jobs import make, mlp
@@ -53,6 +56,78 @@ def test_what_the_launcher_writes_for_holders_on_other_hosts_is_what_they_would_
     start = load(tmp_path / "sent" / "4")
     assert start.flight is not None
     assert differences(whole, made.rest(start), start) == []
+
+
+class Scaled(nn.Module):
+    """A network with a buffer that its ``state_dict`` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.norm(self.first(x)) * self.scale)
+        return made
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_checkpoint_has_the_buffers_that_the_state_dict_has(
+    sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(Scaled())
+    if sent:
+        monkeypatch.setattr(worker, "StateReporter", OneHostOnly)
+    plan = roundelay.plan(job, workers=2, cuts="equal")
+    roundelay.train(job, plan=plan, steps=2, save_to=tmp_path / "c")
+    assert set(load(tmp_path / "c").buffers) == {f"norm.{name}" for name, _ in nn.BatchNorm1d(8).named_buffers()}
+
+
+def test_an_interrupt_leaves_the_callers_model_with_the_weights_of_the_last_epoch() -> None:
+    job = make(mlp(), evaluate=None)
+    before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+
+    def interrupt(event: Any) -> None:
+        if event.update == 8:  # epochs have five updates
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        roundelay.train(job, plan=roundelay.plan(job, workers=2), epochs=100, on_update=interrupt)
+    expected = make(mlp())
+    roundelay.train(expected, plan=roundelay.plan(expected, workers=2), epochs=1)
+    for (name, parameter), other in zip(job.model.named_parameters(), expected.model.parameters(), strict=True):
+        assert not torch.equal(parameter, before[name])
+        assert torch.equal(parameter, other)
+
+
+class Slow:
+    """Writes that take their time, or never end."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.written = seconds, 0
+
+    def __call__(self, *_: Any) -> Any:
+        time.sleep(self.seconds)
+        self.written += 1
+        raise OSError("slow")
+
+
+@pytest.mark.parametrize(("seconds", "hangs"), [(0.3, False), (30.0, True)])
+def test_the_end_of_a_run_waits_for_a_slow_disk_and_not_for_a_hung_one(
+    seconds: float, hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, reports = Slow(seconds), list[Report]()
+    monkeypatch.setattr(state_reports, "write_state", slow)
+    monkeypatch.setattr(state_reports, "_held", lambda *_: HeldState(0, {}, {}, {}))
+    reporter = StateReporter(0, StateUse(folder=tmp_path), reports.append)
+    for header in stream([1, 1, 1]):
+        reporter.hand_over(None, header._replace(saved=1), None)  # type: ignore[arg-type]
+    if hangs:
+        with pytest.raises(DeadlineError, match=r"no further byte within 0\.5 s"):
+            reporter.finish(0.5)
+    else:
+        reporter.finish(0.5)
+        assert slow.written == len(reports) == 3
 
 
 class Reports:
@@ -108,12 +183,15 @@ def test_an_evaluation_gathers_weights_and_no_state_of_the_optimizer(
     assert load(tmp_path / "c").optimizer["0.weight"].keys() >= {"exp_avg", "step"}
 
 
-def test_the_python_api_gathers_the_end_and_only_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_api_gathers_weights_after_epochs_and_everything_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports, own = Reports(monkeypatch), session()
     trained = own.run(saving=Saving(path=tmp_path / "c"))
     full = [names for names in reports.tensors if names]
-    assert len(full) == own.plan.num_stages
-    assert "0.weight/exp_avg" in set().union(*full)
+    assert len(full) == 2 * own.plan.num_stages
+    assert sum("0.weight" in names for names in full) == 2
+    assert sum("0.weight/exp_avg" in names for names in full) == 1
     for name, parameter in own.job.model.named_parameters():
         assert torch.equal(parameter, trained.snapshot.parameters[name])
 

@@ -31,7 +31,7 @@ from roundelay.ir.stage import Partition
 from roundelay.job import Job, StopTraining
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.stage_state import Initial
-from roundelay.runtime.state_reports import AMOUNTS, Gathered, StateUse
+from roundelay.runtime.state_reports import AMOUNTS, Gathered, StateUse, of_checkpoint
 
 ABANDON_S = 3.0
 """Seconds that an unfinished checkpoint or evaluation may still take when the run has failed."""
@@ -93,6 +93,7 @@ class Checkpointer:
         self._writing, self._evaluating = Background(), Background()
         self._events = queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
+        self._left_out = session.control.left_out
         self._names = StoredNames(session.captured.model, session.partition)
         self.evaluations: list[Evaluated] = []
         #: the metric that the next epoch's learning rate depends on, one number per evaluated epoch
@@ -106,8 +107,9 @@ class Checkpointer:
         Args:
             gathers: what is gathered at the end of the run, at least.
         """
-        waits, evaluates = self._session.waits, self._evaluates  # workers that are restarted get everything
-        needed: Gathered = "everything" if waits else "weights" if evaluates else "nothing"
+        waits = self._session.waits  # workers that are restarted get everything
+        loads = self._evaluates or gathers == "everything"  # an interrupted caller has the weights of the last epoch
+        needed: Gathered = "everything" if waits else "weights" if loads else "nothing"
         return StateUse(
             folder=None if self._saving is None else self._saving.path.resolve(),
             buffers=self._names.buffers,
@@ -201,13 +203,15 @@ class Checkpointer:
             remove_updates(path, at.updates)
             if snapshot.header.final:
                 raise unwritten_because(self._saving.path, reason)
-        event = NotSaved(str(self._saving.path), reason) if reason else Saved(str(self._saving.path), at.updates)
-        self._events.put(event)
+        left_out, self._left_out = self._left_out, self._session.control.left_out
+        saved = Saved(str(self._saving.path), at.updates, self._left_out - left_out)
+        self._events.put(NotSaved(str(self._saving.path), reason) if reason else saved)
 
     def _manifest(self, path: Path, header: MicroBatch, parts: CheckpointParts, at: Position) -> Manifest:
         """Write what the holders could not write themselves; returns the manifest that joins all files."""
         session, names = self._session, self._names
-        written = [write_state(path, held, worker, at.updates) for worker, held in parts.unstored]
+        unstored = [(worker, of_checkpoint(held, names.buffers)) for worker, held in parts.unstored]
+        written = [write_state(path, held, worker, at.updates) for worker, held in unstored]
         if names.unused is not None:
             written.append(write_state(path, names.unused, 0, at.updates))
         return Manifest(

@@ -47,10 +47,17 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint of the weights after ``updates`` updates has been written."""
+    """A checkpoint of the weights after ``updates`` updates has been written.
+
+    Args:
+        path: its folder.
+        updates: number of updates.
+        left_out: how many were due meanwhile and were left out, as writing takes longer than the training between them.
+    """
 
     path: str
     updates: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

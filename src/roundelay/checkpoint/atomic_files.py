@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -58,31 +58,36 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing_file(path: Path) -> Iterator[TextIO]:
+def replacing_file(path: Path, confirm: Callable[[], None] = lambda: None) -> Iterator[TextIO]:
     """Open a text file for writing that replaces ``path`` when the block ends without an error.
+
+    Args:
+        path: the file.
+        confirm: called at the last moment; if it raises, ``path`` stays.
 
     Raises:
         RunError: it cannot be written; ``path`` is unchanged.
     """
-    with _replacing(path, mode="w", encoding="utf-8", newline="\n") as file:
+    with _replacing(path, confirm, mode="w", encoding="utf-8", newline="\n") as file:
         yield file
 
 
 @contextmanager
 def replacing_bytes(path: Path) -> Iterator[BinaryIO]:
     """As :func:`replacing_file`, for bytes."""
-    with _replacing(path, mode="wb") as file:
+    with _replacing(path, lambda: None, mode="wb") as file:
         yield file
 
 
 @contextmanager
-def _replacing(path: Path, **how: Any) -> Iterator[Any]:
+def _replacing(path: Path, confirm: Callable[[], None], **how: Any) -> Iterator[Any]:
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open(**how) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        confirm()
         part.replace(path)
     except OSError as error:
         raise unwritten(path, error) from error

@@ -28,14 +28,15 @@ from torch import Tensor
 
 from roundelay.checkpoint.atomic_files import replacing_file, sync
 from roundelay.checkpoint.held_state import UNUSED, HeldState, StateTable, encode
-from roundelay.errors import CheckpointError
+from roundelay.errors import CheckpointError, RunError
 
 FORMAT = 4
 KIND = "roundelay checkpoint"
 MANIFEST = "checkpoint.json"
 
 _OWN = re.compile(r"\.?(stage-\d+\.worker-\d+|unused)\.update-(?P<updates>\d+)(\.\d+)?\.safetensors(\.part)?")
-_PROBE = re.compile(r"\.probe-[0-9a-f]+")
+_UNFINISHED = re.compile(rf"\.probe-[0-9a-f]+|\.{re.escape(MANIFEST)}\.part|\.tmp\w{{6}}")
+"""Files that a killed process may leave beside those of the holders; the last kind is safetensors' own."""
 
 _TRIES = 10
 """How often a reader tries again because a save replaced the checkpoint meanwhile."""
@@ -88,6 +89,16 @@ def write_state(folder: Path, held: HeldState, worker: int, updates: int) -> Sto
     return StoredState(file.name, digest, table)
 
 
+def unfinished_bytes(folder: Path) -> int:
+    """How many bytes are written of files that are not complete, by this process or others."""
+    total = 0
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size if path.name.startswith(".") else 0
+    return total
+
+
 def _reserve(folder: Path, stem: str) -> Path:
     """Create a file under a new name: the complete checkpoint may have one of the same update, of an earlier run."""
     for number in itertools.count():
@@ -133,11 +144,21 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Sequence[str
         updates: made before this checkpoint; the files of later ones may be being written.
 
     Raises:
-        RunError: it cannot be written; the old checkpoint is intact.
+        RunError, OSError: it cannot be written; the old checkpoint is intact.
     """
+
+    def confirm() -> None:
+        if gone := [name for name in files if not (folder / name).is_file()]:
+            raise RunError(
+                f"checkpoint {folder}",
+                got=f"no {gone[0]}, which another run has removed",
+                expected="one run at a time that writes into this folder",
+                remedy="Save to another place.",
+            )
+
     document = {"kind": KIND, "format": FORMAT, "content": content}
     before = named_files(folder)
-    with replacing_file(folder / MANIFEST) as file:
+    with replacing_file(folder / MANIFEST, confirm) as file:
         sync(folder)
         file.write(json.dumps(document | {"sha256": _digest(document)}, indent=1) + "\n")
     sync(folder)
@@ -146,17 +167,19 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Sequence[str
 
 def remove_leftovers(folder: Path) -> None:
     """Remove files of interrupted checkpoints: those of ours that the manifest does not name."""
-    named = named_files(folder)
-    _remove(folder, lambda name, _: name not in named)
     with suppress(OSError):
-        for path in folder.glob(".probe-*"):
-            path.unlink()
+        named = named_files(folder)
+        _remove(folder, lambda name, _: name not in named)
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                path.unlink()
 
 
 def remove_updates(folder: Path, updates: int) -> None:
     """Remove the files of a checkpoint that could not be completed, unless the manifest names them."""
-    named = named_files(folder)
-    _remove(folder, lambda name, of: of == updates and name not in named)
+    with suppress(OSError):
+        named = named_files(folder)
+        _remove(folder, lambda name, of: of == updates and name not in named)
 
 
 def _remove(folder: Path, which: Callable[[str, int], bool]) -> None:
@@ -168,17 +191,21 @@ def _remove(folder: Path, which: Callable[[str, int], bool]) -> None:
 
 
 def named_files(folder: Path) -> set[str]:
-    """The files that the manifest names; none if there is no readable one."""
+    """The files that the manifest names; none if there is no manifest, or one that names none.
+
+    Raises:
+        OSError: there is one that cannot be read now.
+    """
     try:
         content = json.loads((folder / MANIFEST).read_bytes())["content"]
         return {holder["file"] for holder in content["holders"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return set()
 
 
 def holds_only_own(folder: Path) -> bool:
     """Whether nothing but files of checkpoints is in the folder, complete or not."""
-    return all(name == MANIFEST or _OWN.fullmatch(name) or _PROBE.fullmatch(name) for name in os.listdir(folder))
+    return all(name == MANIFEST or _OWN.fullmatch(name) or _UNFINISHED.fullmatch(name) for name in os.listdir(folder))
 
 
 def make_probe(folder: Path) -> Path:

@@ -28,6 +28,7 @@ class ScreenObserver:
     def __init__(self, total: int | None, *, quiet: bool) -> None:
         self._progress = None if quiet else _progress_line()
         self._task = None if self._progress is None else self._progress.add_task("...", total=total)
+        self._left_out = 0
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
@@ -36,12 +37,24 @@ class ScreenObserver:
             self._progress.update(self._task, completed=event.updates)
         if message := _message(event):
             stderr.print(message, markup=False)
+        elif isinstance(event, Saved) and event.left_out:
+            self._report_left_out(event)
         elif isinstance(event, Evaluated) and self._progress is not None:
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
             stderr.print(f"after update {event.updates}: {metrics}", markup=False)
         elif isinstance(event, Updated) and self._progress is not None and self._task is not None:
             self._progress.start()  # only now: its thread must not be alive while workers are forked
             self._progress.update(self._task, advance=1, description=_progress_text(event))
+
+    def _report_left_out(self, event: Saved) -> None:
+        """Say once that checkpoints are left out."""
+        if not self._left_out:
+            stderr.print(
+                f"A checkpoint was still being written when the next was due: {event.left_out} left out, and later "
+                f"ones likewise. {event.path} is complete up to update {event.updates - 1}.",
+                markup=False,
+            )
+        self._left_out += event.left_out
 
     def close(self) -> None:
         """Leave the progress line as it is, and end its thread."""

@@ -74,9 +74,12 @@ def _saves(extent: Extent, control: RunControl | None, batch: int, ends_epoch: b
     """Whether a checkpoint follows the update of a batch that is not the run's last."""
     if control is None:
         return extent.saves(batch, ends_epoch)
-    if control.saving and not ends_epoch:
+    due = extent.saves(batch, ends_epoch)
+    if control.saving:
+        if due:
+            control.leave_out()
         return False
-    saves = control.takes_save() or extent.saves(batch, ends_epoch)
+    saves = control.takes_save() or due
     if saves:
         control.begin_save()
     return saves

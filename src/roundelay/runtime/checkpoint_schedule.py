@@ -1,13 +1,14 @@
 """After which updates a checkpoint is due, and where a run starts and ends.
 
 Both are decided where batches are read: the header of a micro-batch says that a checkpoint follows its batch's update,
-or that it is the run's last. A checkpoint that falls due within an epoch while the one before is still being written is
-left out: training does not wait for the disk, and no more than one copy of the state waits for it.
+or that it is the run's last. A checkpoint that falls due while the one before is still being written is left out:
+training does not wait for the disk, and at most one copy of the state waits for it, that of the run's end.
 """
 
 from __future__ import annotations
 
 import mmap
+import struct
 from dataclasses import dataclass
 from typing import final
 
@@ -43,6 +44,8 @@ class Extent:
 
 _NOTHING, _REQUESTED = 0, 1
 _SAVE, _END, _SAVING = 0, 1, 2
+_LEFT_OUT = 8
+"""Behind the flags: where a count of eight bytes is that the reader alone changes."""
 
 
 @final
@@ -77,6 +80,15 @@ class RunControl:
     def saving(self) -> bool:
         """Whether a checkpoint is announced and not yet written."""
         return self._flags[_SAVING] == _REQUESTED
+
+    def leave_out(self) -> None:
+        """Count a checkpoint that is due and not made, as the one before is still being written; by the reader."""
+        struct.pack_into("Q", self._flags, _LEFT_OUT, self.left_out + 1)
+
+    @property
+    def left_out(self) -> int:
+        """Checkpoints left out so far."""
+        return int(struct.unpack_from("Q", self._flags, _LEFT_OUT)[0])
 
     def takes_save(self) -> bool:
         """Return whether a checkpoint is requested, and clear the request."""

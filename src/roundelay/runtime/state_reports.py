@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from roundelay.checkpoint.atomic_files import reason_of
 from roundelay.checkpoint.held_state import HeldState, StateTable, encode
 from roundelay.checkpoint.shards import Shard, whole_ranges
-from roundelay.checkpoint.stored_files import StoredState, write_state
+from roundelay.checkpoint.stored_files import StoredState, unfinished_bytes, write_state
 from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EVALUATED
@@ -107,32 +108,40 @@ class StateReporter:
             header: the update's last micro-batch.
             norms: on stage 0, has what is in flight of norms and loss scales.
         """
-        if not (header.ends_epoch or header.final or header.saved):
-            return
-        held = _held(stage, header, norms)
-        if self._use.saves(header) and self._use.shared:
-            self._waiting.put((held, header))
+        saves, gathers = self._use.saves(header), self._use.gathers(header) != "nothing"
+        if saves and self._use.shared:
+            self._waiting.put((_held(stage, header, norms), header))
             self._start()
-        elif self._use.saves(header) or self._use.gathers(header) != "nothing" or header.final:
-            self._send(held, header, None)
+        elif saves or gathers:
+            self._send(_held(stage, header, norms), header)
+        elif header.final:
+            self._send(HeldState(stage.spec.stage, {}, {}, {}), header)
 
     def finish(self, deadline_s: float) -> None:
         """Return when everything is written and reported.
 
         Raises:
-            DeadlineError: that takes longer than the deadline.
+            DeadlineError: no byte is written for as long as the deadline.
         """
         if self._thread is None:
             return
         self._waiting.put(None)
-        self._thread.join(deadline_s)
+        before, now = None, self._progress()
+        while self._thread.is_alive() and now != before:
+            self._thread.join(deadline_s)
+            before, now = now, self._progress()
         if self._thread.is_alive():
             raise DeadlineError(
                 f"worker {self._worker}, writing its part of a checkpoint",
-                got=f"no end of it within {deadline_s:g} s",
+                got=f"no further byte within {deadline_s:g} s",
                 expected="a disk that takes it within the plan's deadline_s",
                 remedy=f"Check the disk of {self._use.folder}; raise deadline_s if it is only slow.",
             )
+
+    def _progress(self) -> tuple[int, int]:
+        """How many states wait, and the bytes of unfinished files."""
+        assert self._use.folder is not None, "only then is anything written"
+        return self._waiting.qsize(), unfinished_bytes(self._use.folder)
 
     def _start(self) -> None:
         """Start the thread with the first state to write: a worker is forked before that."""
@@ -152,15 +161,18 @@ class StateReporter:
 
     def _write(self, held: HeldState, header: MicroBatch) -> None:
         assert self._use.folder is not None
-        of_checkpoint = replace(held, buffers={n: b for n, b in held.buffers.items() if n in self._use.buffers})
         try:
-            stored = write_state(self._use.folder, of_checkpoint, self._worker, header.batch + 1)
+            stored = write_state(
+                self._use.folder, of_checkpoint(held, self._use.buffers), self._worker, header.batch + 1
+            )
         except (OSError, SafetensorError) as error:
-            self._send(held, header, None, reason_of(error))
+            self._send(held, header, unwritten=reason_of(error))
         else:
             self._send(held, header, stored)
 
-    def _send(self, held: HeldState, header: MicroBatch, stored: StoredState | None, unwritten: str = "") -> None:
+    def _send(
+        self, held: HeldState, header: MicroBatch, stored: StoredState | None = None, unwritten: str = ""
+    ) -> None:
         """Report with what the launcher gathers; all of it, if the launcher is to write the state."""
         gathers, to_write = self._use.gathers(header), self._use.saves(header) and not self._use.shared
         sent = held if to_write else gathered_part(held, gathers)
@@ -168,6 +180,11 @@ class StateReporter:
         gathered = gathers != "nothing"
         report = StateReport(header.numbers(), held.stage, table, gathered, to_write, stored, unwritten)
         self._report(Report("state", self._worker, msgspec.to_builtins(report), tensors))
+
+
+def of_checkpoint(held: HeldState, buffers: Collection[str]) -> HeldState:
+    """The part of a holder's state that a checkpoint has: without the buffers that the model's ``state_dict`` lacks."""
+    return replace(held, buffers={name: buffer for name, buffer in held.buffers.items() if name in buffers})
 
 
 def gathered_part(held: HeldState, gathered: Gathered) -> HeldState | None:
