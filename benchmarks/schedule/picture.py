@@ -1,6 +1,6 @@
 """Draw the README's picture: three schedules on a virtual clock. ``python -m benchmarks.schedule.picture FILE.svg``.
 
-Four workers with equal stages, eight micro-batches per batch, two batches from an empty pipeline on; messages and updates
+Four workers with equal stages, eight micro-batches per batch, two batches from an empty pipeline; messages and updates
 take no time. The programs are those that a run executes.
 """
 
