@@ -198,7 +198,7 @@ def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
     """Whether the moment has come. A worker starts when it is forked."""
     metrics = folder / "run" / "metrics.jsonl"
     if case.moment == "start" and case.victim >= 0 and case.fault in SIGNALS:
-        return lambda: len(members(pid)) > case.victim + 1
+        return lambda: len(members(pid)) > _forked(case)
     if case.moment == "start":
         due = time.monotonic() + case.number / 10
         return lambda: time.monotonic() >= due
@@ -215,6 +215,11 @@ def reached(case: Case, folder: Path, pid: int) -> Callable[[], bool]:
     return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= case.number
 
 
+def _forked(case: Case) -> int:
+    """How many workers there must be before one can be struck: a single child may be one that tries out a backward."""
+    return max(case.victim + 1, 2)
+
+
 def _until(ready: Callable[[], bool], pid: int) -> None:
     deadline = time.monotonic() + 60
     while not ready() and members(pid):
@@ -228,7 +233,7 @@ def _strike(case: Case, folder: Path, pid: int) -> None:
         return
     group = members(pid)
     workers = group[1:]
-    needed = case.victim + 1 if case.moment == "start" else case.workers
+    needed = _forked(case) if case.moment == "start" else case.workers
     if case.victim >= 0 and len(workers) < needed:
         return  # one has ended, and the others' numbers are its no more: the fault comes too late
     victim = pid if case.victim < 0 else workers[case.victim]
