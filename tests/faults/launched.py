@@ -227,7 +227,7 @@ def _strike(case: Case, folder: Path, launcher: subprocess.Popen[bytes]) -> None
 
 
 def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool, trained: bool) -> list[str]:
-    """What is wrong with a run that a fault has ended.
+    """What is wrong with a run that a fault has ended. Every process tells of the fault that it meets, once.
 
     A process that is killed before all have met has told nobody of it, and nobody hears it go: torchrun tells.
     """
@@ -236,15 +236,16 @@ def _judge(case: Case, folder: Path, code: int | None, said: str, met: bool, tra
         wrong.append("the launcher has not ended")
     if code == 0:
         wrong.append("exit code 0 without a summary")
-    told = len(re.findall("│ +got  ", said)) + said.count("Interrupted.")
+    panels = re.findall("╭.*?╰", said, re.DOTALL)
+    told = len(panels) + said.count("Interrupted.")
     told = told or said.count("was stopped by a signal")  # this is told besides, by its watchdog
     mute = case.fault == "SIGKILL" if case.victim < 0 else case.moment == "end" and case.fault in (*SIGNALS, "SIGTERM")
     killed = case.fault == "SIGKILL" and case.victim >= 0 and not trained
     elsewhere = killed and "Signal 9 (SIGKILL) received by PID" in said
-    if told > 1 or (told < 1 and met and not mute and not elsewhere):
-        wrong.append(f"{told} causes told")
+    if told > case.workers or (told < 1 and met and not mute and not elsewhere):
+        wrong.append(f"{told} causes told by {case.workers} processes")
     known = (*_causes(case), *(("Interrupted.",) if elsewhere else ()))
-    if told and not any(words in said for words in known):
+    if told and not all(any(words in each for words in known) for each in panels or [said]):
         wrong.append("not this cause told")
     if list(folder.glob("roundelay-*")):
         wrong.append("a folder of its own is left")
