@@ -89,6 +89,10 @@ def test_an_interrupt_leaves_the_callers_model_with_the_weights_of_the_last_epoc
 
     def interrupt(event: Any) -> None:
         if event.update == 8:  # epochs have five updates
+            deadline = time.monotonic() + 60  # the weights are loaded in the background
+            while all(torch.equal(p, before[n]) for n, p in job.model.named_parameters()):
+                assert time.monotonic() < deadline, "no weights came"
+                time.sleep(0.001)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -128,6 +132,22 @@ def test_the_end_of_a_run_waits_for_a_slow_disk_and_not_for_a_hung_one(
     else:
         reporter.finish(0.5)
         assert slow.written == len(reports) == 3
+
+
+def test_a_long_write_is_no_hung_one_while_its_file_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def growing(folder: Path, *_: Any) -> Any:
+        for size in range(1, 16):
+            (folder / ".tmpabcdef").write_bytes(b"x" * size)
+            time.sleep(0.1)
+        raise OSError("grown")
+
+    reports = list[Report]()
+    monkeypatch.setattr(state_reports, "write_state", growing)
+    monkeypatch.setattr(state_reports, "_held", lambda *_: HeldState(0, {}, {}, {}))
+    reporter = StateReporter(0, StateUse(folder=tmp_path), reports.append)
+    reporter.hand_over(None, stream([1])[0]._replace(saved=1), None)  # type: ignore[arg-type]
+    reporter.finish(0.5)
+    assert len(reports) == 1
 
 
 class Reports:

@@ -28,7 +28,7 @@ class ScreenObserver:
     def __init__(self, total: int | None, *, quiet: bool) -> None:
         self._progress = None if quiet else _progress_line()
         self._task = None if self._progress is None else self._progress.add_task("...", total=total)
-        self._left_out = 0
+        self._reported_left_out = False
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
@@ -48,13 +48,13 @@ class ScreenObserver:
 
     def _report_left_out(self, event: Saved) -> None:
         """Say once that checkpoints are left out."""
-        if not self._left_out:
+        if not self._reported_left_out:
             stderr.print(
                 f"A checkpoint was still being written when the next was due: {event.left_out} left out, and later "
                 f"ones likewise. {event.path} is complete up to update {event.updates - 1}.",
                 markup=False,
             )
-        self._left_out += event.left_out
+        self._reported_left_out = True
 
     def close(self) -> None:
         """Leave the progress line as it is, and end its thread."""
