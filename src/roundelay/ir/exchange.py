@@ -1,0 +1,85 @@
+"""Exchanges: what the holders of a tensor send each other so that its signature changes, as a list of phases.
+
+In each phase every holder *puts* parts of its tensor, one for each holder, and then *sums* what it gets, in the order
+of the holders and with its own part in its place, or *joins* it side by side (OneFlow, Sect. 3.2 and Table 2; the
+collectives reduce-scatter, all-gather, all-to-all and all-reduce). The order makes the bits independent of timing and
+transport.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of an exchange.
+
+    Args:
+        put: the dimension along which a holder cuts its tensor, part j for holder j; None: all of it for each.
+        join: the dimension along which it joins what it gets; None: it sums.
+    """
+
+    put: int | None
+    join: int | None
+
+
+def reduce_scatter(dim: int = 0) -> tuple[Phase, ...]:
+    """From P to S(dim)."""
+    return (Phase(dim, None),)
+
+
+def all_gather(dim: int = 0) -> tuple[Phase, ...]:
+    """From S(dim) to B."""
+    return (Phase(None, dim),)
+
+
+def all_to_all(source: int, target: int) -> tuple[Phase, ...]:
+    """From S(source) to S(target)."""
+    return (Phase(target, source),)
+
+
+def all_reduce(dim: int = 0) -> tuple[Phase, ...]:
+    """From P to B, with what travels in between split along ``dim``: each element is summed by one holder."""
+    return reduce_scatter(dim) + all_gather(dim)
+
+
+def bounds(size: int, holders: int) -> list[tuple[int, int]]:
+    """Where the parts of a dimension begin and end: balanced, the first ones longer by one (OneFlow's split)."""
+    each, rest = divmod(size, holders)
+    starts = [i * each + min(i, rest) for i in range(holders + 1)]
+    return list(pairwise(starts))
+
+
+def elements_sent(phases: Sequence[Phase], shape: Sequence[int], holders: int, position: int) -> list[int]:
+    """How many elements one holder sends in each phase.
+
+    Args:
+        phases: of the exchange.
+        shape: of the whole tensor.
+        holders: how many take part.
+        position: the holder's among them.
+    """
+    split, sent = phases[0].join, []  # what is joined was split before, else it is partial
+    for phase in phases:
+        held = _elements(shape, (split,), holders, position)
+        sent.append(
+            (holders - 1) * held
+            if phase.put is None
+            else held - _elements(shape, (split, phase.put), holders, position)
+        )
+        split = phase.put
+    return sent
+
+
+def _elements(shape: Sequence[int], splits: Sequence[int | None], holders: int, position: int) -> int:
+    """Elements of the part of a tensor that a holder has where these dimensions are split."""
+    sizes = list(shape)
+    for dim in splits:
+        if dim is not None:
+            start, end = bounds(shape[dim], holders)[position]
+            sizes[dim] = end - start
+    return math.prod(sizes)
