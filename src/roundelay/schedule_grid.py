@@ -24,6 +24,8 @@ LEGEND = (
 def staircase(plan: Plan, batches: int) -> str:
     """Return the plan's schedule as a grid: one row per stage (per worker if it has several), one column per slot.
 
+    It is that of the first replica; the others do the same.
+
     Every forward, every backward, and every half of one takes one slot; messages, updates and data take none. So the
     grid shows the order and the waiting that are due to the schedule itself, not the times of a machine.
 
@@ -38,7 +40,7 @@ def staircase(plan: Plan, batches: int) -> str:
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
     label = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
     rows = {}
-    for worker in range(plan.num_workers):
+    for worker in sorted({plan.worker_of(stage) for stage in range(plan.num_stages)}):  # all replicas do the same
         first = plan.stages_of(worker)[0]
         rows[first if label == "stage" else worker] = _row(simulation.intervals_of(worker), first)
     return grid(rows, max(len(row) for row in rows.values()), label)

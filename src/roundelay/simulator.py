@@ -137,7 +137,8 @@ class _Clock:
         in_flight: Sequence[Mapping[int, int] | None],
     ) -> None:
         self.plan = plan
-        self.headers = {header.g: header for header in micro_batches}
+        every = {header.g: header for header in micro_batches}
+        self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
         first = micro_batches[0]
         self.machines = [
             Machine(program, first.g, first.batch, redone) for program, redone in zip(programs, in_flight, strict=True)
@@ -145,14 +146,16 @@ class _Clock:
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
+        self.exchange_s = _exchange_seconds(plan, self.channels)
+        self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.num_pushed = 0
         self.intervals: list[Interval] = []
         self.events: list[list[str]] = [[] for _ in programs]
         self.link_free = dict.fromkeys(self.channels, 0.0)
-        self.on_way = dict.fromkeys(self.channels, 0)
-        self.on_way_peak = dict.fromkeys(self.channels, 0)
+        self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
+        self.on_way_peak: dict[tuple[int, int], int] = {}
 
     def run(self) -> None:
         """Run until every machine has halted."""
@@ -189,13 +192,13 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        seconds = self.load_s(worker, run.g) if run.instruction.opcode == "read" else self.compute_s(worker, run)
+        loads = run.instruction.opcode == "read" and not run.takes
+        seconds = self.load_s(worker, run.g) if loads else self.compute_s(worker, run)
         for channel, _ in run.gives:
-            self.on_way[channel] += 1
-            self.on_way_peak[channel] = max(self.on_way_peak[channel], self.on_way[channel])
+            self.count(channel, self.consumer(channel, worker), 1)
         self.events[worker].append(str(run))
         if run.header is not None:
-            self.headers[run.g] = run.header  # as a message of this micro-batch carries it
+            self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
         opcode = run.instruction.opcode
@@ -204,16 +207,45 @@ class _Clock:
 
     def finish(self, worker: int, run: Run) -> None:
         """End an instruction: send its messages and grants; those within the worker arrive at once."""
-        self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
+        header = self.headers[worker][run.g]
+        self.machines[worker].finish(header if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            consumer = self.channels[number].target.worker
-            arrive = partial(self.machines[consumer].arrive, number, self.headers[run.g])
-            self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
+            if self.channels[number].phases:
+                self.box(number, header)
+            else:
+                self.send(number, worker, header)
         for number, _ in run.takes:
-            self.on_way[number] -= 1
-            producer = self.channels[number].source.worker
+            self.count(number, worker, -1)
+            producer = worker if self.channels[number].phases else self.channels[number].sources[0].worker
             grant_s = 0.0 if producer == worker else self.plan.latency_s
             self.push(grant_s, producer, partial(self.machines[producer].grant, number))
+
+    def send(self, number: int, worker: int, header: MicroBatch) -> None:
+        """Let a message arrive."""
+        consumer = self.channels[number].targets[0].worker
+        arrive = partial(self.machines[consumer].arrive, number, header)
+        self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
+
+    def box(self, number: int, header: MicroBatch) -> None:
+        """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
+        holders, key = self.channels[number].targets, (number, header.g)
+        self.boxed[key] = self.boxed.get(key, 0) + 1
+        if self.boxed[key] == len(holders):
+            del self.boxed[key]
+            for port in holders:
+                known = self.headers[port.worker][header.g]
+                arrive = partial(self.machines[port.worker].arrive, number, known)
+                self.push(self.exchange_s[number], port.worker, arrive)
+
+    def consumer(self, number: int, worker: int) -> int:
+        """The worker that gets what this one gives: in an exchange itself."""
+        return worker if self.channels[number].phases else self.channels[number].targets[0].worker
+
+    def count(self, number: int, consumer: int, change: int) -> None:
+        """Count a message on the way to a worker, or unread."""
+        key = number, consumer
+        self.on_way[key] = self.on_way.get(key, 0) + change
+        self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
 
     def transfer_s(self, channel: int) -> float:
         """Return the seconds until a message sent now arrives; messages of one channel are sent one by one."""
@@ -223,7 +255,7 @@ class _Clock:
 
     def load_s(self, worker: int, g: int) -> float:
         """Return the seconds until the micro-batch to be read now is in a register."""
-        header, reader = self.headers[g], self.readers.get(worker)
+        header, reader = self.headers[worker][g], self.readers.get(worker)
         if reader is None:
             raise PlanError(
                 f"the program of worker {worker}",
@@ -231,7 +263,8 @@ class _Clock:
                 expected="registers for what it reads",
                 remedy="Report this as a bug of Roundelay, with the plan.",
             )
-        return reader.request(header.batch, self.plan.read_s * header.count, self.now) - self.now
+        batch_s = self.plan.read_s * header.count * self.plan.replicas
+        return reader.request(header.batch, batch_s, self.now) - self.now
 
     def compute_s(self, worker: int, run: Run) -> float:
         """Return the predicted seconds of an instruction that computes."""
@@ -243,9 +276,8 @@ class _Clock:
             "backward": stage.backward_s + recompute_s + weights_s,
             "backward-weight": stage.weights_s,
             "update": stage.update_s,
-            "grad-norm-sq": 0.0,  # negligible
         }
-        return times[run.instruction.opcode]
+        return times.get(run.instruction.opcode, 0.0)  # the others take next to nothing
 
     def report(self) -> Simulation:
         """Return the simulated run."""
@@ -270,8 +302,9 @@ class _Clock:
             peak_owed = max(peak_owed, sum(stage.owed for stage in stages.values()))
             peak_bytes = max(peak_bytes, sum(stage.tape_bytes for stage in stages.values()))
             held.owed -= interval.opcode == "backward-weight"
-        staleness = [self.headers[i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
-        incoming = [c for c in program.channels if c.target.worker == program.worker]
+        staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
+        incoming = [c.id for c in program.channels if c.read_by(program.worker)]
+        unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
         return WorkerReport(
             busy_s=sum(i.end_s - i.start_s for i in intervals if i.opcode != "read"),
             data_s=sum(i.end_s - i.start_s for i in intervals if i.opcode == "read"),
@@ -281,8 +314,8 @@ class _Clock:
             tape_bytes_peak=peak_bytes,
             versions_read=(min([0, *staleness]), max([0, *staleness])),
             versions_held_peak=max(stage.versions_peak for stage in stages.values()),
-            unread_peak={c.id: self.on_way_peak[c.id] for c in incoming},
-            unread_bytes_peak=sum(self.on_way_peak[c.id] * self.bytes[c.id] for c in incoming),
+            unread_peak=unread,
+            unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
         )
 
 
@@ -336,7 +369,23 @@ class _HeldByStage:
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
-    forward = {(edge.source, edge.target): edge.forward_bytes for edge in plan.edges}
-    back = {(edge.target, edge.source): edge.backward_bytes for edge in plan.edges}
-    by_kind = {"forward": forward, "gradient": back}  # the others carry single numbers, which are not counted
-    return {c.id: by_kind.get(c.kind, {}).get((c.source.stage, c.target.stage), 0) for c in channels.values()}
+    """Bytes of a channel's messages, or of what an exchange leaves; single numbers are not counted."""
+    sizes: dict[tuple[str, int, int], int] = {("data", 0, 0): plan.input_bytes}
+    for edge in plan.edges:
+        sizes["forward", edge.source, edge.target] = edge.forward_bytes
+        sizes["gradient", edge.target, edge.source] = edge.backward_bytes
+    for exchange in plan.exchanges:
+        sizes[exchange.kind, exchange.stage, exchange.stage] = exchange.num_bytes
+    return {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
+
+
+def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
+    """Seconds of each exchange: in each phase the holder that sends most sets the time."""
+    planned = {(exchange.kind, exchange.stage): exchange for exchange in plan.exchanges}
+    seconds = {}
+    for channel in channels.values():
+        if channel.phases:
+            exchange, holders = planned[channel.kind, channel.sources[0].stage], len(channel.sources)
+            most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
+            seconds[channel.id] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
+    return seconds

@@ -94,11 +94,9 @@ class Machine:
         #: updates that the weights of each stage have seen
         self.versions = dict.fromkeys(program.stages, first_version)
         #: free slots at the consumer, for each channel given to
-        self.credits = {c.id: c.slots for c in program.channels if c.source.worker == program.worker}
+        self.credits = {c.id: c.slots for c in program.channels if c.filled_by(program.worker)}
         #: micro-batches whose message is here and unread, for each channel taken from
-        self.unread: dict[int, deque[int]] = {
-            c.id: deque() for c in program.channels if c.target.worker == program.worker
-        }
+        self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.read_by(program.worker)}
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
         self._headers: dict[int, MicroBatch] = {}

@@ -397,7 +397,8 @@ def position_of(header: MicroBatch, epoch_starts: Mapping[int, int], extent: Ext
     first = epoch_starts.get(header.epoch, header.batch)
     skip = extent.skip if header.epoch == extent.start_epoch else 0
     used = 0 if header.ends_epoch else header.batch + 1 - first + skip
-    return Position(header.batch + 1, header.g + 1, header.epoch + header.ends_epoch, used)
+    done = (header.g + 1) * header.replicas
+    return Position(header.batch + 1, done, header.epoch + header.ends_epoch, used)
 
 
 @final

@@ -64,7 +64,7 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
     """
     check_compiler()
     with one_thread():
-        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.micro_batches))
+        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.parts))
     return partial(_compile, captured, stages, samples)
 
 

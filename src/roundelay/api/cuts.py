@@ -86,18 +86,32 @@ def _names(graph: Graph, request: str) -> list[str]:
     return names if names[-1] == last else [*names, last]
 
 
-def default_workers() -> int:
-    """The default number of workers: one per core, at most two; fewer if the model cannot be cut so often."""
-    return min(2, os.cpu_count() or 1)
+def default_workers(replicas: int = 1) -> int:
+    """The default number of workers of a replica: one per core, at most two; fewer if the model has fewer stages."""
+    return max(1, min(2, (os.cpu_count() or 1) // replicas))
 
 
-def count_stages(graph: Graph, workers: int | None, given: Cut | None, rule: str) -> tuple[int, str]:
-    """Return the number of stages, as given or for the workers; and why there are fewer than by default, if so."""
+def count_stages(
+    graph: Graph, workers: int | None, given: Cut | None, rule: str, default: int | None = None
+) -> tuple[int, str]:
+    """Return the number of stages, as given or for the workers; and why there are fewer than by default, if so.
+
+    Args:
+        graph: of the model.
+        workers: of each replica, as given.
+        given: the cut as given.
+        rule: update rule.
+        default: number of workers if none is given.
+
+    Raises:
+        PlanError: the numbers do not fit.
+        CaptureError: the model cannot be cut into so many.
+    """
     if workers is not None and workers < 1:
         raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
     each = schedule_named(rule_named(rule).schedule).stages_per_worker
     if given is None:
-        return _stages_for_workers(len(boundaries_of(graph)) - 1, workers, each, rule)
+        return _stages_for_workers(len(boundaries_of(graph)) - 1, workers, each, rule, default or default_workers())
     num_stages = len(given.stages)
     if num_stages % each or workers not in (None, num_stages // each):
         wanted = f"{each} for each worker" if workers is None else f"{each * workers}, {each} for each worker"
@@ -110,14 +124,14 @@ def count_stages(graph: Graph, workers: int | None, given: Cut | None, rule: str
     return num_stages, ""
 
 
-def _stages_for_workers(pieces: int, workers: int | None, each: int, rule: str) -> tuple[int, str]:
+def _stages_for_workers(pieces: int, workers: int | None, each: int, rule: str, default: int) -> tuple[int, str]:
     """Return the number of stages for the workers given, or for the default number as far as the model can be cut.
 
     Raises:
         CaptureError: the model cannot be cut into so many.
     """
     most = pieces // each
-    wanted = default_workers() if workers is None else workers
+    wanted = default if workers is None else workers
     if wanted <= most:
         return each * wanted, ""
     limit = f"can be cut into {counted(pieces, 'stage')} at most"
@@ -155,7 +169,7 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     equal = equal_cuts(graph, num_stages)  # raises for too many stages, before anything is measured
     terms = CostParameters(
         again=recomputed_ranges(graph, draft),
-        micro_batches=draft.micro_batches,
+        micro_batches=draft.parts,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )

@@ -15,7 +15,8 @@ from roundelay.schedules import schedule_named
 def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list[str]:
     """Return comments for the plan's text: the plan in words, and the reasons for its choices if they are known."""
     rule = rule_named(plan.rule)
-    owners, size = plan.stage_workers, plan.num_workers
+    size = plan.num_workers
+    owners = [plan.holders(stage) for stage in range(plan.num_stages)]
     lines = [
         f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
@@ -23,11 +24,18 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     for k, stage in enumerate(plan.stages):
         ops = [captured.graph.ops[captured.graph.index(end)] for end in stage.segments]
         ends = ", ".join(f"{op.name} ({op.module or 'the model'}, {op.target})" for op in ops)
-        where = "" if owners == tuple(range(size)) else f", worker {owners[k]}"
-        where += "" if plan.devices[k] == CPU else f" on {plan.devices[k]}"
+        where = "" if owners == [(worker,) for worker in range(size)] else f", {_named_workers(owners[k])}"
+        places = dict.fromkeys(plan.devices[worker] for worker in owners[k])
+        where += "" if set(places) == {CPU} else f" on {', '.join(places)}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
+    for exchange in plan.exchanges:
+        most = [sum(exchange.bytes_sent(plan.replicas, position)) for position in range(plan.replicas)]
+        lines.append(
+            f"stage {exchange.stage}: its {plan.replicas} replicas exchange {exchange.num_bytes} bytes of gradients a "
+            f"batch by {' and '.join(exchange.phases)}, of which each sends up to {max(most)}"
+        )
     if plan.read_s:
         lines.append(_loader(plan))
     lines += _recompute(captured, plan)
@@ -42,6 +50,10 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     if far := _staleness_warning(plan, rule):
         lines.append(far)
     return [*lines, *reasons]
+
+
+def _named_workers(numbers: Sequence[int]) -> str:
+    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, numbers))
 
 
 def _loader(plan: Plan) -> str:

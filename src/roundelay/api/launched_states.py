@@ -86,7 +86,7 @@ def check_leader_reads(plan: Plan) -> None:
     Raises:
         UsageError: stage 0 is on another worker.
     """
-    reader = plan.stage_workers[0]
+    reader = plan.worker_of(0)
     if reader != LEADER:
         raise UsageError(
             "stage 0 of the plan under a launcher",

@@ -34,48 +34,65 @@ def needs_micro_batches(rule: UpdateRule) -> bool:
 
 
 def choose_micro_batches(
-    captured: Captured, rule: UpdateRule, micro_batches: int, first: Callable[[], Sequence[Batch]], *, requested: bool
+    captured: Captured,
+    rule: UpdateRule,
+    micro_batches: int,
+    first: Callable[[], Sequence[Batch]],
+    *,
+    requested: bool,
+    replicas: int = 1,
 ) -> MicroBatchChoice:
     """Return M as requested; else the default if the first batches' losses are the means of their parts', or 1.
 
     Args:
         captured: the model.
         rule: the update rule.
-        micro_batches: as requested, or the default.
+        micro_batches: as requested, or the default; of each replica.
         first: returns the first batches.
         requested: whether it was requested.
+        replicas: R, among which a batch is dealt out.
 
     Raises:
-        PlanError: the rule needs several micro-batches, and the batch had better not be cut.
+        PlanError: the rule needs several micro-batches, or there are several replicas, and the batch cannot be cut.
         UserCodeError: the model or its loss fails on the first batch.
     """
-    if micro_batches <= 1:
+    parts = micro_batches * replicas
+    if parts <= 1:
         return MicroBatchChoice(micro_batches)
     batches = first()
     with user_code(_EXAMINING):
-        divisibility = in_child(
-            lambda: batch_divisibility(captured, batches, micro_batches), _EXAMINING, result=Divisibility
-        )
+        divisibility = in_child(lambda: batch_divisibility(captured, batches, parts), _EXAMINING, result=Divisibility)
     if divisibility.kind == "mean":
         return MicroBatchChoice(micro_batches)
     if divisibility.kind == "statistics":
+        like = "data parallelism does" if replicas > 1 else "gradient accumulation in plain PyTorch does"
+        whole = "" if replicas > 1 else "; --micro-batches 1 takes them over the whole batch"
         return MicroBatchChoice(
-            micro_batches,
-            f"BatchNorm takes its statistics over each of {micro_batches} micro-batches, as gradient accumulation in "
-            "plain PyTorch does; --micro-batches 1 takes them over the whole batch",
+            micro_batches, f"BatchNorm takes its statistics over each of {parts} micro-batches, as {like}{whole}"
+        )
+    if divisibility.kind == "whole" and replicas > 1:
+        raise PlanError(
+            f"--data-parallel {replicas}",
+            got=divisibility.why,
+            expected="batches that can be dealt out to the replicas by rows",
+            remedy="Give larger batches whose tensors have the batch dimension first, or no --data-parallel.",
         )
     if requested:
         return MicroBatchChoice(
             micro_batches,
-            f"warning: {divisibility.why}; {micro_batches} micro-batches, as asked for, train the mean of their losses",
+            f"warning: {divisibility.why}; {parts} micro-batches, as asked for, train the mean of their losses",
         )
     if needs_micro_batches(rule):
         raise PlanError(
             f"rule {rule.name} without a number of micro-batches",
             got=divisibility.why,
-            expected=f"a loss that is the mean of those of {micro_batches} micro-batches: this rule works on several "
+            expected=f"a loss that is the mean of those of {parts} micro-batches: this rule works on several "
             "of every batch",
             remedy=f"Give --rule 1f1b, which trains whole batches, or {_remedy(divisibility, micro_batches)}.",
+        )
+    if replicas > 1:
+        return MicroBatchChoice(
+            1, f"warning: {divisibility.why}; {replicas} replicas, as asked for, train the mean of their losses"
         )
     remedy = "" if divisibility.kind == "whole" else f": {_remedy(divisibility, micro_batches)}"
     return MicroBatchChoice(1, f"1 micro-batch for each batch, not {micro_batches}, as {divisibility.why}{remedy}")

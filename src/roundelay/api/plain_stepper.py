@@ -121,7 +121,7 @@ class PlainStepper:
         update.generators.append(generator_now())
         loss, count = checked(value)
         weight, labels = header.weight if count is None else 1.0, 0.0
-        if watch is not None and header.count > 1:
+        if watch is not None and not header.whole:
             terms = watch.terms_of(without_metrics(value)[0])
             labels = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
             weight = labels

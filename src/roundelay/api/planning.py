@@ -14,7 +14,7 @@ import torch
 
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names
+from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
@@ -28,12 +28,13 @@ from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.model_call import train as train_mode
 from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.clip import NO_CLIP
+from roundelay.ir.exchange import all_reduce
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
-from roundelay.ir.stage import Edge, Partition
+from roundelay.ir.stage import Edge, Partition, StageSpec
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
@@ -44,6 +45,7 @@ from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime.device import resolve_devices
+from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
@@ -53,6 +55,7 @@ DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
 
 CHOICES = (
+    "data_parallel",
     "micro_batches",
     "predictor",
     "backward",
@@ -138,15 +141,15 @@ def plan(
 
     Args:
         job: the job.
-        workers: D; each gets one stage, or two with a rule such as ``zb-v``.
+        workers: D, of each replica; each gets one stage, or two with a rule such as ``zb-v``.
         rule: update rule.
         seed: of the sample batch.
         captured: the job's model if it has been captured already.
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
-        choices: ``micro_batches``, ``predictor``, ``backward``, ``recompute``, ``compile``, ``precision``,
-            ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
+        choices: ``data_parallel``, ``micro_batches``, ``predictor``, ``backward``, ``recompute``, ``compile``,
+            ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -210,9 +213,10 @@ def plan_with_reasons(
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
     schedule = schedule_named(rule_named(rule).schedule)
-    num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule)
-    num_workers = num_stages // schedule.stages_per_worker
-    draft = _draft(captured.graph.fingerprint, rule, num_workers, given)
+    replicas = _replicas(given)
+    num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule, default_workers(replicas))
+    each = num_stages // schedule.stages_per_worker
+    draft = _draft(captured.graph.fingerprint, rule, each, given)
     with preserving_state(job):
         choice = choose_micro_batches(
             captured,
@@ -220,16 +224,17 @@ def plan_with_reasons(
             draft.micro_batches,
             lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, deadline_s, budget_s=1.0),
             requested="micro_batches" in given,
+            replicas=replicas,
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
-    devices = resolve_devices(given.get("devices"), num_workers, draft.transport)
+    devices = resolve_devices(given.get("devices"), replicas * each, draft.transport)
     captured = for_plan(captured, draft)
     sample = partial(_sample, job, captured.graph, draft, seed, tell)
     with preserving_state(job):
         chosen = given_cut or cut(captured, draft, str(cuts), num_stages, sample)
     placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
-    owners = [placed[worker].name for worker in schedule.place(num_stages)]
+    owners = [tuple([placed[r * each + worker].name for r in range(replicas)]) for worker in schedule.place(num_stages)]
     draft = replace(draft, workers=placed, stages=_unmeasured(chosen.stages, owners))
     result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
@@ -251,6 +256,18 @@ def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], know
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
 
 
+def _replicas(given: Mapping[str, Any]) -> int:
+    """R, as given, or 1.
+
+    Raises:
+        PlanError: it is no positive number.
+    """
+    replicas = given.get("data_parallel", 1)
+    if replicas < 1:
+        raise PlanError("replicas", got=str(replicas), expected="at least 1", remedy="Give --data-parallel 1 or more.")
+    return int(replicas)
+
+
 def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Plan:
     """Return the plan without stages and edges."""
     row = rule_named(rule)
@@ -269,28 +286,31 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
+        replicas=_replicas(given),
         micro_batches=given.get("micro_batches", default),
         transport=transport.name,
         deadline_s=given["deadline_s"],
         latency_s=transport.latency_s,
         bytes_per_s=transport.bytes_per_s,
         read_s=0.0,
+        input_bytes=0,
         workers=(),
         stages=(),
         edges=(),
+        exchanges=(),
     )
 
 
-def _unmeasured(stages: Stages, owners: Sequence[str]) -> tuple[StagePlan, ...]:
+def _unmeasured(stages: Stages, owners: Sequence[tuple[str, ...]]) -> tuple[StagePlan, ...]:
     """Return stages with their ends and workers, and zeros for what is measured later."""
     nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
     nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
-    return tuple(StagePlan(workers=(on,), segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True))
+    return tuple(StagePlan(workers=on, segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True))
 
 
 def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.micro_batches), graph.min_rows)[0]
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.parts), graph.min_rows)[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -315,9 +335,14 @@ def _measure(
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
     sample = _sample(job, captured.graph, draft, seed, tell)
     schedule = schedule_of(draft)
-    draft = replace(draft, edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges))
+    draft = replace(
+        draft,
+        input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.parts),
+        edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
+        exchanges=tuple(_exchange(captured, spec, ()) for spec in stages.stages if draft.replicas > 1),
+    )
     check_plan(draft)
-    devices = [torch.device(name) for name in draft.devices]
+    devices = [torch.device(draft.device_of(stage)) for stage in range(draft.num_stages)]
     what = "measuring the stages on the first micro-batch"
 
     def profiles() -> list[StageProfile]:
@@ -329,12 +354,21 @@ def _measure(
     with user_code("measuring the loader"):
         read: list[Batch] = []
         rows, look = captured.graph.min_rows, read.append
-        read_s = reading_s(job.batches, seed, draft.micro_batches, draft.deadline_s, tell, look, min_rows=rows)
+        read_s = reading_s(job.batches, seed, draft.parts, draft.deadline_s, tell, look, min_rows=rows)
         with preserving_state(job):
             for micro_batch in read:
                 captured.inputs.check_numbers(micro_batch)
     captured.settings.check()  # the loader may have changed the model
-    result = replace(draft, stages=_stages(captured.graph, draft, stages, measured), read_s=round(read_s, DIGITS))
+    result = replace(
+        draft,
+        stages=_stages(captured.graph, draft, stages, measured),
+        read_s=round(read_s, DIGITS),
+        exchanges=tuple(
+            _exchange(captured, spec, part.unused)
+            for spec, part in zip(stages.stages, measured, strict=True)
+            if draft.replicas > 1
+        ),
+    )
     prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)
 
@@ -361,9 +395,24 @@ def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan
         source=edge.source,
         target=edge.target,
         slots=num_slots,
-        forward_bytes=message_bytes(graph, edge.values, draft.micro_batches),
-        backward_bytes=message_bytes(graph, edge.gradients, draft.micro_batches),
+        forward_bytes=message_bytes(graph, edge.values, draft.parts),
+        backward_bytes=message_bytes(graph, edge.gradients, draft.parts),
         gradient=bool(edge.gradients),
+    )
+
+
+def _exchange(captured: Captured, spec: StageSpec, unused: Sequence[str]) -> ExchangePlan:
+    """How a stage's replicas exchange its gradients: all of them together."""
+    own = captured.parameters()
+    trained = [n for n in spec.parameters if captured.graph.parameters[n].trainable and n not in unused]
+    bucket = GradientBucket.of((n, own[n]) for n in trained)
+    return ExchangePlan(
+        stage=spec.stage,
+        kind="weight-gradient",
+        phases=tuple(map(str, all_reduce())),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in (*bucket.dtypes, torch.float64)),
+        elements=bucket.elements,
+        unused=tuple(unused),
     )
 
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from roundelay.api.resume import values_digest
+from roundelay.api.run_record import Computed
 from roundelay.api.training import Session
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.reference import ReferenceResult
 from roundelay.runtime.checkpoint_schedule import Extent
 
-Note = tuple[tuple[str, int, int], str]
-"""(kind, stage, number) of a computation, and its digest."""
+Note = tuple[Computed, str]
+"""A computation, and its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class ReferenceStart:
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    replica_buffers: tuple[dict[str, torch.Tensor], ...] = ()
+
+    def buffers_of(self, replica: int) -> dict[str, torch.Tensor]:
+        """The buffers of a replica."""
+        own = self.replica_buffers[replica - 1] if 0 < replica <= len(self.replica_buffers) else {}
+        return self.buffers | own
 
     @staticmethod
     def of(captured: Captured) -> ReferenceStart:
@@ -64,7 +71,8 @@ def reference_start_of(session: Session, first: ReferenceStart | None) -> Refere
         now = ReferenceStart.of(session.captured)
         start = session.start
         parameters = now.parameters if start is None else {n: start.parameters[n].clone() for n in now.parameters}
-        return ReferenceStart(parameters, {n: b.clone() for n, b in session.initial.buffers.items()})
+        first_of_all, *others = ({n: b.clone() for n, b in own.items()} for own in session.initial.every_buffers)
+        return ReferenceStart(parameters, first_of_all, tuple(others))
     if session.since or first is None:
         raise UsageError(
             "verifying from a checkpoint in mid-flight",
@@ -81,11 +89,12 @@ def since_checkpoint(
     """The reference's results and digests since the checkpoint that the session continues from."""
     extent = session.extent
     begin = {"update": extent.start_batch, "forward": extent.start_g, "backward": extent.start_g}
-    losses = {g: loss for g, loss in reference.losses.items() if g >= extent.start_g}
-    metrics = {g: values for g, values in reference.metrics.items() if g >= extent.start_g}
-    scales = {g: scale for g, scale in reference.scales.items() if g >= extent.start_g}
+    first = extent.start_g * session.plan.replicas
+    losses = {number: loss for number, loss in reference.losses.items() if number >= first}
+    metrics = {number: values for number, values in reference.metrics.items() if number >= first}
+    scales = {number: scale for number, scale in reference.scales.items() if number >= first}
     return replace(reference, losses=losses, metrics=metrics, scales=scales), [
-        note for note in notes if note[0][2] >= begin[note[0][0]]
+        note for note in notes if note[0][-1] >= begin[note[0][0]]
     ]
 
 

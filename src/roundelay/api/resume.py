@@ -11,7 +11,7 @@ import torch
 
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint
-from roundelay.checkpoint.in_flight_state import InFlight, StageInFlight
+from roundelay.checkpoint.in_flight_state import Flights, InFlight, StageInFlight
 from roundelay.checkpoint.stored_files import inside_run
 from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
@@ -100,6 +100,7 @@ def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
     every = sum(1 for _ in captured.model.parameters())
     return {
         "workers": str(plan.num_workers),
+        "replicas": str(plan.replicas),
         "micro-batches": str(plan.micro_batches),
         "rule": plan.rule,
         "predictor": plan.predictor,
@@ -152,7 +153,7 @@ def changed(flight: InFlight, order: Mapping[str, str]) -> str:
     return "the plan changed: " + ("other cuts" if "cuts" in differing else "the rule's programs")
 
 
-def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageInFlight, ...] | None) -> Initial:
+def initial(captured: Captured, start: Checkpoint | None, flight: Flights | None) -> Initial:
     """The initial state of the stages: the model's tensors, or the checkpoint's with the strides of the model's.
 
     A file has contiguous tensors, and other strides may select another kernel, hence give other last bits.
@@ -176,8 +177,13 @@ def initial(captured: Captured, start: Checkpoint | None, flight: tuple[StageInF
         n: {k: laid_out(own[n], v) if isinstance(v, torch.Tensor) and n in own else v for k, v in state.items()}
         for n, state in start.optimizer.items()
     }
-    stages = None if flight is None else tuple(_flight_laid_out(own, stage) for stage in flight)
-    return Initial(parameters, buffers, optimizer, start.position.updates, stages, start.loss_scale, start.numbers)
+    stages = None if flight is None else {port: _flight_laid_out(own, stage) for port, stage in flight.items()}
+    others = tuple(
+        {n: laid_out(b, own_buffers.get(n, b)).clone() for n, b in captured.buffers().items() if n in own_buffers}
+        for own_buffers in start.replica_buffers
+    )
+    position = start.position.updates
+    return Initial(parameters, buffers, optimizer, position, stages, start.loss_scale, start.numbers, others)
 
 
 def _flight_laid_out(own: Mapping[str, torch.Tensor], stage: StageInFlight) -> StageInFlight:

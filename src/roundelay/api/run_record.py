@@ -19,6 +19,9 @@ Rates = Callable[[int], tuple[float, ...]]
 Terms = tuple[float, float]
 """A value, and the number of terms summed in it (0 where it is a mean)."""
 
+Computed = tuple[str, int, int, int]
+"""(kind, stage, replica, number): ``forward`` and ``backward`` with g, ``update`` with t."""
+
 _ADDED = ("busy_s", "wall_s", "updates", "skipped")
 
 
@@ -52,7 +55,7 @@ class Trained:
         micro_scales: micro-batch to its loss scale; empty where losses are not scaled.
         events: worker to its executed instructions.
         loads: worker that reads to the batches that its reader has loaded.
-        digests: (kind, stage, number) to a digest, if audited.
+        digests: of everything computed, if audited.
         workers: worker to its final report.
         stopped: why ``evaluate`` or ``on_update`` ended the training early; empty if neither did.
         numbers: the evaluated metric that ReduceLROnPlateau needs, one number per epoch, from the first epoch on.
@@ -69,7 +72,7 @@ class Trained:
     micro_scales: dict[int, float] = field(hash=False)
     events: dict[int, list[ExecutedInstruction]] = field(hash=False)
     loads: dict[int, list[Load]] = field(hash=False)
-    digests: dict[tuple[str, int, int], str] = field(hash=False)
+    digests: dict[Computed, str] = field(hash=False)
     workers: dict[int, dict[str, Any]] = field(hash=False)
     stopped: str = ""
     numbers: tuple[float, ...] = ()
@@ -109,10 +112,10 @@ class RunRecord:
         self.epoch_starts: dict[int, int] = {}
         self.events: dict[int, list[ExecutedInstruction]] = defaultdict(list)
         self.loads: dict[int, list[Load]] = defaultdict(list)
-        self.digests: dict[tuple[str, int, int], str] = {}
+        self.digests: dict[Computed, str] = {}
         #: worker to its final report
         self.workers: dict[int, dict[str, Any]] = {}
-        self._batch: list[MicroBatch] = []  # whose losses are known
+        self._batches: dict[int, list[MicroBatch]] = {}  # by batch, the micro-batches whose losses are known
         self._busy = [0.0] * workers
         self._recent = 0  # the first update of the last few seconds
 
@@ -130,30 +133,30 @@ class RunRecord:
         elif report.kind == "loads":
             self.loads[worker] += [Load(worker, *row) for row in data["loads"]]
         elif report.kind == "digest":
-            self.digests |= {(kind, stage, number): value for kind, stage, number, value in data["digests"]}
+            self.digests |= {tuple(key): value for *key, value in data["digests"]}
         elif report.kind == "finished":
             self.workers[worker] = _summed(self.workers.get(worker, {}), data)
 
     def _loss(self, data: Mapping[str, Any]) -> None:
         header = MicroBatch.of(tuple(data["header"]))
-        self.losses[header.g] = (data["loss"], data["count"])
-        self._lacking[header.g] = data.get("lacking", 0.0)
-        self.metrics[header.g] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
+        self.losses[header.number] = (data["loss"], data["count"])
+        self._lacking[header.number] = data.get("lacking", 0.0)
+        self.metrics[header.number] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
         if "scale" in data:
-            self.scales[header.g] = data["scale"]
+            self.scales[header.number] = data["scale"]
         self.epoch_starts.setdefault(header.epoch, header.batch)
-        self._batch.append(header)
-        if header.ends_batch:
-            batch, self._batch = self._batch, []
-            self._update(batch)
+        batch = self._batches.setdefault(header.batch, [])
+        batch.append(header)
+        if sum(known.rows for known in batch) == header.batch_rows:  # of all replicas
+            self._update(sorted(self._batches.pop(header.batch), key=lambda known: known.number))
             for values in (self.losses, self._lacking, self.metrics, self.scales):
                 _drop_oldest(values, self._kept)
 
     def _update(self, batch: Sequence[MicroBatch]) -> None:
         last = batch[-1]
         metrics = {
-            name: _mean(batch, {header.g: self.metrics[header.g][name] for header in batch})
-            for name in self.metrics[last.g]
+            name: _mean(batch, {header.number: self.metrics[header.number][name] for header in batch})
+            for name in self.metrics[last.number]
         }
         self._times.append(time.perf_counter())
         updated = Updated(
@@ -166,7 +169,7 @@ class RunRecord:
             learning_rates=self.rates(last.batch),
             seconds=self._times[-1] - self._start,
             metrics=metrics,
-            loss_scale=self.scales.get(last.g),
+            loss_scale=self.scales.get(last.number),
         )
         self.updates.append(updated)
         self._notify(updated)
@@ -209,8 +212,8 @@ def _mean(
         values: of each micro-batch.
         lacking: micro-batch to the part of its weight by rows that does not count.
     """
-    terms, missing = sum(values[header.g][1] for header in batch), lacking or {}
-    weights = [1.0 / terms if terms else header.weight - missing.get(header.g, 0.0) for header in batch]
-    total = sum(values[header.g][0] * weight for header, weight in zip(batch, weights, strict=True))
-    left = 1.0 - sum(missing.get(header.g, 0.0) for header in batch)
+    terms, missing = sum(values[header.number][1] for header in batch), lacking or {}
+    weights = [1.0 / terms if terms else header.weight - missing.get(header.number, 0.0) for header in batch]
+    total = sum(values[header.number][0] * weight for header, weight in zip(batch, weights, strict=True))
+    left = 1.0 - sum(missing.get(header.number, 0.0) for header in batch)
     return total / left if left else total

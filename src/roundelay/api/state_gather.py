@@ -28,6 +28,7 @@ class Snapshot:
         buffers: by name, likewise.
         optimizer: state by parameter name; only the averages to evaluate with, if only weights were gathered.
         loss_scale: if dynamic: the next scale of stage 0, and the number of finite batches in a row; else None.
+        replica_buffers: buffers of the replicas after the first, in order.
     """
 
     header: MicroBatch
@@ -35,6 +36,7 @@ class Snapshot:
     buffers: dict[str, torch.Tensor] = field(hash=False)
     optimizer: dict[str, dict[str, Any]] = field(hash=False)
     loss_scale: tuple[float, int] | None = None
+    replica_buffers: tuple[dict[str, torch.Tensor], ...] = field(default=(), hash=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +103,8 @@ class StateGatherer:
                 remedy="Report this as a bug of Roundelay.",
             )
         joined = join(self._shapes, states)
-        return Snapshot(header, joined.parameters, joined.buffers, joined.optimizer, joined.loss_scale)
+        own = joined.parameters, joined.buffers, joined.optimizer
+        return Snapshot(header, *own, joined.loss_scale, joined.replica_buffers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

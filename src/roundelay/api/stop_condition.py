@@ -22,7 +22,7 @@ class Length:
     epochs: int | None = None
 
 
-def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
+def extent(job: Job, length: Length, start: Checkpoint | None, replicas: int = 1) -> Extent:
     """The range of the data that a training reads.
 
     Raises:
@@ -44,4 +44,5 @@ def extent(job: Job, length: Length, start: Checkpoint | None) -> Extent:
             expected="more epochs than the checkpoint has",
             remedy=f"Give --epochs {position.epoch + 1} or more, or --steps.",
         )
-    return Extent(position.micro_batches, position.updates, position.epoch, position.batches_into_epoch, steps, epochs)
+    g = -(-position.micro_batches // replicas)  # no number is given twice where there were other replicas before
+    return Extent(g, position.updates, position.epoch, position.batches_into_epoch, steps, epochs)

@@ -99,7 +99,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``.
+            ``deadline_s``, ``devices``, ``data_parallel``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -143,10 +143,11 @@ class Part:
     extent: Extent
 
 
-def _rest(whole: Extent, at: Position) -> Extent:
+def _rest(whole: Extent, at: Position, replicas: int) -> Extent:
     """The rest of a run after an epoch's end."""
     left = None if whole.batches is None else whole.batches - (at.updates - whole.start_batch)
-    return replace(whole, start_g=at.micro_batches, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
+    g = at.micro_batches // replicas
+    return replace(whole, start_g=g, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
 
 
 def check_not_launched(party: ProcessGroup | None) -> None:
@@ -197,7 +198,7 @@ class Session:
         )
         if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
-        self.extent = extent(job, length, start)
+        self.extent = extent(job, length, start, plan.replicas)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan, captured)
         flight = None if start is None else start.flight
@@ -349,7 +350,7 @@ class Session:
             if self.control.ending or at.epoch == whole.epochs or at.updates - whole.start_batch == whole.batches:
                 return
             self.since = at.updates
-            part = Part(self._initial_at(last, tuple(checkpointer.numbers)), _rest(whole, at))
+            part = Part(self._initial_at(last, tuple(checkpointer.numbers)), _rest(whole, at, self.plan.replicas))
 
     def _initial_at(self, last: Snapshot, numbers: tuple[float, ...]) -> Initial:
         """The initial state of stages that start empty from a snapshot."""
@@ -361,6 +362,7 @@ class Session:
             None,
             last.loss_scale,
             numbers,
+            last.replica_buffers,
         )
 
     def _stopping_on_request(self, notify: Observer) -> Observer:

@@ -126,7 +126,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
             (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``.
+            ``deadline_s``, ``devices``, ``data_parallel``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -254,9 +254,9 @@ def _reference(
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
     stages = []
-    for spec, name in zip(session.partition.stages, plan.devices, strict=True):
+    for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
-        device = torch.device(name)
+        device = torch.device(plan.device_of(spec.stage))
         stages.append(ReferenceStage(captured.stage(stored, device), spec.parameters, spec.buffers, device))
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
@@ -265,10 +265,11 @@ def _reference(
     ]
     extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
-    whole = ReferenceResult(buffers=dict(origin.buffers), loss_scale=None if anew else session.initial.loss_scale)
+    buffers = [dict(origin.buffers_of(replica)) for replica in range(plan.replicas)]
+    whole = ReferenceResult(buffers=buffers, loss_scale=None if anew else session.initial.loss_scale)
 
-    def audit(kind: str, stage: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        notes.append(((kind, stage, number), digest(tensors)))
+    def audit(kind: str, stage: int, replica: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        notes.append(((kind, stage, replica, number), digest(tensors)))
 
     optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}))
     while True:
@@ -277,7 +278,14 @@ def _reference(
         registers = Registers(1, plan.deadline_s)  # without a thread, but with a deadline
         least = captured.graph.min_rows
         stream = read(
-            job.batches, session.seed, plan.micro_batches, part, captured.values, min_rows=least, registers=registers
+            job.batches,
+            session.seed,
+            plan.micro_batches,
+            part,
+            captured.values,
+            replicas=plan.replicas,
+            min_rows=least,
+            registers=registers,
         )
         result = run_reference(
             _setting(plan, captured.graph, states, whole.loss_scale, numbers),
@@ -287,7 +295,7 @@ def _reference(
             stream,
             optimizers.make,
             job.scheduler,
-            lambda g: RngKey(session.seed, g),
+            lambda number: RngKey(session.seed, number),
             audit=audit,
             start=None if states is None else partial(optimizers.restore, states),
         )
@@ -303,7 +311,12 @@ def _reference(
             return whole
         states = result.optimizer_state
         extent = Extent(
-            max(whole.losses) + 1, result.updates, extent.start_epoch + 1, 0, last.batch + 1 - result.updates, None
+            max(whole.losses) // plan.replicas + 1,
+            result.updates,
+            extent.start_epoch + 1,
+            0,
+            last.batch + 1 - result.updates,
+            None,
         )
 
 
@@ -380,7 +393,9 @@ def _compare(
     losses = {g: loss for g, (loss, _) in trained.micro_losses.items()}
     if not differing and losses != reference.losses:
         differing = "losses"
-    if not differing and repr(trained.micro_metrics) != repr(reference.metrics):  # NaN is equal to NaN
+    if not differing and repr(sorted(trained.micro_metrics.items())) != repr(
+        sorted(reference.metrics.items())
+    ):  # NaN is equal to NaN
         differing = "metrics of the loss"
     if not differing and trained.micro_scales != reference.scales:
         differing = "loss scales"
@@ -401,14 +416,15 @@ def _compare(
 def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
     """(stage, text) of the first computation, in the reference's order, whose digest differs in the run."""
     for key, expected in notes:
-        kind, stage, number = key
+        kind, stage, replica, number = key
         if trained.digests.get(key) != expected:
             of = f"update {number}" if kind == "update" else f"{kind} of micro-batch {number}"
+            of += f" in replica {replica}" if trained.plan.replicas > 1 else ""
             missing = " (it never happened)" if key not in trained.digests else ""
             return stage, f"stage {stage}: {of} differs{missing}"
     extra = set(trained.digests) - {key for key, _ in notes}
     if extra:
-        kind, stage, number = min(extra)
+        kind, stage, _, number = min(extra)
         return stage, f"stage {stage}: {kind} {number} should not have happened"
     return -1, ""
 
@@ -419,8 +435,9 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
     pairs: list[tuple[str, Any, Any]] = [("the next loss scale", ours.loss_scale, reference.loss_scale)]
     for name, tensor in ours.parameters.items():
         pairs.append((f"parameter {name}", tensor, reference.parameters.get(name)))
-    for name, tensor in ours.buffers.items():
-        pairs.append((f"buffer {name}", tensor, reference.buffers.get(name)))
+    for replica, own in enumerate([ours.buffers, *ours.replica_buffers]):
+        of = f" of replica {replica}" if replica else ""
+        pairs += [(f"buffer {name}{of}", tensor, reference.buffers[replica].get(name)) for name, tensor in own.items()]
     for name in sorted({*ours.optimizer, *reference.optimizer_state}):
         mine, theirs = ours.optimizer.get(name, {}), reference.optimizer_state.get(name, {})
         for key in sorted({*mine, *theirs} - {EVALUATED}):  # computed from the others

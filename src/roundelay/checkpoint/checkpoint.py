@@ -46,7 +46,7 @@ class Position:
 
     Args:
         updates: updates done.
-        micro_batches: micro-batches done; the next one's global number g.
+        micro_batches: micro-batches done, over all replicas; the next one's number.
         epoch: number of the current epoch, from 0.
         batches_into_epoch: batches of that epoch already used.
     """
@@ -95,6 +95,7 @@ class Checkpoint:
         optimizer_kind: name of the optimizer's class.
         began: digest of the run's initial state and settings, if they were the same from its first update on; empty if
             they were not, or if that is not known.
+        replica_buffers: buffers of the replicas after the first, in order.
     """
 
     parameters: dict[str, Tensor]
@@ -111,6 +112,7 @@ class Checkpoint:
     numbers: tuple[float, ...] = ()
     optimizer_kind: str = ""
     began: str = ""
+    replica_buffers: tuple[dict[str, Tensor], ...] = ()
 
 
 class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -300,5 +302,6 @@ def _checkpoint(manifest: Manifest, joined: JoinedState) -> Checkpoint:
         optimizer=joined.optimizer,
         flight=None if flight is None or joined.flight is None else InFlight(flight.order, flight.since, joined.flight),
         loss_scale=joined.loss_scale,
+        replica_buffers=joined.replica_buffers,
         **msgspec.structs.asdict(manifest.facts),
     )

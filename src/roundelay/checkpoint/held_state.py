@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roundelay.checkpoint import in_flight_state
-from roundelay.checkpoint.in_flight_state import StageInFlight
+from roundelay.checkpoint.in_flight_state import Flights, StageInFlight
 from roundelay.checkpoint.shards import Ranges, Shard, common_parts, join_shards, missing_ranges
 from roundelay.errors import CheckpointError
 
@@ -38,6 +38,8 @@ class HeldState:
             of that state.
         flight: what it has in flight; None if nothing.
         loss_scale: on stage 0, a dynamic loss scale, and how many finite batches in a row preceded it; else None.
+        replica: of which replica it is a holder. Those after the first have only buffers, and what is in flight: the
+            rest they have in common.
     """
 
     stage: int
@@ -46,6 +48,7 @@ class HeldState:
     optimizer: dict[str, dict[str, Any]]
     flight: StageInFlight | None = None
     loss_scale: tuple[float, int] | None = None
+    replica: int = 0
 
 
 class StateTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,6 +63,7 @@ class StateTable(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: dict[str, dict[str, int | float | bool | str | dict[str, str] | None]]
     flight: dict[str, Any] | None
     loss_scale: tuple[float, int] | None
+    replica: int = 0
 
 
 def encode(held: HeldState) -> tuple[StateTable, dict[str, Tensor]]:
@@ -84,7 +88,8 @@ def encode(held: HeldState) -> tuple[StateTable, dict[str, Tensor]]:
         flight, in_flight = in_flight_state.encode(held.flight, f"in flight, stage {held.stage}: ")
         tensors |= in_flight
     ranges = {name: shard.ranges for name, shard in held.parameters.items()}
-    return StateTable(held.stage, ranges, list(held.buffers), states, flight, held.loss_scale), tensors
+    table = StateTable(held.stage, ranges, list(held.buffers), states, flight, held.loss_scale, held.replica)
+    return table, tensors
 
 
 def decode(table: StateTable, tensors: Mapping[str, Tensor]) -> HeldState:
@@ -103,6 +108,7 @@ def decode(table: StateTable, tensors: Mapping[str, Tensor]) -> HeldState:
         },
         None if table.flight is None else in_flight_state.decode(table.flight, tensors),
         table.loss_scale,
+        table.replica,
     )
 
 
@@ -112,17 +118,19 @@ class JoinedState:
 
     Args:
         parameters: by first name.
-        buffers: by first name.
+        buffers: those of the first replica, by first name.
         optimizer: as in :class:`HeldState`.
-        flight: what every stage has in flight, in order; None if nothing.
+        flight: what every stage has in flight; None if nothing.
         loss_scale: as in :class:`HeldState`.
+        replica_buffers: those of the other replicas, in order.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flight: tuple[StageInFlight, ...] | None = None
+    flight: Flights | None = None
     loss_scale: tuple[float, int] | None = None
+    replica_buffers: tuple[dict[str, Tensor], ...] = ()
 
 
 def missing_part(
@@ -151,16 +159,18 @@ def join(shapes: Mapping[str, Sequence[int]], states: Sequence[HeldState]) -> Jo
         shapes: of the parameters to join, whole, by name; together the holders have every element of them.
         states: of all holders, in the order of their stages.
     """
-    buffers: dict[str, Tensor] = {}
+    buffers: list[dict[str, Tensor]] = [{} for _ in range(1 + max((state.replica for state in states), default=0))]
     for state in states:
-        buffers |= {name: tensor for name, tensor in state.buffers.items() if name not in buffers}
-    flights = {state.stage: state.flight for state in states if state.flight is not None}
+        for name, tensor in state.buffers.items():
+            buffers[state.replica].setdefault(name, tensor)
+    flights = {(state.stage, state.replica): state.flight for state in states if state.flight is not None}
     return JoinedState(
         {name: join_shards(shape, _shards(name, states)) for name, shape in shapes.items()},
-        buffers,
+        buffers[0],
         {name: _joined_entries(name, shapes.get(name), states) for state in states for name in state.optimizer},
-        tuple([flights[stage] for stage in sorted(flights)]) or None,
+        flights or None,
         next((state.loss_scale for state in states if state.loss_scale is not None), None),
+        tuple(buffers[1:]),
     )
 
 
@@ -199,7 +209,7 @@ def disagreement(states: Sequence[HeldState]) -> str:
                 common = common_parts(one.parameters[name], other.parameters[name])
                 if common is not None and not _same_bits(*common):
                     return f"parameter {name!r}"
-            for name in one.buffers.keys() & other.buffers.keys():
+            for name in one.buffers.keys() & other.buffers.keys() if one.replica == other.replica else ():
                 if not _same_bits(one.buffers[name], other.buffers[name]):
                     return f"buffer {name!r}"
     return ""

@@ -47,6 +47,10 @@ class StageInFlight:
     scales: dict[int, float] = field(default_factory=dict)
 
 
+Flights = Mapping[tuple[int, int], StageInFlight]
+"""What every stage has in flight, by (stage, replica)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
     """What all stages have in flight.
@@ -54,17 +58,17 @@ class InFlight:
     Args:
         order: the settings that the order of work depends on, by name: only a run with equal ones can resume.
         since: number of updates when the stages were last empty.
-        stages: in order.
+        stages: by (stage, replica).
     """
 
     order: dict[str, str]
     since: int
-    stages: tuple[StageInFlight, ...]
+    stages: Flights
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches are in flight: stage 0 has forwarded them all."""
-        return len(self.stages[0].versions)
+        return sum(len(flight.versions) for (stage, _), flight in self.stages.items() if stage == 0)
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):

@@ -29,7 +29,16 @@ JobFile = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Number of workers, each with one stage, or two with zb-v. [default: cores, at most 2]"),
+    typer.Option(
+        help="Number of workers (of each replica), with one stage each, or two with zb-v. [default: cores, at most 2]"
+    ),
+]
+DataParallel = Annotated[
+    int | None,
+    typer.Option(
+        help="Replicas, R, among which the micro-batches of a batch are dealt out; each has workers of its own. "
+        "[default: 1]"
+    ),
 ]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
@@ -140,6 +149,7 @@ class CommonChoices:
     """Choices for the plans of any rule, one option each; None where the command line has no such option."""
 
     workers: Workers = None
+    data_parallel: DataParallel = None
     micro_batches: MicroBatches = None
     recompute: Recompute = None
     compile: Compile = None
@@ -256,8 +266,16 @@ def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choice
         return None, choices
     transport = _between(choices, -(-place.size // place.nodes))
     processes = f"the launcher has started {place.size} processes, one worker each"
+    each, rest = divmod(place.size, max(1, choices.data_parallel or 1))
+    if rest:
+        raise UsageError(
+            "--data-parallel under a launcher",
+            got=str(choices.data_parallel),
+            expected=f"a divisor of {place.size}: {processes}",
+            remedy="Start as many processes as the replicas have workers together.",
+        )
     for name, given, required, why in (
-        ("--workers", choices.workers, place.size, processes),
+        ("--workers", choices.workers, each, processes),
         ("--transport", choices.transport, transport, processes),
         ("--restarts", restarts or None, 0, "the launcher restarts; with `--out` a run then continues by itself"),
     ):
@@ -265,7 +283,7 @@ def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choice
             raise UsageError(
                 f"{name} under a launcher", got=str(given), expected=f"{required}: {why}", remedy=f"Leave {name} out."
             )
-    return ProcessGroup(place), replace(choices, workers=place.size, transport=transport)
+    return ProcessGroup(place), replace(choices, workers=each, transport=transport)
 
 
 def _between(choices: Choices, processes: int) -> str:

@@ -172,9 +172,12 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
     """
-    size = plan.num_workers
-    kept: dict[str, Any] = {"workers": size} | {name: getattr(plan, name) for name in _ALWAYS}
+    size = plan.num_workers // plan.replicas
+    kept: dict[str, Any] = {"workers": size, "data_parallel": plan.replicas} | {
+        name: getattr(plan, name) for name in _ALWAYS
+    }
     rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
+    same_size = same_size and given.get("data_parallel", plan.replicas) == plan.replicas
     if rule == plan.rule:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
         if given.get("backward", plan.backward) == plan.backward:
@@ -219,7 +222,9 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "cuts":
                 continue
             case "workers":
-                planned_value = plan.num_workers
+                planned_value = plan.num_workers // plan.replicas
+            case "data_parallel":
+                planned_value = plan.replicas
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)

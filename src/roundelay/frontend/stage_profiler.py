@@ -33,6 +33,7 @@ class StageProfile:
         tape_bytes: bytes that one forward keeps for its backward, parameters not counted.
         owed_bytes: bytes that the first half of a backward leaves for the second.
         spared_bytes: for each recomputed segment the bytes it would keep in addition to its inputs and outputs.
+        unused: names of trained parameters that got no gradient.
     """
 
     forward_s: float
@@ -42,6 +43,7 @@ class StageProfile:
     tape_bytes: int
     owed_bytes: int
     spared_bytes: tuple[int, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 def profile(
@@ -162,15 +164,18 @@ def _once(
         spared_bytes = tuple(part.saved_bytes for part in tape.tapes if isinstance(part, RematTape))
         grad_outputs = {n: stage.to_device(grads.pop(n, None)) for n in stage.function.outputs}
         start = stage.now_s()
-        of_inputs, _ = stage.function.backward(tape, grad_outputs, stage.parameters)
+        of_inputs, of_parameters = stage.function.backward(tape, grad_outputs, stage.parameters)
         backward_s = stage.now_s() - start
         grads.update(of_inputs)
         owed_bytes = debt_bytes(tape.debt)
         start = stage.now_s()
-        stage.function.backward_weights(tape.debt)
+        of_parameters |= stage.function.backward_weights(tape.debt)
         weights_s = stage.now_s() - start if halved else 0.0
         tape.debt.clear()
-        profiles.append(StageProfile(forward_s, backward_s, weights_s, 0.0, tape.num_bytes, owed_bytes, spared_bytes))
+        trained = (n for n in stage.parameters if captured.graph.parameters[n].trainable)
+        unused = tuple([n for n in trained if n not in of_parameters])
+        measured = forward_s, backward_s, weights_s, 0.0, tape.num_bytes, owed_bytes, spared_bytes, unused
+        profiles.append(StageProfile(*measured))
     return profiles[::-1]
 
 

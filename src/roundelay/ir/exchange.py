@@ -9,9 +9,16 @@ transport.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from roundelay.errors import PlanError
+
+_TEXT = re.compile(
+    r"reduce-scatter\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,29 @@ class Phase:
 
     put: int | None
     join: int | None
+
+    def __str__(self) -> str:
+        if self.join is None:
+            return f"reduce-scatter({self.put})"
+        return f"all-gather({self.join})" if self.put is None else f"all-to-all({self.join}>{self.put})"
+
+    @staticmethod
+    def parse(text: str) -> Phase:
+        """The phase that prints as ``text``.
+
+        Raises:
+            PlanError: there is none.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise PlanError(
+                "a phase of an exchange",
+                got=repr(text),
+                expected="reduce-scatter(DIM), all-gather(DIM) or all-to-all(DIM>DIM), as OneFlow's Table 2 has them",
+                remedy="Write a new plan with `roundelay plan`, or correct this line.",
+            )
+        put, join = match["put"] or match["to"], match["join"] or match["from"]
+        return Phase(None if put is None else int(put), None if join is None else int(join))
 
 
 def reduce_scatter(dim: int = 0) -> tuple[Phase, ...]:

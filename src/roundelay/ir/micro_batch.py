@@ -14,11 +14,11 @@ class MicroBatch(NamedTuple):
     """One micro-batch. A tuple, because every worker creates and sends several of them per micro-batch.
 
     Args:
-        g: its global number.
+        g: its number among those of its replica.
         batch: t, the number of its batch; the update that it feeds is number t.
-        index: its place in the batch.
-        count: micro-batches in the batch.
-        rows: its rows.
+        index: its place in the replica's part of the batch.
+        count: micro-batches in that part.
+        rows: its rows; 0 where a batch has fewer parts than there are replicas: then nothing is computed.
         batch_rows: rows of the whole batch.
         epoch: number of the epoch, from 0.
         ends_epoch: whether its batch is the last of the epoch (1) or not (0).
@@ -27,6 +27,8 @@ class MicroBatch(NamedTuple):
         saved: whether a checkpoint is due after its batch's update (1) or not (0).
         scale_log2: base-2 logarithm of its loss scale, which stage 0 chooses; 0 where losses are not scaled.
         norm_bits: the newest norm of the whole model's gradient that stage 0 knew, as the bits of a double; -1 if none.
+        replica: the replica that computes it.
+        replicas: of how many; each has the same number of micro-batches of a batch, some of which may have no rows.
     """
 
     g: int
@@ -42,11 +44,23 @@ class MicroBatch(NamedTuple):
     saved: int = 0
     scale_log2: int = 0
     norm_bits: int = _NO_NORM
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def number(self) -> int:
+        """Its number among those of all replicas, which take turns in the order of the rows."""
+        return self.g * self.replicas + self.replica
 
     @property
     def ends_batch(self) -> bool:
         """Whether the update follows its backward."""
         return self.index + 1 == self.count
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all rows of its batch."""
+        return self.rows == self.batch_rows
 
     @property
     def weight(self) -> float:

@@ -17,8 +17,9 @@ import msgspec
 import tomli_w
 
 from roundelay.errors import PlanError, listed
+from roundelay.ir.exchange import Phase, elements_sent
 
-FORMAT = 4
+FORMAT = 5
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
@@ -42,7 +43,7 @@ class StagePlan:
     """One stage.
 
     Args:
-        workers: names of the workers that hold it; one.
+        workers: names of the workers that hold it, one for each replica, in order.
         segments: operations that end its segments, in order.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, with modules that it runs again, without a forward that the mode
@@ -87,6 +88,46 @@ class EdgePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePlan:
+    """What the holders of a stage exchange, once a batch.
+
+    Args:
+        stage: whose.
+        kind: of what: ``weight-gradient``.
+        phases: how, as :class:`roundelay.ir.exchange.Phase` prints.
+        dtypes: of the tensors that are exchanged together.
+        elements: of each of them.
+        unused: names of trained parameters of the stage that get no gradient.
+    """
+
+    stage: _Count
+    kind: str
+    phases: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    elements: tuple[_Count, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensors."""
+        return sum(itemsize(dtype) * count for dtype, count in zip(self.dtypes, self.elements, strict=True))
+
+    def bytes_sent(self, holders: int, position: int) -> list[int]:
+        """Bytes that one holder sends in each phase.
+
+        Args:
+            holders: how many take part.
+            position: the holder's among them.
+        """
+        phases = tuple(map(Phase.parse, self.phases))
+        each = [
+            [size * count for count in elements_sent(phases, (elements,), holders, position)]
+            for size, elements in zip(map(itemsize, self.dtypes), self.elements, strict=True)
+        ]
+        return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """All choices of one run.
 
@@ -106,16 +147,19 @@ class Plan:
         clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
             ``previous:NORM`` or ``global:NORM``.
         ema: decay of the weights' exponential moving average, which is evaluated; 0 for none.
-        micro_batches: M, micro-batches of a full batch.
+        replicas: R, replicas of the pipeline, among which the micro-batches of a batch are dealt out.
+        micro_batches: M, micro-batches that each replica has of a full batch.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
         read_s: predicted seconds in which the loader gives a micro-batch, beside what is computed; 0 where not known.
+        input_bytes: bytes of a micro-batch's data.
         workers: in the order of their numbers.
         stages: in order.
         edges: ordered by source, then target.
+        exchanges: in the order of the stages.
     """
 
     format: _Count
@@ -129,15 +173,18 @@ class Plan:
     loss_scale: str
     clip: str
     ema: _Number
+    replicas: _Count
     micro_batches: _Count
     transport: str
     deadline_s: _Number
     latency_s: _Number
     bytes_per_s: _Number
     read_s: _Number
+    input_bytes: _Count
     workers: tuple[WorkerPlan, ...]
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
+    exchanges: tuple[ExchangePlan, ...]
 
     def __repr__(self) -> str:
         ends = listed([stage.segments[-1] for stage in self.stages if stage.segments])
@@ -156,30 +203,40 @@ class Plan:
         """How many workers run them."""
         return len(self.workers)
 
-    def worker_of(self, stage: int) -> int:
-        """The number of the worker that runs a stage.
+    @property
+    def parts(self) -> int:
+        """Into how many micro-batches a full batch is cut, over all replicas."""
+        return self.replicas * self.micro_batches
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The numbers of the workers that hold a stage, in the order of the replicas.
 
         Raises:
-            PlanError: the stage names no single worker of the plan.
+            PlanError: the stage does not name a worker of the plan for each replica.
         """
         names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
-        if len(names) != 1 or names[0] not in known:
+        if len(names) != self.replicas or not set(names) <= set(known):
             raise PlanError(
                 f"stages[{stage}].workers of the plan",
                 got=", ".join(names) or "no name",
-                expected="the name of one of its [[workers]]: " + ", ".join(known),
+                expected=(f"{self.replicas} names, one for each replica, " if self.replicas > 1 else "the name of one ")
+                + "of its [[workers]]: "
+                + ", ".join(known),
                 remedy="Correct the plan, or write a new one with `roundelay plan`.",
             )
-        return known.index(names[0])
+        return tuple(known.index(name) for name in names)
+
+    def worker_of(self, stage: int, replica: int = 0) -> int:
+        """The number of the worker that runs a stage of a replica; raises as :meth:`holders`."""
+        return self.holders(stage)[replica]
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The numbers of the stages that a worker runs."""
-        return tuple(stage for stage in range(self.num_stages) if self.worker_of(stage) == worker)
+        return tuple(stage for stage in range(self.num_stages) if worker in self.holders(stage))
 
-    @property
-    def stage_workers(self) -> tuple[int, ...]:
-        """For each stage the number of the worker that runs it."""
-        return tuple(self.worker_of(stage) for stage in range(self.num_stages))
+    def replica_of(self, worker: int) -> int:
+        """The replica that a worker computes for."""
+        return next((self.holders(stage).index(worker) for stage in self.stages_of(worker)), 0)
 
     @property
     def worker_stages(self) -> tuple[tuple[int, ...], ...]:
@@ -188,13 +245,17 @@ class Plan:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where each stage computes."""
-        return tuple(self.workers[self.worker_of(stage)].device for stage in range(self.num_stages))
+        """Where each worker computes."""
+        return tuple(worker.device for worker in self.workers)
+
+    def device_of(self, stage: int) -> str:
+        """Where a stage of the first replica computes."""
+        return self.workers[self.worker_of(stage)].device
 
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
-        parts: dict[str, tuple[Any, ...]] = {"workers": self.workers, "stages": self.stages, "edges": self.edges}
+        parts: dict[str, tuple[Any, ...]] = {name: getattr(self, name) for name in _TABLES}
         lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in parts]
         for title, rows in parts.items():
             for row in rows:
@@ -216,7 +277,7 @@ class Plan:
             raise PlanError(
                 "format of the plan",
                 got=repr(table.get("format")),
-                expected=f"{FORMAT}; plans of earlier formats do not say which worker runs a stage",
+                expected=f"{FORMAT}; plans of earlier formats do not say how many replicas there are",
                 remedy="Write a new plan with `roundelay plan JOB.py`; a later Roundelay may have written this one.",
             )
         for kind, where, part in _parts(table):
@@ -235,6 +296,15 @@ class Plan:
             raise _wrong_value(table, str(error)) from error
 
 
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, from torch's name of a dtype: its bits are in it."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8
+
+
+_TABLES: dict[str, type] = {"workers": WorkerPlan, "stages": StagePlan, "edges": EdgePlan, "exchanges": ExchangePlan}
+
+
 def _line(name: str, value: Any) -> str:
     """A field as a line of TOML; lists stay on one line."""
     if isinstance(value, tuple):
@@ -245,9 +315,9 @@ def _line(name: str, value: Any) -> str:
 def _parts(table: dict[str, Any]) -> list[tuple[type, str, dict[str, Any]]]:
     """The tables that make up a plan, each with its type and what people call it."""
     parts: list[tuple[type, str, Any]] = [(Plan, "the plan", table)]
-    for kind, name in ((WorkerPlan, "workers"), (StagePlan, "stages"), (EdgePlan, "edges")):
+    for name, kind in _TABLES.items():
         rows = table.setdefault(name, [])
-        if not isinstance(rows, list) or not (rows or kind is EdgePlan):
+        if not isinstance(rows, list) or not (rows or kind in (EdgePlan, ExchangePlan)):
             raise _unreadable(f"no [[{name}]]")
         parts += [(kind, f"{name}[{i}]", row) for i, row in enumerate(rows)]
     for _, where, part in parts:

@@ -30,8 +30,13 @@ another is in use, and stops where no register is free. ``read`` takes the next 
 A worker with several stages takes turns among them: its body is long, and ``every`` says how many micro-batches it
 covers. ``zb-v`` writes a whole batch out (``every M over batch``).
 
-A channel joins two *ports*, each a stage on a worker: ``channel 0 forward 0.0>1.1`` goes from stage 0 on worker 0 to
-stage 1 on worker 1. Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds
+A channel joins *ports*, each a stage on a worker: ``channel 0 forward 0.0>1.1`` goes from stage 0 on worker 0 to
+stage 1 on worker 1. Where several workers hold a stage, an *exchange* is a channel from all of its ports to all::
+
+    channel 4 weight-gradient 0.0,2.0>0.0,2.0 slots 1 by reduce-scatter(0),all-gather(0)
+
+``box 0 g gives 4`` starts it with what this worker has, and ``unbox 0 g takes 4`` waits for what it has afterwards
+(OneFlow, Sect. 3.2). Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds
 g's message and each channel it gives to has a free slot; a slot is its register, and a consumer without a free one
 stops its producer.
 """
@@ -44,12 +49,16 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, final, get_args
 
 from roundelay.errors import PlanError
+from roundelay.ir.exchange import Phase
 
-Opcode = Literal["read", "forward", "backward", "backward-weight", "grad-norm-sq", "update"]
-ChannelKind = Literal["forward", "gradient", "grad-norm-sq", "grad-norm"]
+Opcode = Literal["read", "forward", "backward", "backward-weight", "box", "unbox", "grad-norm-sq", "update"]
+ChannelKind = Literal["data", "forward", "gradient", "weight-gradient", "grad-norm-sq", "grad-norm"]
 Window = Literal["batch", "run"]
 
-PER_BATCH = ("grad-norm-sq", "grad-norm")
+EDGES = ("forward", "gradient")
+"""Channels that carry the values of an edge between two stages."""
+
+SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
 
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
@@ -78,6 +87,8 @@ OPCODES: dict[str, OpcodeInfo] = {
     "forward": OpcodeInfo("F", "forward"),
     "backward": OpcodeInfo("B", "backward"),
     "backward-weight": OpcodeInfo("W", "backward"),
+    "box": OpcodeInfo("X", "backward", once_a_batch=True, scheduled=False),
+    "unbox": OpcodeInfo("Y", "backward", once_a_batch=True, scheduled=False),
     "grad-norm-sq": OpcodeInfo("S", "backward", once_a_batch=True, scheduled=False),
     "update": OpcodeInfo("U", "update", once_a_batch=True),
 }
@@ -97,24 +108,37 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A queue of messages between two ports: one message per micro-batch, or one per batch for norms.
+    """A queue of messages between ports: one per micro-batch, or one per batch for weights' gradients and norms.
 
     Args:
-        id: number, the same on both sides.
-        kind: what it carries: activations, gradients, the squared norm of a stage's gradients, or the norm of all.
-        source: the port that sends.
-        target: the port that receives.
+        id: number, the same at all ports.
+        kind: what it carries: micro-batches of another replica, activations, gradients, gradients of weights, the
+            squared norm of a stage's gradients, or the norm of all.
+        sources: the ports that send: one, or in an exchange those of all holders, in order.
+        targets: the ports that receive, likewise.
         slots: messages that may be on the way or unread at one time.
+        phases: of an exchange; empty for a channel from one port to another.
     """
 
     id: int
     kind: ChannelKind
-    source: Port
-    target: Port
+    sources: tuple[Port, ...]
+    targets: tuple[Port, ...]
     slots: int
+    phases: tuple[Phase, ...] = ()
+
+    def filled_by(self, worker: int) -> bool:
+        """Whether this worker sends on it."""
+        return any(port.worker == worker for port in self.sources)
+
+    def read_by(self, worker: int) -> bool:
+        """Whether this worker receives from it."""
+        return any(port.worker == worker for port in self.targets)
 
     def __str__(self) -> str:
-        return f"channel {self.id} {self.kind} {self.source}>{self.target} slots {self.slots}"
+        ends = ">".join([",".join(map(str, ports)) for ports in (self.sources, self.targets)])
+        by = f" by {','.join(map(str, self.phases))}" if self.phases else ""
+        return f"channel {self.id} {self.kind} {ends} slots {self.slots}{by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +238,7 @@ class Program:
                     channels.append(_channel(line))
                 else:
                     heads[words[0]] = _matched(_HEADS[words[0]], line)
-            except (IndexError, KeyError, ValueError) as error:
+            except (IndexError, KeyError, PlanError, ValueError) as error:
                 raise _bad_line(number, line) from error
         if missing := [name for name in _HEADS if name not in heads]:
             raise _bad_line(len(lines), f"the end, and no line {missing[0]!r}")
@@ -243,7 +267,10 @@ _HEADS = {
     "registers": re.compile(r"registers (\d+)"),
     "body": re.compile("body"),
 }
-_CHANNEL = re.compile(rf"channel (\d+) ({'|'.join(get_args(ChannelKind))}) (\d+)\.(\d+)>(\d+)\.(\d+) slots (\d+)")
+_CHANNEL = re.compile(
+    rf"channel (\d+) ({'|'.join(get_args(ChannelKind))}) ([\d.,]+)>([\d.,]+) slots (\d+)(?: by (\S+))?"
+)
+_PORT = re.compile(r"(\d+)\.(\d+)")
 _OFFSET = re.compile(r"g([+-]\d+)?")
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),
@@ -263,9 +290,13 @@ def _matched(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
 
 
 def _channel(line: str) -> Channel:
-    number, kind, *ports, slots = _matched(_CHANNEL, line)
-    ends = [int(port) for port in ports]
-    return Channel(int(number), kind, Port(*ends[:2]), Port(*ends[2:]), int(slots))  # type: ignore[arg-type]
+    number, kind, sources, targets, slots, by = _matched(_CHANNEL, line)
+    phases = tuple(map(Phase.parse, by.split(","))) if by else ()
+    return Channel(int(number), kind, _ports(sources), _ports(targets), int(slots), phases)  # type: ignore[arg-type]
+
+
+def _ports(text: str) -> tuple[Port, ...]:
+    return tuple([Port(*map(int, _matched(_PORT, port))) for port in text.split(",")])
 
 
 def _instruction(words: list[str]) -> Instruction:

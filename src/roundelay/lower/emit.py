@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import Phase
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, ChannelKind, Instruction, Port, Program
@@ -28,27 +29,39 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
-    """Every channel of a plan: for each edge one forward, and one back if a gradient travels.
+    """Every channel of a plan.
 
-    Where the norm of the whole model's gradient is needed, every other stage sends its own squared norm to stage 0,
-    with slots for the batches that stage k can finish before stage 0 has finished the first of them. Where updates wait
-    for the norm, stage 0 sends it to every other stage, one batch's at a time.
+    In each replica each edge has one forward, and one back if a gradient travels. The worker that reads sends the other
+    replicas their micro-batches. What the holders of a stage exchange has one channel among them.
+
+    Where the norm of the whole model's gradient is needed, every other stage of the first replica sends its own squared
+    norm to stage 0, with slots for the batches that stage k can finish before stage 0 has finished the first of them.
+    Where updates wait for the norm, stage 0 sends it to every other port, one batch's at a time.
     """
     channels: list[Channel] = []
-    ports = [Port(plan.worker_of(stage), stage) for stage in range(plan.num_stages)]
     flushes = schedule_of(plan).window == "batch"
+    ports = [[Port(worker, stage) for worker in plan.holders(stage)] for stage in range(plan.num_stages)]
 
-    def add(kind: ChannelKind, source: int, target: int, slots: int) -> None:
-        channels.append(Channel(len(channels), kind, ports[source], ports[target], slots))
+    def add(kind: ChannelKind, source: Port, target: Port, slots: int) -> None:
+        channels.append(Channel(len(channels), kind, (source,), (target,), slots))
 
+    for r in range(1, plan.replicas):
+        add("data", ports[0][0], ports[0][r], REGISTERS)
     for edge in plan.edges:
-        add("forward", edge.source, edge.target, edge.slots)
-        if edge.gradient:
-            add("gradient", edge.target, edge.source, edge.slots)
-    for k in range(1, plan.num_stages if uses_grad_norm(plan) else 1):
-        add("grad-norm-sq", k, 0, 1 if flushes else 1 + -(-k // plan.micro_batches))
-    for k in range(1, plan.num_stages if awaits_grad_norm(plan) else 1):
-        add("grad-norm", 0, k, 1)
+        for source, target in zip(ports[edge.source], ports[edge.target], strict=True):
+            add("forward", source, target, edge.slots)
+            if edge.gradient:
+                add("gradient", target, source, edge.slots)
+    for exchange in plan.exchanges:
+        kind: ChannelKind = exchange.kind  # type: ignore[assignment]
+        holders, phases = tuple(ports[exchange.stage]), tuple(map(Phase.parse, exchange.phases))
+        channels.append(Channel(len(channels), kind, holders, holders, 1, phases))
+    if uses_grad_norm(plan):
+        for k in range(1, plan.num_stages):
+            add("grad-norm-sq", ports[k][0], ports[0][0], 1 if flushes else 1 + -(-k // plan.micro_batches))
+    if awaits_grad_norm(plan):
+        for port in [port for of_stage in ports for port in of_stage][1:]:
+            add("grad-norm", ports[0][0], port, 1)
     return tuple(channels)
 
 
@@ -83,14 +96,14 @@ def _program(plan: Plan, schedule: Schedule, worker: int, channels: tuple[Channe
         over=schedule.window,
         tapes=body.peak(schedule.window, plan.micro_batches, "F", "B"),
         owed=body.peak(schedule.window, plan.micro_batches, "B", "W") if schedule.halved else 0,
-        registers=REGISTERS if 0 in stages else 0,
-        channels=tuple(c for c in channels if worker in (c.source.worker, c.target.worker)),
-        body=tuple(_with_updates(plan, schedule, body, {stage: _lines(plan, stage, channels) for stage in stages})),
+        registers=REGISTERS if worker == plan.worker_of(0) else 0,
+        channels=tuple(c for c in channels if c.filled_by(worker) or c.read_by(worker)),
+        body=tuple(_with_updates(plan, schedule, body, {k: _lines(plan, Port(worker, k), channels) for k in stages})),
     )
 
 
 def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int, Lines]) -> Iterator[Instruction]:
-    """The body as instructions: updates follow the last backwards of their batch.
+    """The body as instructions: exchanges and updates follow the last backwards of their batch.
 
     Updates that wait for the norm of the whole model's gradient wait for the backwards of all stages of the worker.
     They come after the last of these, that of the lower stage first, as stage 0 sends the norm.
@@ -134,34 +147,33 @@ def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
     return letters if PREVIOUS in letters else ""
 
 
-def _lines(plan: Plan, stage: int, channels: tuple[Channel, ...]) -> Lines:
-    """What a stage's actions are as instructions."""
-    rule = rule_named(plan.rule)
-    takes = _ids(channels, "forward", target=stage)
-    gives = _ids(channels, "forward", source=stage)
-    grads_in = _ids(channels, "gradient", target=stage)
-    grads_out = _ids(channels, "gradient", source=stage)
-    norms = _ids(channels, "grad-norm", target=stage), _ids(channels, "grad-norm", source=stage)
-    squares = _ids(channels, "grad-norm-sq", target=stage), _ids(channels, "grad-norm-sq", source=stage)
+def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
+    """What the actions of a stage on its worker are as instructions."""
+    rule, stage = rule_named(plan.rule), port.stage
+
+    def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Channels of a kind into the port and out of it, by number."""
+        own = [c for c in channels if c.kind == kind]
+        return tuple([c.id for c in own if port in c.targets]), tuple([c.id for c in own if port in c.sources])
+
+    data, forward, backward = ends("data"), ends("forward"), ends("gradient")
+    exchanged, squares, norms = ends("weight-gradient"), ends("grad-norm-sq"), ends("grad-norm")
     ahead_by, back_by = distances(plan, rule, stage)
     summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
 
     def lines(kind: str, offset: int) -> list[Instruction]:
         if kind == "F":
-            forward = Instruction("forward", stage, offset, takes, gives, version, "", ahead_by, mode)
-            return [Instruction("read", stage, offset), forward] if stage == 0 else [forward]
+            ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
+            return [Instruction("read", stage, offset, *data), ran] if stage == 0 else [ran]
         if kind == "B":
-            return [Instruction("backward", stage, offset, grads_in, grads_out, "", weights, back_by, mode)]
+            return [Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)]
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind == "S":
-            return [Instruction("grad-norm-sq", stage, offset, *squares)] if summed else []
+            boxed = [Instruction("box", stage, offset, gives=exchanged[1])] if exchanged[1] else []
+            boxed += [Instruction("unbox", stage, offset, takes=exchanged[0])] if exchanged[0] else []
+            return [*boxed, Instruction("grad-norm-sq", stage, offset, *squares)] if summed else boxed
         return [Instruction("update", stage, offset, *norms)]
 
     return lines
-
-
-def _ids(channels: tuple[Channel, ...], kind: str, *, source: int = -1, target: int = -1) -> tuple[int, ...]:
-    """Channels of a kind into stage ``target`` or out of stage ``source``, by number of the other end."""
-    return tuple(c.id for c in channels if c.kind == kind and (c.source.stage == source or c.target.stage == target))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from roundelay.errors import PlanError
 from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
@@ -46,6 +47,7 @@ def check_plan(plan: Plan) -> None:
     check_ema(plan.ema)
     transport_named(plan.transport)
     _at_least("format", plan.format, FORMAT)
+    _at_least("replicas", plan.replicas, 1)
     _at_least("micro_batches", plan.micro_batches, 1)
     check_deadline(plan.deadline_s)
     _above_zero("bytes_per_s", plan.bytes_per_s)
@@ -116,6 +118,7 @@ def _check_workers(plan: Plan) -> None:
         )
     schedule = schedule_of(plan)
     placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
+    _check_replicas(plan)
     if plan.num_stages % schedule.stages_per_worker or set(placed) != schedule.groups(plan.num_stages):
         groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % schedule.stages_per_worker))
         raise PlanError(
@@ -125,6 +128,46 @@ def _check_workers(plan: Plan) -> None:
             + "; ".join(_numbers(group) for group in groups),
             remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
         )
+
+
+def _check_replicas(plan: Plan) -> None:
+    """Check that a worker has stages of one replica, that replicas have like devices, and what they exchange."""
+    for worker, stages in enumerate(plan.worker_stages):
+        places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
+        if len({r for _, r in places}) > 1:
+            raise PlanError(
+                f"workers of the plan's stages: {plan.workers[worker].name}",
+                got="stages of several replicas: "
+                + ", ".join(f"stage {stage} of replica {r}" for stage, r in sorted(places)),
+                expected="those of one replica, which a worker alternates",
+                remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
+            )
+    for stage in range(plan.num_stages):
+        kinds = {plan.workers[worker].device.split(":")[0] for worker in plan.holders(stage)}
+        if len(kinds) > 1:
+            raise PlanError(
+                f"stages[{stage}].workers of the plan",
+                got="replicas on " + " and ".join(sorted(kinds)),
+                expected="one kind of device for all replicas of a stage: the same operation has other bits on another",
+                remedy="Correct --devices, or `device` of the plan's workers.",
+            )
+    due = [] if plan.replicas == 1 else [(stage, "weight-gradient") for stage in range(plan.num_stages)]
+    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges]
+    if got != due:
+        raise PlanError(
+            "exchanges of the plan",
+            got=", ".join(f"{kind} of stage {stage}" for stage, kind in got) or "none",
+            expected=", ".join(f"{kind} of stage {stage}" for stage, kind in due) or "none, with one replica",
+            remedy="Correct the plan, or write a new one with `roundelay plan`.",
+        )
+    for i, exchange in enumerate(plan.exchanges):
+        if tuple(map(Phase.parse, exchange.phases)) != all_reduce() or len(exchange.dtypes) != len(exchange.elements):
+            raise PlanError(
+                f"exchanges[{i}] of the plan",
+                got=f"{', '.join(exchange.phases)} of {len(exchange.dtypes)} dtypes and {len(exchange.elements)} sizes",
+                expected=", ".join(map(str, all_reduce())) + ", and a size for each dtype",
+                remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
 
 
 def _numbers(stages: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ batches, short ones, and an end at every position of the loop. Checked of each r
 - every version that is read exists and is the one that the rule states (:func:`version_read`), predicted as far ahead
   as it states (:func:`distance_ahead`). After a short batch, a stage may not have the version that a table states: then
   the forward reads the newest. With full batches that is an error;
+- where a stage has replicas, each exchanges a batch's gradients between the batch's last backward and the update;
 - where the norm of the whole model's gradient is needed, each stage computes its squared norm between the batch's last
   backward and the update;
 - where an update is clipped by the norm of an earlier batch, it is the batch that the rule states (:func:`norm_read`),
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
@@ -52,7 +54,7 @@ class Fired:
 
 def runs_to_check(plan: Plan) -> list[list[int]]:
     """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
-    m, d = plan.micro_batches, plan.num_workers
+    m, d = plan.micro_batches, plan.num_workers // plan.replicas
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
@@ -84,8 +86,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
-        if uses_grad_norm(plan):
-            _check_squares(plan, executed, "backward-weight" if schedule.halved else "backward")
+        _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
@@ -94,13 +95,16 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
 
-def _check_squares(plan: Plan, executed: Sequence[Fired], last: str) -> None:
-    """Check that squared norms are those of complete gradients: after the batch's last backward, before its update."""
+def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
+    """Check that updates use complete gradients: exchanged and squared between the batch's last backward and it."""
+    chain = [last]
+    chain += ["box", "unbox"] if plan.exchanges else []
+    chain += ["grad-norm-sq"] if uses_grad_norm(plan) else []
+    before_of = {after: before for before, after in pairwise([*chain, "update"])}
     done: dict[tuple[int, str], int] = {}
-    needs = {"grad-norm-sq": last, "update": "grad-norm-sq"}
     for f in executed:
         done[f.stage, f.opcode] = f.g
-        if (before := needs.get(f.opcode)) and done.get((f.stage, before)) != f.g:
+        if (before := before_of.get(f.opcode)) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
             raise _violation(plan, place, f"no {before} of that micro-batch before it", "one")
 

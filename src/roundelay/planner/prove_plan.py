@@ -44,9 +44,11 @@ def _without_times(plan: Plan) -> Plan:
         latency_s=0.1,
         bytes_per_s=1.0,
         read_s=0.1,
+        input_bytes=0,
         workers=tuple(replace(worker, device=CPU) for worker in plan.workers),
         stages=tuple(replace(even, workers=stage.workers) for stage in plan.stages),
         edges=tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges),
+        exchanges=tuple(replace(exchange, dtypes=(), elements=()) for exchange in plan.exchanges),
     )
 
 

@@ -3,13 +3,15 @@
 ::
 
     for g = 0..G-1:
-        x_0 = X_g
-        for k up:    A = forward_weights(k, g);  x_{k+1} = f_k(x_k; A, rng(k, g))
-        for k down:  d_k, gamma = VJP_mode(f_k; x_k, A, B = backward_weights(k, g))(d_{k+1});  acc_k += gamma
-        if g ends its batch:  W[t+1], S[t+1] = Opt(W[t], S[t], acc, lr(t));  acc = 0
+        for r = 0..R-1:
+            x_0 = X_{g,r}
+            for k up:    A = forward_weights(k, g);  x_{k+1} = f_k(x_k; A, rng(k, gR + r))
+            for k down:  d_k, gamma = VJP_mode(f_k; x_k, A, B = backward_weights(k, g))(d_{k+1});  acc_{k,r} += gamma
+        if g ends its batch:  W[t+1], S[t+1] = Opt(W[t], S[t], acc_0 + ... + acc_{R-1}, lr(t));  acc = 0
 
-One micro-batch at a time is enough, because every version that g reads is at most the number of its own batch, and so
-is complete once the micro-batches before g are done.
+Each of the R replicas has weights in common with the others, and buffers of its own. One micro-batch at a time is
+enough, because every version that g reads is at most the number of its own batch, and so is complete once the
+micro-batches before g are done.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
 from roundelay.reference.predict import Ahead, distance, predict
+from roundelay.reference.replica import Replica, total_count, total_gradients, total_missing
 from roundelay.reference.run_inputs import (
     Audit,
     Named,
@@ -50,8 +53,8 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
     setting: Setting,
     stages: Sequence[ReferenceStage],
     named: Named,
-    buffers: dict[str, torch.Tensor],
-    stream: Iterable[tuple[MicroBatch, dict[str, Any]]],
+    buffers: Sequence[Tensors],
+    stream: Iterable[Sequence[tuple[MicroBatch, dict[str, Any]]]],
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None,
     draw: Callable[[int], Any],
@@ -65,14 +68,14 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
         setting: rule, predictor, backward mode and so on.
         stages: in order; the last one returns ``loss``, and ``loss.count`` if the loss returns (sum, count).
         named: every parameter of the model, copies that are updated in place, each on the device of its stage.
-        buffers: by name; replaced, not modified.
-        stream: headers and values by name, in order of g. The first header defines the start of the run: its g, and
-            the version, which is the number of its batch.
+        buffers: of each replica, by name; replaced, not modified.
+        stream: headers and values by name, those of all replicas together, in order of g. The first header defines the
+            start of the run: its g, and the version, which is the number of its batch.
         optimizer: creates an optimizer over ``named``; called again to look ahead in the learning rate schedule.
         scheduler: creates a scheduler that is stepped after every update, or None.
-        draw: g to the key of the micro-batch's random numbers.
-        audit: called with (``forward``, k, g, outputs), (``backward``, k, g, gradients: those of inputs under
-            ``d NAME``) and (``update``, k, t, weights after it), in causal order.
+        draw: a micro-batch's number among those of all replicas, to the key of its random numbers.
+        audit: called with (``forward``, k, r, g, outputs), (``backward``, k, r, g, gradients: those of inputs under
+            ``d NAME``) and (``update``, k, r, t, weights after it), in causal order.
         start: loads the state at the start into an optimizer, after its scheduler has reached that version.
 
     Returns:
@@ -85,11 +88,13 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
     headers = iter(stream)
     first = next(headers, None)
     with torch.no_grad():
-        version = first[0].batch if first else 0
+        version = first[0][0].batch if first else 0
         trainer = Trainer(Recipe(optimizer, scheduler, start, version, setting.numbers), named)
-        run = _Run(setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, number, tensors: None))
-        for header, values in chain([first] if first else [], headers):
-            run.micro_batch(header, dict(values))
+        run = _Run(
+            setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, replica, number, tensors: None)
+        )
+        for dealt in chain([first] if first else [], headers):
+            run.micro_batches(dealt)
         return run.result()
 
 
@@ -107,7 +112,7 @@ class _Run:
         setting: Setting,
         stages: Sequence[ReferenceStage],
         trainer: Trainer,
-        buffers: dict[str, torch.Tensor],
+        buffers: Sequence[Tensors],
         draw: Callable[[int], Any],
         audit: Audit,
     ) -> None:
@@ -120,41 +125,44 @@ class _Run:
         self._start = trainer.live
         self._done = 0  # micro-batches of this run that are done; while one runs, its number i = g - g_start
         self._batch_ends: list[int] = []  # micro-batches of this run up to the end of each finished batch
-        self._gradients: Tensors = {}
-        self._total_count: float | None = None
-        self._missing_weight = 0.0  # weight in the batch's mean that ignored labels would have had
+        self._gradients: Tensors = {}  # of the batch that is being updated
+        self._replicas = [Replica(r, own) for r, own in enumerate(buffers)]
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
-        self._rows = 0  # of the batch's micro-batches so far
-        self._begun: dict[int, tuple[Tensors, float]] = {}  # by micro-batches done: sums of gradients, and divisor
-        self._result = ReferenceResult(buffers=dict(buffers))
+        self._result = ReferenceResult()
         averages = setting.ema_at or {}
         self._averages = {n: averages.get(n, weight).clone() for n, weight in self._trained() if setting.ema}
 
-    def micro_batch(self, header: MicroBatch, values: dict[str, Any]) -> None:
-        """Run forward and backward of a micro-batch, and the update if it ends its batch."""
-        self._check_number(header)
+    def micro_batches(self, dealt: Sequence[tuple[MicroBatch, dict[str, Any]]]) -> None:
+        """Run forward and backward of a micro-batch of each replica, and the update if they end their batch."""
+        last = dealt[-1][0]
+        self._check_number(last)
         newest = self._version(0) - 1  # the last batch that stage 0 had finished before this forward
         scale = self._scales.enter(newest)
-        passes = self._forward(header, values)
-        self._result.losses[header.g] = float(values[LOSS])
-        self._result.metrics[header.g] = {
+        for replica, (header, values) in zip(self._replicas, dealt, strict=True):
+            if header.rows:
+                self._micro_batch(replica, header, dict(values), scale)
+        self._done += 1
+        for replica, (header, _) in zip(self._replicas, dealt, strict=True):
+            replica.note(self._done, header)
+        if last.ends_batch:
+            self._update(last.batch, newest)
+        for replica in self._replicas:
+            replica.begun.pop(self._done - len(self._stages), None)
+        self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
+
+    def _micro_batch(self, replica: Replica, header: MicroBatch, values: dict[str, Any], scale: float) -> None:
+        """Run forward and backward of one micro-batch."""
+        passes = self._forward(replica, header, values)
+        self._result.losses[header.number] = float(values[LOSS])
+        self._result.metrics[header.number] = {
             name[len(METRIC) :]: (float(value), float(values.get(TERMS + name[len(METRIC) :], 0.0)))
             for name, value in values.items()
             if name.startswith(METRIC)
         }
         if self._setting.loss_scale.on:
-            self._result.scales[header.g] = scale
-        self._backward(header, passes, self._loss_gradient(header, values) * scale, scale)
-        self._done += 1
-        self._rows += header.rows
-        weight = self._rows / header.batch_rows - self._missing_weight
-        self._begun[self._done] = dict(self._gradients), self._total_count or weight or 1.0
-        if header.ends_batch:
-            self._update(header.batch, newest)
-            self._begun[self._done] = {}, 1.0
-        self._begun.pop(self._done - len(self._stages), None)
-        self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
+            self._result.scales[header.number] = scale
+        self._backward(replica, header, passes, self._loss_gradient(replica, header, values) * scale, scale)
 
     def result(self) -> ReferenceResult:
         """Return the results, with the state at the end."""
@@ -164,6 +172,7 @@ class _Run:
             self._result.optimizer_state.setdefault(name, {})[EMA] = average
         self._result.updates = self._trainer.live
         self._result.loss_scale = self._scales.last()
+        self._result.buffers = [replica.buffers for replica in self._replicas]
         return self._result
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
@@ -179,12 +188,12 @@ class _Run:
         backwards = max(0, self._done - lag)
         return self._start + sum(1 for end in self._batch_ends if end <= backwards)
 
-    def _forward_weights(self, header: MicroBatch, stage: int) -> Tensors:
+    def _forward_weights(self, replica: Replica, header: MicroBatch, stage: int) -> Tensors:
         newest = self._version(stage)
         if not self._setting.rule.predicts:
             return self._weights(stage, self._version_read(header, stage, newest))
         s = self._distance(header, stage, newest, len(self._stages) - 1 - stage)
-        return self._predicted_weights(stage, newest, s)
+        return self._predicted_weights(replica, stage, newest, s)
 
     def _version_read(self, header: MicroBatch, stage: int, newest: int) -> int:
         """Return the version that the rule states, or the newest if the stage does not have it yet (short batches)."""
@@ -195,12 +204,12 @@ class _Run:
             return newest
         return min(newest, max(self._start, header.batch - 1))
 
-    def _backward_weights(self, header: MicroBatch, stage: int) -> Tensors:
+    def _backward_weights(self, replica: Replica, header: MicroBatch, stage: int) -> Tensors:
         """Return the weights of a backward that does not read those of its forward."""
         live = self._trainer.live
         if self._setting.rule.backward_reads(self._setting.mode) == "live":
             return self._weights(stage, live)
-        return self._predicted_weights(stage, live, self._distance(header, stage, live, 0))
+        return self._predicted_weights(replica, stage, live, self._distance(header, stage, live, 0))
 
     def _distance(self, header: MicroBatch, stage: int, version: int, lag: int) -> int:
         """Return the number of updates between a version and the moment for which weights are predicted."""
@@ -216,14 +225,14 @@ class _Run:
         # until stage 0's backward this stage runs the backwards of stage // 2 further micro-batches
         return s + sum(1 for n in range(1, stage // 2 + 1) if (header.index + n) % header.count == 0)
 
-    def _predicted_weights(self, stage: int, version: int, s: int) -> Tensors:
+    def _predicted_weights(self, replica: Replica, stage: int, version: int, s: int) -> Tensors:
         weights = self._weights(stage, version)
-        begun = self._partial_gradients(stage) if self._setting.predictor == "partial" else {}
+        begun = self._partial_gradients(replica, stage) if self._setting.predictor == "partial" else {}
         return {name: self._predicted(name, weight, version, s, begun.get(name)) for name, weight in weights.items()}
 
-    def _partial_gradients(self, stage: int) -> Tensors:
-        """Return mean gradients of the unfinished batch, as far as the stage had summed them before this forward."""
-        sums, divisor = self._begun.get(self._done - (len(self._stages) - 1 - stage), ({}, 1.0))
+    def _partial_gradients(self, replica: Replica, stage: int) -> Tensors:
+        """Return mean gradients of the unfinished batch, as far as this replica's stage had summed them by then."""
+        sums, divisor = replica.begun.get(self._done - (len(self._stages) - 1 - stage), ({}, 1.0))
         means = {n: torch.div(sums[n], divisor) for n in self._stages[stage].parameters if n in sums}
         if self._setting.loss_scale.on and not math.isfinite(norm_of(means.values())):
             return {}
@@ -244,36 +253,39 @@ class _Run:
         weights = self._trainer.versions[version].weights
         return {name: weights[name] for name in self._stages[stage].parameters}
 
-    def _forward(self, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
+    def _forward(self, replica: Replica, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
         """Run the forwards of all stages and add their outputs to ``values``."""
         passes = []
         for k, stage in enumerate(self._stages):
-            read = self._forward_weights(header, k)
-            buffers = {name: _on(stage.device, self._result.buffers[name]) for name in stage.buffers}
+            read = self._forward_weights(replica, header, k)
+            buffers = {name: _on(stage.device, replica.buffers[name]) for name in stage.buffers}
             inputs = {name: _on(stage.device, values[name]) for name in stage.functions.inputs}
-            key = self._draw(header.g)
+            key = self._draw(header.number)
             outputs, tape = stage.functions.forward(read, buffers, inputs, key, mode=self._setting.mode)
-            self._result.buffers.update(buffers)
+            replica.buffers.update(buffers)
             values.update(outputs)
-            self._audit("forward", k, header.g, {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)})
+            tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
+            self._audit("forward", k, replica.number, header.g, tensors)
             passes.append((read, tape))
         return passes
 
-    def _loss_gradient(self, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
+    def _loss_gradient(self, replica: Replica, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
         """Return the gradient of the loss: its weight in the batch's mean, or 1 if the update divides by the count."""
         loss = values[LOSS]
-        if LABELS in values and header.count > 1:  # weighted by labels; the update divides by the sum of the weights
+        if LABELS in values and not header.whole:  # weighted by labels; the update divides by the sum of the weights
             present = float(values[LABELS]) / (header.rows * self._setting.labels_per_row)
-            self._missing_weight += (missing := header.weight * (1.0 - present))
+            replica.missing += (missing := header.weight * (1.0 - present))
             return torch.full_like(loss, header.weight - missing)
         if COUNT not in values:
             return torch.full_like(loss, header.weight)
         count = float(values[COUNT])
-        self._result.counts[header.g] = count
-        self._total_count = count if self._total_count is None else self._total_count + count
+        self._result.counts[header.number] = count
+        replica.count = count if replica.count is None else replica.count + count
         return torch.ones_like(loss)
 
-    def _backward(self, header: MicroBatch, passes: list[Pass], loss_gradient: torch.Tensor, scale: float) -> None:
+    def _backward(
+        self, replica: Replica, header: MicroBatch, passes: list[Pass], loss_gradient: torch.Tensor, scale: float
+    ) -> None:
         """Run the backwards of all stages; gradients follow the chain of a value's readers, so none is summed here."""
         gradients: Tensors = {LOSS: loss_gradient}
         for k in reversed(range(len(self._stages))):
@@ -282,15 +294,14 @@ class _Run:
             grad_outputs = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
             read, tape = passes[k]
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
-                read = self._backward_weights(header, k)
+                read = self._backward_weights(replica, header, k)
             of_inputs, of_parameters = functions.backward(tape, grad_outputs, read)
             if self._setting.loss_scale.on:
                 of_parameters = {name: gradient / scale for name, gradient in of_parameters.items()}
-            self._audit("backward", k, header.g, {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters})
+            tensors = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
+            self._audit("backward", k, replica.number, header.g, tensors)
             gradients.update(of_inputs)
-            for name, gradient in of_parameters.items():
-                total = self._gradients.get(name)
-                self._gradients[name] = gradient if total is None else total + gradient
+            replica.add(of_parameters)
         if gradients:
             raise InternalError(
                 f"the reference's backward of micro-batch {header.g}",
@@ -300,7 +311,8 @@ class _Run:
             )
 
     def _update(self, batch: int, newest: int) -> None:
-        divisor = 1.0 - self._missing_weight if self._missing_weight else self._total_count
+        self._gradients, missing = total_gradients(self._replicas), total_missing(self._replicas)
+        divisor = 1.0 - missing if missing else total_count(self._replicas)
         stage_norms = self._stage_norms(divisor)
         whole = self._norms[batch] = whole_norm(stage_norms)
         if self._setting.loss_scale.on:
@@ -317,10 +329,12 @@ class _Run:
             if self._setting.ema
         }
         self._batch_ends.append(self._done)
-        self._gradients, self._total_count, self._rows = {}, None, 0
-        self._missing_weight = 0.0
-        for k in reversed(range(len(self._stages))):
-            self._audit("update", k, batch, self._weights(k, self._trainer.live))
+        self._gradients = {}
+        for replica in self._replicas:
+            replica.begin_batch()
+            replica.begun[self._done] = {}, 1.0
+            for k in reversed(range(len(self._stages))):
+                self._audit("update", k, replica.number, batch, self._weights(k, self._trainer.live))
 
     def _clipped(self, gradients: Tensors) -> Tensors:
         """Return every stage's gradients times min(1, bound / (their norm + epsilon)) if the plan clips by stage."""

@@ -24,8 +24,8 @@ Named = list[tuple[str, torch.nn.Parameter]]
 OptimizerFactory = Callable[[Named], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 CPU = torch.device("cpu")
-Audit = Callable[[str, int, int, Mapping[str, torch.Tensor]], None]
-"""(kind, stage, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t."""
+Audit = Callable[[str, int, int, int, Mapping[str, torch.Tensor]], None]
+"""(kind, stage, replica, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t."""
 
 
 class StageFunctions(Protocol):
@@ -112,13 +112,13 @@ class ReferenceResult:
     """The results of a reference run.
 
     Args:
-        losses: by g, as the loss function returned it: the micro-batch's mean, or its sum.
-        counts: by g; empty unless the loss returns (sum, count).
-        metrics: by g: name to (value, number of terms summed in it or 0), as the loss function returned them.
-        scales: by g: the loss scale; empty if losses are not scaled.
+        losses: by number, as the loss function returned it: the micro-batch's mean, or its sum.
+        counts: by number; empty unless the loss returns (sum, count).
+        metrics: by number: name to (value, number of terms summed in it or 0), as the loss function returned them.
+        scales: by number: the loss scale; empty if losses are not scaled.
         loss_scale: a dynamic scale at the end, in the form of ``Setting.loss_scale_at``; None if it is constant.
         parameters: every parameter of the model by name, at the end.
-        buffers: every buffer by name, at the end.
+        buffers: every buffer by name, at the end, of each replica.
         optimizer_state: by parameter name; a parameter that was never updated is missing.
         updates: version at the end: number of updates done, those before the run included.
     """
@@ -129,6 +129,6 @@ class ReferenceResult:
     scales: dict[int, float] = field(default_factory=dict)
     loss_scale: tuple[float, int] | None = None
     parameters: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
+    buffers: list[Tensors] = field(default_factory=list)
     optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     updates: int = 0

@@ -22,6 +22,9 @@ from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.loader_epoch import Generators, OpenEpoch, take_first_epoch
 from roundelay.runtime.prefetch import Registers, prefetch
 
+Dealt = tuple[tuple[MicroBatch, dict[str, torch.Tensor]], ...]
+"""One micro-batch of each replica: header, and the values that enter the graph; none if it has no rows."""
+
 
 def read(  # noqa: PLR0913  data, from where to where, and in which parts
     batches: Batches,
@@ -30,11 +33,12 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
     extent: Extent,
     values: Callable[[Any], dict[str, torch.Tensor]],
     *,
+    replicas: int = 1,
     min_rows: int = 1,
     registers: Registers | None = None,
     control: RunControl | None = None,
-) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]], None, None]:
-    """Yield micro-batches: header, and the values that enter the graph.
+) -> Generator[Dealt, None, None]:
+    """Yield micro-batches, one of each replica at a time: the parts of a batch are dealt out in turns.
 
     Args:
         batches: the job's loader.
@@ -42,6 +46,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
         micro_batches: M.
         extent: start and end of the run.
         values: micro-batch -> tensors by value name.
+        replicas: R.
         min_rows: minimum rows of a micro-batch, from the graph.
         registers: if given, a separate thread prefetches into them.
         control: may request a checkpoint, or the end, before any batch.
@@ -55,19 +60,32 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
     in_line = _batches(batches, seed, extent)
     with closing(in_line if registers is None else prefetch(in_line, registers)) as source:
         for batch, epoch, ends_epoch, final in source:
-            rows = num_rows(batch)
-            sizes = part_rows(batch, micro_batches, min_rows)
+            parts = replicas * micro_batches
+            sizes = part_rows(batch, parts, min_rows)
             if control is not None and control.ending:
                 final = True
             saved = int(not final and _saves(extent, control, t, ends_epoch))
-            for i, part in enumerate(split(batch, micro_batches, min_rows)):
-                last = int(final and i + 1 == len(sizes))
-                header = MicroBatch(g, t, i, len(sizes), sizes[i], rows, epoch, int(ends_epoch), last, saved=saved)
-                yield header, values(part)
+            count = -(-len(sizes) // replicas)
+            known = (t, 0, count, 0, num_rows(batch), epoch, int(ends_epoch), 0)
+            whole = MicroBatch(g, *known, saved=saved, replicas=replicas)
+            for i, dealt in enumerate(_dealt(split(batch, parts, min_rows), replicas)):
+                header = whole._replace(g=g, index=i, final=int(final and i + 1 == count))
+                yield tuple(
+                    (header._replace(rows=0, replica=r), {})
+                    if part is None
+                    else (header._replace(rows=sizes[i * replicas + r], replica=r), values(part))
+                    for r, part in enumerate(dealt)
+                )
                 g += 1
             t += 1
             if final:
                 return
+
+
+def _dealt(parts: list[Any], replicas: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of a batch in rounds, with one for each replica; the last round may lack some."""
+    for start in range(0, len(parts), replicas):
+        yield tuple(parts[start : start + replicas]) + (None,) * (start + replicas - len(parts))
 
 
 def _saves(extent: Extent, control: RunControl | None, batch: int, ends_epoch: bool) -> bool:

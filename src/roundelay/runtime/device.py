@@ -13,7 +13,7 @@ its own, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, final
@@ -25,7 +25,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import CPU
-from roundelay.runtime.handlers import Context, Handler
+from roundelay.runtime.handlers import Context, Entry, Handler
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
 from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
@@ -39,8 +39,7 @@ KNOWN_SPANS = 16 * KEPT_MICRO_BATCHES
 HELD_SPANS = 256
 """Pairs of events that may wait before the oldest are read."""
 
-Entry = tuple[MicroBatch, dict[str, torch.Tensor]]
-Data = Generator[Entry, None, None]
+Data = Generator[Sequence[Entry], None, None]
 Handlers = Mapping[str, Handler]
 
 
@@ -117,7 +116,7 @@ class Device:
         return Place(self.place)
 
     def feed(self, data: Data) -> Data:
-        """Micro-batches with their tensors on this device."""
+        """Micro-batches with the tensors of this replica's on this device."""
         return data
 
     def instrumented(self, handlers: Handlers) -> Handlers:
@@ -166,28 +165,28 @@ class AcceleratorDevice(Device):
 
     def feed(self, data: Data) -> Data:
         """Copy each micro-batch while the previous one is in use; see the module's docstring."""
-        registers: deque[tuple[Entry, Event]] = deque()
+        registers: deque[tuple[Sequence[Entry], Event]] = deque()
         with closing(data):
             while self._fill(registers, data):
-                (header, values), copied = registers.popleft()
+                dealt, copied = registers.popleft()
                 self._fill(registers, data)
                 self.stream.wait_event(copied)
-                for tensor in values.values():
+                for tensor in dealt[0][1].values():
                     self._driver.keep(tensor, self.stream)
-                yield header, values
+                yield dealt
 
-    def _fill(self, registers: deque[tuple[Entry, Event]], data: Iterator[Entry]) -> bool:
+    def _fill(self, registers: deque[tuple[Sequence[Entry], Event]], data: Iterator[Sequence[Entry]]) -> bool:
         """Issue copies until every unused register is full, or the data ends; returns whether any is full."""
         while len(registers) < REGISTERS - 1:
-            entry = next(data, None)
-            if entry is None:
+            dealt = next(data, None)
+            if dealt is None:
                 break
-            header, values = entry
+            (header, values), *others = dealt
             with self._driver.using(self._copies):
                 copies = {n: self._driver.pinned(v).to(self.place, non_blocking=True) for n, v in values.items()}
             copied = self._driver.event()
             copied.record(self._copies)
-            registers.append(((header, copies), copied))
+            registers.append((((header, copies), *others), copied))
         return bool(registers)
 
     def instrumented(self, handlers: Handlers) -> Handlers:

@@ -47,10 +47,8 @@ class ResumeState:
             self._recalled = {}
         return weights
 
-    def record_forward(
-        self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Keep a forward's weights if a checkpoint needs them, and the buffers after a batch's last forward."""
+    def record_forward(self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor]) -> None:
+        """Keep a forward's weights if a checkpoint needs them."""
         if self._due:
             key = run.reads, run.distance, ANY
             if key in self._weights and not _same(
@@ -60,6 +58,9 @@ class ResumeState:
             self._read[header.g] = header.batch, run.version, key
             if key not in self._weights:  # detached: the update replaces a parameter's memory
                 self._weights[key] = {name: weight.detach() for name, weight in weights.items()}
+
+    def record_buffers(self, header: MicroBatch, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Keep the buffers after a batch's last forward, if they are needed after its update."""
         if header.ends_batch and not header.final and (header.ends_epoch or header.saved):
             self._buffers[header.batch + 1] = dict(
                 buffers

@@ -10,6 +10,7 @@ import torch
 
 from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.gradient_bucket import GradientBucket
 
 Tensors = dict[str, torch.Tensor]
 
@@ -24,10 +25,20 @@ class Gradients:
         scaled: whether losses are scaled, so that sums may not be finite.
         shares: what :meth:`count` counts: True for weights in the batch's mean that ignored labels would have had, so
             that the divisor is 1 minus their sum; False for terms that the losses have summed.
+        bucket: how they are exchanged with other replicas; None if there are none.
     """
 
-    def __init__(self, names: Sequence[str], clip: Clip, *, scaled: bool = False, shares: bool = False) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        clip: Clip,
+        *,
+        scaled: bool = False,
+        shares: bool = False,
+        bucket: GradientBucket | None = None,
+    ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
+        self._bucket = bucket
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
         self._count = 0.0
@@ -54,6 +65,17 @@ class Gradients:
     def count(self, count: float) -> None:
         """Add the number of terms that a micro-batch's loss has summed, or the weight that its ignored labels take."""
         self._count += count
+
+    def packed(self) -> tuple[torch.Tensor, ...]:
+        """The sums of this replica, and what it has counted, in the bucket's flat tensors."""
+        assert self._bucket is not None, "only what has a bucket is exchanged"
+        return self._bucket.pack(self._sums, self._count)
+
+    def unpack(self, parts: tuple[torch.Tensor, ...]) -> None:
+        """Take the sums over all replicas, in the bucket's flat tensors, in place of this one's."""
+        assert self._bucket is not None, "only what has a bucket is exchanged"
+        self._sums, self._count = self._bucket.unpack(parts)
+        self._own = set()
 
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from roundelay.runtime.state_reports import StateReporter
 from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Message, Value
 
+Entry = tuple[MicroBatch, dict[str, torch.Tensor]]
+"""A micro-batch as it is read: header, and the values that enter the graph; none if it has no rows."""
+
 Audit = Callable[[str, int, Mapping[str, Any]], None]
 """Called for every forward, backward and update with kind, number, and tensors by name."""
 
@@ -36,7 +39,8 @@ class Context:
         worker: number of the worker.
         stage: the stage's state.
         seed: seed of the run.
-        data: micro-batches, on the worker that reads them.
+        data: micro-batches, one of each replica at a time, on the worker that reads them.
+        read: names of the values that a micro-batch's data consist of.
         edges: the edge of every channel, and the channel itself.
         report: called with reports to the launcher.
         audit: called with everything that is computed; None for no audit.
@@ -59,7 +63,8 @@ class Context:
     worker: int
     stage: Stage
     seed: int
-    data: Iterator[tuple[MicroBatch, dict[str, torch.Tensor]]]
+    data: Iterator[Sequence[Entry]]
+    read: tuple[str, ...]
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
@@ -86,10 +91,20 @@ Handler = Callable[[Context, Run], MicroBatch | None]
 
 
 def do_read(context: Context, run: Run) -> MicroBatch | None:
-    """Read the next micro-batch."""
-    header, values = next(context.data)
+    """Read the next micro-batch and send the other replicas theirs, or take the one that was sent."""
+    if run.takes:
+        message = context.inbox.pop((run.takes[0][0], run.g))
+        header, came = MicroBatch.of(message.header), zip(context.read, message.values, strict=False)
+        values = {name: value.to(context.stage.place) for name, value in came if isinstance(value, torch.Tensor)}
+    else:
+        (header, values), *others = next(context.data)
+        header = header if context.norms is None else context.norms.attach(header)
+        for (channel, _), (other, sent) in zip(run.gives, others, strict=True):
+            carried = other._replace(scale_log2=header.scale_log2, norm_bits=header.norm_bits)
+            parts = tuple([_value(sent[name]) for name in context.read]) if sent else ()
+            context.outbox[channel] = Message(channel, carried.numbers(), parts)
     context.entered[header.g] = dict(values)
-    return header if context.norms is None else context.norms.attach(header)
+    return header
 
 
 def do_forward(context: Context, run: Run) -> MicroBatch | None:
@@ -100,7 +115,7 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
         message = context.inbox.pop((channel, run.g))
         values.update(zip(context.edges[channel][1].values, message.values, strict=True))
     inputs = {name: values[name] for name in context.stage.function.inputs}
-    outputs = context.stage.forward(run, header, inputs, RngKey(context.seed, run.g))
+    outputs = context.stage.forward(run, header, inputs, RngKey(context.seed, header.number))
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
     values.update(outputs)
@@ -147,6 +162,21 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
+def do_box(context: Context, run: Run) -> MicroBatch | None:
+    """Start the exchange of a batch's gradients with the other replicas."""
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, _header(run).numbers(), context.stage.gradients.packed())
+    return None
+
+
+def do_unbox(context: Context, run: Run) -> MicroBatch | None:
+    """Take the sums of all replicas' gradients in place of the own."""
+    for channel, _ in run.takes:
+        message = context.inbox.pop((channel, run.g))
+        context.stage.gradients.unpack(message.values)  # type: ignore[arg-type]
+    return None
+
+
 def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
     """Send the squared norm of the stage's gradients to stage 0, which adds up those of all stages."""
     header, later = _header(run), 0.0
@@ -182,8 +212,25 @@ HANDLERS: dict[str, Handler] = {
     "backward": do_backward,
     "backward-weight": do_backward_weight,
     "grad-norm-sq": do_grad_norm_sq,
+    "box": do_box,
+    "unbox": do_unbox,
     "update": do_update,
 }
+
+PASSED_OVER = ("forward", "backward", "backward-weight")
+"""What is not computed for a micro-batch without rows."""
+
+
+def pass_over(context: Context, run: Run) -> MicroBatch | None:
+    """Pass on a micro-batch without rows: its messages are empty."""
+    for channel, _ in run.takes:
+        del context.inbox[channel, run.g]
+    context.entered.pop(run.g, None)
+    if run.instruction.opcode == "forward":
+        context.stage.pass_over(run, _header(run))
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, _header(run).numbers(), ())
+    return None
 
 
 def _header(run: Run) -> MicroBatch:
@@ -224,7 +271,7 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
     count = float(outputs[COUNT]) if COUNT in outputs else 0.0
     if not math.isfinite(loss):
         raise DivergedError(
-            f"the loss of stage {context.number}, micro-batch {header.g} (update {header.batch})",
+            f"the loss of stage {context.number}, micro-batch {header.number} (update {header.batch})",
             got=str(loss),
             expected="a finite number",
             remedy=_not_finite(header, loss, run.version),
@@ -234,7 +281,7 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
     context.losses[header.g] = outputs[LOSS]
     lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
     context.counts[header.g] = count or lacking
-    data: dict[str, Any] = {"g": header.g, "loss": loss, "count": count, "header": header.numbers()}
+    data: dict[str, Any] = {"g": header.number, "loss": loss, "count": count, "header": header.numbers()}
     if lacking:
         data["lacking"] = lacking
     if context.scaled:
@@ -252,9 +299,9 @@ def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:
             "No update was made before it, so the cause is in the data or in the initial model: look for numbers in "
             "this batch that are not finite, and for a log, a root or a division by 0 in model and loss."
         )
-    if header.count > 1 and math.isnan(loss):
+    if not header.whole and math.isnan(loss):
         remedy += (
-            f" This is one of {header.count} micro-batches of a batch: a mean over no elements is 0/0; let the loss "
+            " This is one of several micro-batches of a batch: a mean over no elements is 0/0; let the loss "
             "return (sum, count), or give --micro-batches 1."
         )
     return remedy

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from roundelay.errors import WorkerLostError
 from roundelay.ir.plan import Plan
+from roundelay.ir.program import SCALARS
 from roundelay.launchers import LEADER, Launched
+from roundelay.lower.emit import channels_of
 from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable
 from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connect_store, open_store, unreachable
@@ -169,9 +171,8 @@ class ProcessGroup:
 
 def _neighbours(plan: Plan, worker: int) -> list[int]:
     """The workers with which a worker exchanges tensors."""
-    home = plan.stage_workers
-    pairs = [{home[edge.source], home[edge.target]} for edge in plan.edges]
-    return sorted({other for pair in pairs if worker in pair for other in pair - {worker}})
+    groups = [{port.worker for port in (*c.sources, *c.targets)} for c in channels_of(plan) if c.kind not in SCALARS]
+    return sorted({other for group in groups if worker in group for other in group - {worker}})
 
 
 def _interruptibly(wait: Callable[[], _T]) -> _T:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
+from roundelay.checkpoint.in_flight_state import Flights, StageInFlight, Weights
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageTape
 from roundelay.frontend.retarget_device import CPU
@@ -25,6 +25,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
+from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.optimizer_state import OptimizerState
 from roundelay.runtime.predicted_weights import PredictedWeights
@@ -51,22 +52,34 @@ class Initial:
         buffers: by name.
         optimizer: optimizer state by parameter name, and that of the optimizer as a whole; empty for a new run.
         updates: updates made before.
-        flight: what every stage had in flight; None if the stages start empty.
+        flight: what every stage had in flight, by (stage, replica); None if the stages start empty.
         loss_scale: a dynamic loss scale, and the finite batches in a row so far; None for a new run.
         numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
+        replica_buffers: the buffers of the replicas after the first, where they have their own; by name.
     """
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     updates: int
-    flight: tuple[StageInFlight, ...] | None = None
+    flight: Flights | None = None
     loss_scale: tuple[float, int] | None = None
     numbers: tuple[float, ...] = ()
+    replica_buffers: tuple[Mapping[str, torch.Tensor], ...] = ()
 
-    def flight_of(self, stage: int) -> StageInFlight | None:
-        """Return what one stage had in flight."""
-        return None if self.flight is None else self.flight[stage]
+    def flight_of(self, stage: int, replica: int = 0) -> StageInFlight | None:
+        """Return what one stage of a replica had in flight."""
+        return None if self.flight is None else self.flight[stage, replica]
+
+    @property
+    def every_buffers(self) -> list[Mapping[str, torch.Tensor]]:
+        """The buffers of every replica that has its own."""
+        return [self.buffers, *({**self.buffers, **own} for own in self.replica_buffers)]
+
+    def buffers_of(self, replica: int) -> Mapping[str, torch.Tensor]:
+        """Return the buffers of a replica: its own, or else those of the first."""
+        every = self.every_buffers
+        return every[replica] if replica < len(every) else self.buffers
 
 
 class Stage:
@@ -79,6 +92,7 @@ class Stage:
         plan: has the rule, the predictor and the clipping.
         initial: the state to start from, on the CPU; copied.
         place: the device where it computes and keeps its tensors.
+        replica: which of the replicas it is of.
     """
 
     def __init__(
@@ -89,8 +103,9 @@ class Stage:
         plan: Plan,
         initial: Initial,
         place: torch.device = CPU,
+        replica: int = 0,
     ) -> None:
-        self.spec = spec
+        self.spec, self.place, self.replica = spec, place, replica
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
         self.function = captured.stage(spec, place, halved=self.halved)
         self.clip = Clip.parse(plan.clip)
@@ -100,8 +115,8 @@ class Stage:
             )
             for n in spec.parameters
         }
-        flight = initial.flight_of(spec.stage)
-        self.buffers = {n: initial.buffers[n].to(place, copy=True) for n in spec.buffers}
+        flight = initial.flight_of(spec.stage, replica)
+        self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         self._kept_state = OptimizerState(self.optimizer, named)
@@ -125,6 +140,7 @@ class Stage:
             self.clip,
             scaled=LossScale.parse(plan.loss_scale).on,
             shares=not captured.graph.loss_counts,
+            bucket=self._bucket(plan),
         )
         self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
@@ -162,11 +178,15 @@ class Stage:
         )
         tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
         self.tapes[header.g] = tape
-        if self._keep is not None or run.keep is not None:
-            self._keep = run.keep
-            self._forget()
-        self.in_flight.record_forward(run, header, weights, self.buffers)
+        self._hold_from(run.keep)
+        self.in_flight.record_forward(run, header, weights)
+        self.in_flight.record_buffers(header, self.buffers)
         return outputs
+
+    def pass_over(self, run: Run, header: MicroBatch) -> None:
+        """Do what the forward of a micro-batch without rows must do."""
+        self._hold_from(run.keep)
+        self.in_flight.record_buffers(header, self.buffers)
 
     def backward(
         self, run: Run, grads: Mapping[str, torch.Tensor | None], scale: float = 1.0
@@ -231,7 +251,7 @@ class Stage:
         Raises:
             JobError: the loss is not a mean over labels for this batch.
         """
-        if header.count == 1:
+        if header.whole:
             return 0.0
         if math.isnan(labels):
             raise JobError(
@@ -294,8 +314,9 @@ class Stage:
             | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
         )
 
-    def _forget(self) -> None:
-        """Drop versions that no later forward reads."""
+    def _hold_from(self, keep: int | None) -> None:
+        """Hold versions from ``keep`` on, the oldest that a later forward reads, and drop the others."""
+        self._keep = keep
         if self._kept:
             self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
 
@@ -313,6 +334,13 @@ class Stage:
             return self.live()
         return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
 
+    def _bucket(self, plan: Plan) -> GradientBucket | None:
+        """How gradients are exchanged with other replicas; None if there are none."""
+        unused = [exchange.unused for exchange in plan.exchanges if exchange.stage == self.spec.stage]
+        if not unused:
+            return None
+        return GradientBucket.of((n, p) for n, p in self.parameters.items() if p.requires_grad and n not in unused[0])
+
     def tape_bytes(self) -> int:
         """Return the most bytes that one forward has left for its backward, without parameters."""
         return max(self._tape_bytes.values(), default=0)
@@ -328,12 +356,16 @@ class Stage:
         state would be needed; else the current ones.
         """
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
-        recorded = self.in_flight.buffers(updates)
-        buffers = self.buffers if recorded is None else recorded
         state = self._kept_state.entries(self.parameters)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
-        return weights, state, {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+        return weights, state, self.own_buffers(updates)
+
+    def own_buffers(self, updates: int = -1) -> Weights:
+        """Return copies of the buffers as :meth:`state` does."""
+        recorded = self.in_flight.buffers(updates)
+        buffers = self.buffers if recorded is None else recorded
+        return {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""

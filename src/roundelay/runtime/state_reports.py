@@ -115,7 +115,7 @@ class StateReporter:
         elif saves or gathers:
             self._send(_held(stage, header, norms), header)
         elif header.final:
-            self._send(HeldState(stage.spec.stage, {}, {}, {}), header)
+            self._send(HeldState(stage.spec.stage, {}, {}, {}, replica=stage.replica), header)
 
     def finish(self, deadline_s: float) -> None:
         """Return when everything is written and reported.
@@ -200,6 +200,9 @@ def gathered_part(held: HeldState, gathered: Gathered) -> HeldState | None:
 
 def _held(stage: Stage, header: MicroBatch, norms: GradNorms | None) -> HeldState:
     updates = header.batch + 1
+    if stage.replica:
+        flight = stage.flight(updates) if header.saved else None
+        return HeldState(stage.spec.stage, {}, stage.own_buffers(updates), {}, flight, replica=stage.replica)
     weights, states, buffers = stage.state(updates)
     flight = stage.flight(updates) if header.saved else None
     if flight is not None and norms is not None:

@@ -17,7 +17,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import PER_BATCH, Channel, Program
+from roundelay.ir.program import EDGES, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.emit import awaits_grad_norm, uses_grad_norm
@@ -27,8 +27,9 @@ from roundelay.runtime.batch_reader import read
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
-from roundelay.runtime.handlers import HANDLERS, Context, Handler
+from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, pass_over
 from roundelay.runtime.instruction_log import InstructionLog
+from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.stage_state import Initial, Stage
@@ -143,8 +144,11 @@ class _Worker:
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
-        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, _in_flight(task.initial, program))
-        self.channels = {c.id: c for c in program.channels}
+        self.replica = task.plan.replica_of(worker)
+        redone = _in_flight(task.initial, program, self.replica)
+        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
+        self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
+        self.links = {c.id: self._link(c) for c in program.channels}
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
@@ -156,6 +160,7 @@ class _Worker:
             task.plan.micro_batches,
             task.extent,
             task.captured.values,
+            replicas=task.plan.replicas,
             min_rows=task.captured.graph.min_rows,
             registers=self.registers,
             control=task.control,
@@ -171,15 +176,18 @@ class _Worker:
     def _context(self, number: int, program: Program) -> Context:
         """Create the context of the handlers of one stage."""
         task = self.task
-        spec, flight = task.partition.stages[number], task.initial.flight_of(number)
+        spec, first = task.partition.stages[number], (number, self.replica) == (0, 0)
         scale = LossScale.parse(task.plan.loss_scale)
         scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
-        norms = GradNorms(scaler, flight) if number == 0 and uses_grad_norm(task.plan) else None
+        norms = None
+        if first and uses_grad_norm(task.plan):
+            norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
-            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place),
+            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.replica),
             task.seed,
             self.data,
+            (*task.captured.graph.inputs, *task.captured.graph.batch),
             _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
@@ -188,6 +196,14 @@ class _Worker:
             scale.on,
             awaits_grad_norm(task.plan),
         )
+
+    def _link(self, channel: Channel) -> Link:
+        """This worker's end of a channel."""
+        if channel.phases:
+            return ExchangeLink(channel, self.worker, self.endpoint, self.deliver, self.machine.grant)
+        if channel.filled_by(self.worker) and channel.read_by(self.worker):
+            return LocalLink(channel, self.deliver, self.machine.grant)
+        return PeerLink(channel, self.endpoint, self.deliver)
 
     def run(self) -> Loop:
         """Run to the end of the program; then the loader's processes, if it has any, are ended."""
@@ -213,9 +229,12 @@ class _Worker:
     def execute_instruction(self, run: Run) -> None:
         """Execute an instruction, send its results and free the slots of the messages that it took."""
         opcode, context = run.instruction.opcode, self.contexts[run.stage]
+        handler = self.handlers[run.stage][opcode]
+        if run.header is not None and not run.header.rows and opcode in PASSED_OVER:
+            handler = pass_over
         start = time.perf_counter()
         try:
-            header = self.handlers[run.stage][opcode](context, run)
+            header = handler(context, run)
         except BaseException as error:  # also a loader that was cancelled
             explained = explain_error(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
             if explained is error:
@@ -225,9 +244,9 @@ class _Worker:
         self.machine.finish(header)
         sent = 0
         for channel, _ in run.gives:
-            sent += self.send(context.outbox.pop(channel))
+            sent += self.links[channel].give(context.outbox.pop(channel))
         for channel, _ in run.takes:
-            self.grant(channel)
+            self.links[channel].free()
         batch = (header or run.header or _UNKNOWN).batch
         self.log.add((run, batch, start, end, sent))  # formatted at the end, when nobody waits for it
         if opcode != "read":
@@ -235,28 +254,12 @@ class _Worker:
         if opcode == "update":
             self._report_progress(run, end)
 
-    def send(self, message: Message) -> int:
-        """Send a message to the worker that reads it, which may be this one; return the bytes sent."""
-        target = self.channels[message.channel].target.worker
-        if target != self.worker:
-            return self.endpoint.send(target, message)
-        self.deliver(message)
-        return 0
-
     def deliver(self, message: Message) -> None:
         """Put a message into the inbox of the stage that reads it, and notify the machine."""
         g = message.header[0]
         channel = message.channel
-        self.contexts[self.channels[channel].target.stage].inbox[channel, g] = message
+        self.contexts[self.targets[channel]].inbox[channel, g] = message
         self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
-
-    def grant(self, channel: int) -> None:
-        """Grant a free slot to the worker that fills it."""
-        source = self.channels[channel].source.worker
-        if source != self.worker:
-            self.endpoint.grant(source, channel)
-        else:
-            self.machine.grant(channel)
 
     def wait(self) -> None:
         """Wait until the endpoint receives something, and pass it to the machine.
@@ -271,7 +274,7 @@ class _Worker:
         except DeadlineError as error:
             raise self._deadline_error() from error
         if type(delivery) is Arrived:
-            self.deliver(delivery.message)
+            self.links[delivery.message.channel].arrived(delivery.source, delivery.message)
             for channel in endpoint.credits():
                 machine.grant(channel)
         elif type(delivery) is Granted:
@@ -293,7 +296,7 @@ class _Worker:
         )
 
     def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        self.digests.append([kind, stage, number, digest(tensors)])
+        self.digests.append([kind, stage, self.replica, number, digest(tensors)])
 
     def _report_progress(self, run: Run, now: float) -> None:
         """Report the busy seconds after an update, at most ten times a second."""
@@ -337,9 +340,9 @@ class _Worker:
         }
 
 
-def _in_flight(initial: Initial, program: Program) -> dict[int, int] | None:
+def _in_flight(initial: Initial, program: Program, replica: int) -> dict[int, int] | None:
     """Return micro-batch to version of the forwards to redo; None if the stages start empty."""
-    flights = [initial.flight_of(stage) for stage in program.stages]
+    flights = [initial.flight_of(stage, replica) for stage in program.stages]
     resumed = [flight for flight in flights if flight is not None]
     return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
 
@@ -358,12 +361,17 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
 
 
+def _own_stage(channel: Channel, worker: int) -> int:
+    """The stage of this worker that takes from a channel."""
+    return next(port.stage for port in channel.targets if port.worker == worker)
+
+
 def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple[Channel, Edge]]:
-    """Return the edge of every channel; channels of norms, which carry one message a batch, have none."""
+    """Return the edge of every channel that carries values from one stage to another."""
     by_ends = {(edge.source, edge.target): edge for edge in partition.edges}
     edges = {}
     for channel in channels:
-        if channel.kind not in PER_BATCH:
-            ends = channel.source.stage, channel.target.stage
+        if channel.kind in EDGES:
+            ends = channel.sources[0].stage, channel.targets[0].stage
             edges[channel.id] = (channel, by_ends[ends if channel.kind == "forward" else ends[::-1]])
     return edges

@@ -1,0 +1,84 @@
+"""The gradients of a stage as a few flat tensors, so that its holders exchange them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from roundelay.errors import InternalError, listed
+
+Tensors = Mapping[str, torch.Tensor]
+
+ALIGNMENT = 64
+"""Bytes to which torch allocates on the CPU; kernels may compute other last bits where data begin elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Where each gradient lies in the flat tensors, one for each dtype, and behind them what the losses have counted.
+
+    Args:
+        dtypes: of the flat tensors.
+        names: of the gradients in each of them, in order.
+        shapes: of all gradients.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    names: tuple[tuple[str, ...], ...]
+    shapes: Mapping[str, torch.Size]
+
+    @staticmethod
+    def of(parameters: Iterable[tuple[str, torch.Tensor]]) -> GradientBucket:
+        """The bucket for the gradients of these parameters, those that keep what follows aligned first."""
+        by_dtype: dict[torch.dtype, list[tuple[bool, str]]] = {}
+        shapes = {}
+        for name, parameter in parameters:
+            shapes[name] = parameter.shape
+            uneven = parameter.numel() * parameter.element_size() % ALIGNMENT > 0
+            by_dtype.setdefault(parameter.dtype, []).append((uneven, name))
+        names = [[name for _, name in sorted(named, key=lambda one: one[0])] for named in by_dtype.values()]
+        return GradientBucket(tuple(by_dtype), tuple(map(tuple, names)), shapes)
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Elements of each flat tensor, and of the one that counts."""
+        return (*(sum(math.prod(self.shapes[name]) for name in names) for names in self.names), 1)
+
+    def pack(self, sums: Tensors, count: float) -> tuple[torch.Tensor, ...]:
+        """The flat tensors; none if there is no gradient at all.
+
+        Args:
+            sums: gradients by name.
+            count: what the losses have counted.
+
+        Raises:
+            InternalError: a gradient is missing, or there is one more.
+        """
+        if not sums:
+            return ()
+        if sums.keys() != self.shapes.keys():
+            odd = sorted(sums.keys() ^ self.shapes.keys())
+            raise InternalError(
+                "the gradients that replicas exchange",
+                got=f"{'no' if odd[0] in self.shapes else 'a'} gradient of {listed(odd)}",
+                expected="a gradient of every trained parameter, but those that the plan leaves out as `unused`",
+                remedy="Write a new plan with `roundelay plan`; if that does not help, report this as a bug.",
+            )
+        flat = [torch.cat([sums[name].reshape(-1) for name in names]) for names in self.names]
+        return (*flat, torch.tensor([count], dtype=torch.float64))
+
+    def unpack(self, parts: tuple[torch.Tensor, ...]) -> tuple[dict[str, torch.Tensor], float]:
+        """Gradients by name, and the count; the inverse of :meth:`pack`. They share the memory of the flat tensors."""
+        if not parts:
+            return {}, 0.0
+        *flat, count = parts
+        gradients = {}
+        for tensor, names in zip(flat, self.names, strict=True):
+            sizes = [math.prod(self.shapes[name]) for name in names]
+            for name, piece in zip(names, tensor.split(sizes), strict=True):
+                aligned = piece.clone() if piece.data_ptr() % ALIGNMENT else piece
+                gradients[name] = aligned.view(self.shapes[name])
+        return gradients, float(count)

@@ -1,0 +1,112 @@
+"""A worker's ends of its channels: where an instruction's messages go, and what becomes of those that arrive."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+from roundelay.ir.program import Channel
+from roundelay.runtime.exchange import Exchange, Piece
+from roundelay.transport.endpoint import Endpoint, Message
+
+Deliver = Callable[[Message], None]
+"""Puts a complete message into the inbox of the stage that takes it, and tells the machine."""
+
+Free = Callable[[int], None]
+"""Tells the machine that a slot of a channel is free."""
+
+
+class Link(ABC):
+    """One channel as one worker sees it."""
+
+    @abstractmethod
+    def give(self, message: Message) -> int:
+        """Pass on what an instruction gives; returns the bytes sent."""
+
+    @abstractmethod
+    def arrived(self, source: int, message: Message) -> None:
+        """Take what another worker has sent."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the slot of a message that an instruction has taken."""
+
+
+@final
+class LocalLink(Link):
+    """A channel between two stages of this worker."""
+
+    def __init__(self, channel: Channel, deliver: Deliver, free: Free) -> None:
+        self._id, self._deliver, self._free = channel.id, deliver, free
+
+    def give(self, message: Message) -> int:
+        """Deliver it at once."""
+        self._deliver(message)
+        return 0
+
+    def arrived(self, source: int, message: Message) -> None:
+        """No other worker sends here."""
+        raise AssertionError(message)
+
+    def free(self) -> None:
+        """The producer is this worker's own."""
+        self._free(self._id)
+
+
+@final
+class PeerLink(Link):
+    """A channel to or from another worker."""
+
+    def __init__(self, channel: Channel, endpoint: Endpoint, deliver: Deliver) -> None:
+        self._id, self._endpoint, self._deliver = channel.id, endpoint, deliver
+        self._source, self._target = channel.sources[0].worker, channel.targets[0].worker
+
+    def give(self, message: Message) -> int:
+        """Send it."""
+        return self._endpoint.send(self._target, message)
+
+    def arrived(self, source: int, message: Message) -> None:
+        """Deliver it."""
+        self._deliver(message)
+
+    def free(self) -> None:
+        """Grant the producer a credit."""
+        self._endpoint.grant(self._source, self._id)
+
+
+@final
+class ExchangeLink(Link):
+    """An exchange with the other holders of a stage.
+
+    Its messages have the number of the exchange and of the phase as header, and the parts as values. What is complete
+    is delivered like the message of another worker, with that number as header.
+    """
+
+    def __init__(self, channel: Channel, worker: int, endpoint: Endpoint, deliver: Deliver, free: Free) -> None:
+        self._id, self._endpoint, self._deliver, self._free = channel.id, endpoint, deliver, free
+        self._holders = [port.worker for port in channel.sources]
+        self._exchange = Exchange(channel.phases, self._holders.index(worker), len(self._holders))
+
+    def give(self, message: Message) -> int:
+        """Start the exchange with what this worker has."""
+        number = message.header[0]
+        return self._go_on(number, self._exchange.start(number, message.values))  # type: ignore[arg-type]
+
+    def arrived(self, source: int, message: Message) -> None:
+        """Take another holder's part."""
+        number, phase = message.header
+        position = self._holders.index(source)
+        self._go_on(number, self._exchange.take(position, number, phase, message.values))  # type: ignore[arg-type]
+
+    def free(self) -> None:
+        """This worker may start the next exchange."""
+        self._free(self._id)
+
+    def _go_on(self, number: int, pieces: list[Piece]) -> int:
+        sent = 0
+        for target, of, phase, parts in pieces:
+            sent += self._endpoint.send(self._holders[target], Message(self._id, (of, phase), parts))
+        if self._exchange.finished(number):
+            self._deliver(Message(self._id, (number,), self._exchange.result(number)))
+        return sent
