@@ -91,7 +91,8 @@ def trained(
     setting = Setting(rule_named(rule), options.pop("predictor", "none"), mode)
     optimizer = options.pop("optimizer", lambda params: SGD(params, lr=1.0))
     scheduler = options.pop("scheduler", None)
-    return run_reference(setting, stages, named, {}, stream, optimizer, scheduler, lambda g: g, **options)
+    dealt = [(one,) for one in stream]
+    return run_reference(setting, stages, named, [{}], dealt, optimizer, scheduler, lambda g: g, **options)
 
 
 def read(rule: str, counts: list[int], depth: int, *, what: str = "F", **options: Any) -> list[list[int]]:
@@ -172,7 +173,7 @@ def test_pipedreams_first_updates_are_those_worked_out_by_hand() -> None:
     result = trained(
         chained(Times, 2), scalars(2, 1.0), ones(headers([1, 1, 1])), "pipedream",
         optimizer=lambda params: SGD(params, lr=0.5),
-        audit=lambda kind, k, _, tensors: weights.append((k, tensors[f"w{k}"].item())) if kind == "update" else None,
+        audit=lambda kind, k, r, _, tensors: weights.append((k, tensors[f"w{k}"].item())) if kind == "update" else None,
     )  # fmt: skip
     assert weights == [(1, 0.5), (0, 0.5), (1, 0.0), (0, 0.25), (1, -0.25), (0, 0.25)]
     assert result.losses == {0: 1.0, 1: 0.5, 2: 0.0}
@@ -261,7 +262,7 @@ def test_the_audit_hears_everything_in_causal_order() -> None:
     heard: list[tuple[str, int, int, list[str]]] = []
     trained(
         chained(Times, 2), scalars(2, 1.0), ones(headers([1], start_g=7, start_batch=4)), "gpipe",
-        audit=lambda kind, k, number, tensors: heard.append((kind, k, number, list(tensors))),
+        audit=lambda kind, k, r, number, tensors: heard.append((kind, k, number, list(tensors))),
     )  # fmt: skip
     assert heard == [
         ("forward", 0, 7, ["h1"]), ("forward", 1, 7, ["loss"]),

@@ -355,7 +355,7 @@ def test_never_more_on_the_way_than_slots(job: tuple[Plan, list[int]], latency_s
     plan, counts = job
     channels = {c.id: c for program in emit(plan) for c in program.channels}
     for worker, report in enumerate(sim(replace(plan, latency_s=latency_s), counts).workers):
-        assert set(report.unread_peak) == {c.id for c in channels.values() if c.target.worker == worker}
+        assert set(report.unread_peak) == {c.id for c in channels.values() if c.read_by(worker)}
         assert all(1 <= peak <= channels[c].slots for c, peak in report.unread_peak.items())
 
 

@@ -215,7 +215,7 @@ def test_a_line_that_no_such_program_has_is_refused(line: str) -> None:
 
 def test_a_worker_runs_the_stages_of_both_arms() -> None:
     plan = plan_of("zb-v", 6, 4)
-    assert (plan.stage_workers, plan.num_workers) == ((0, 1, 2, 2, 1, 0), 3)
+    assert (tuple(map(plan.worker_of, range(plan.num_stages))), plan.num_workers) == ((0, 1, 2, 2, 1, 0), 3)
     assert plan.worker_stages == ((0, 5), (1, 4), (2, 3))
     with pytest.raises(PlanError, match="workers of the plan's stages: got w0: stages 0 and 5"):
         check_plan(replace(plan, rule="zb-h1"))

@@ -34,7 +34,8 @@ class World:
         programs = emit(plan)
         self.machines = [Machine(program, headers[0].g, headers[0].batch) for program in programs]
         self.channels = {c.id: c for program in programs for c in program.channels}
-        self.headers = {header.g: header for header in headers}
+        self.headers = [{header.g: header for header in headers} for _ in programs]
+        self.boxed: dict[tuple[int, int], int] = {}
         self.lost = set(lost)
         self.pending: dict[Queue, deque[tuple[int, Callable[[], None]]]] = {}
         self.runs: list[list[Run]] = [[] for _ in programs]
@@ -56,7 +57,7 @@ class World:
         run = machine.fire()
         if run is not None:
             self.runs[worker].append(run)
-            self.headers[run.g] = run.header or self.headers[run.g]  # as a message carries it
+            self.headers[worker][run.g] = run.header or self.headers[worker][run.g]  # as a message carries it
             self.post(("result", worker), worker, partial(self.finish, worker, run))
         for number, unread in machine.unread.items():
             self.unread_peak[number] = max(self.unread_peak[number], len(unread))
@@ -64,13 +65,17 @@ class World:
 
     def finish(self, worker: int, run: Run) -> None:
         """A run has ended: its messages and grants set out."""
-        self.machines[worker].finish(self.headers[run.g] if run.instruction.opcode == "read" else None)
+        header = self.headers[worker][run.g]
+        self.machines[worker].finish(header if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
-            target = self.channels[number].target.worker
-            arrive = partial(self.machines[target].arrive, number, self.headers[run.g])
-            self.post(("message", number), target, arrive)
+            targets = [port.worker for port in self.channels[number].targets]
+            self.boxed[number, run.g] = self.boxed.get((number, run.g), 0) + 1
+            if self.boxed[number, run.g] == len(targets):  # in an exchange the last holder that begins it
+                for target in targets:
+                    self.post(("message", number), target, partial(self.machines[target].arrive, number, header))
         for number, _ in run.takes:
-            source = self.channels[number].source.worker
+            sources = [port.worker for port in self.channels[number].sources]
+            source = worker if worker in sources else sources[0]
             self.post(("grant", number), source, partial(self.machines[source].grant, number))
 
     def run(self, choose: Choice) -> World:

@@ -19,10 +19,10 @@ import roundelay
 from roundelay.actor.machine import Run
 from roundelay.api.training import Length, Session, Trained
 from roundelay.cli.sim_output import show_simulation, simulation_json
-from roundelay.errors import DeadlineError, PlanError
+from roundelay.errors import DeadlineError, InternalError, PlanError
 from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import EMA, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.handlers import Context, do_forward
@@ -149,7 +149,7 @@ def leaves_the_process(capsys: pytest.CaptureFixture[str]) -> bool:
 def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
     """More slots let a fast sender run further ahead."""
     fast = {"stages.forward_s": 1e-6, "stages.backward_s": 1e-6}
-    into = next(c.id for c in programs_of(edited({}))[1].channels if (c.source.stage, c.target.stage) == (0, 1))
+    into = next(c.id for c in programs_of(edited({}))[1].channels if c.kind == "forward" and c.sources[0].stage == 0)
     ahead = [peaks(fast | {"edges.slots": slots})[1][into] for slots in (1, 2)]
     assert ahead == [1, 2]
     return refused({"edges.slots": 0})
@@ -181,6 +181,57 @@ def compiles(capsys: pytest.CaptureFixture[str]) -> bool:
         return refused({"compile": True}, run)
 
 
+def deals_out(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Two replicas are refused without workers and exchanges; with them each computes half of the micro-batches."""
+    assert refused({"replicas": 2})
+    assert refused({"replicas": 0})
+    plan = replicas()
+    twice, once = run(plan), run(edited({"rule": "1f1b", "predictor": "none", "micro_batches": 4}))
+    assert [u.loss for u in twice.updates] == pytest.approx([u.loss for u in once.updates], rel=1e-3)
+    forwards = [[e.g for e in twice.events[worker] if e.opcode == "forward"] for worker in (0, 1)]
+    return forwards[0] == forwards[1] == list(range(2 * len(twice.updates)))
+
+
+@functools.cache
+def replicas() -> Plan:
+    """A plan of two replicas of one stage each."""
+    job, captured, _ = given()
+    made = roundelay.plan(job, captured=captured, data_parallel=2, workers=1, rule="1f1b", micro_batches=2)
+    exchanges = tuple(dataclasses.replace(exchange, elements=(1000, 1)) for exchange in made.exchanges)
+    rates: dict[str, Any] = {"latency_s": 1e-4, "bytes_per_s": 1e6, "read_s": 0.0, "input_bytes": 100}
+    return dataclasses.replace(made, exchanges=exchanges, **rates)
+
+
+def exchanges_slower(**fields: Any) -> bool:
+    """Whether the simulated run of two replicas takes longer with another exchange."""
+    plan = replicas()
+    other = dataclasses.replace(plan, exchanges=(dataclasses.replace(plan.exchanges[0], **fields),))
+    return roundelay.simulate(other).makespan_s > roundelay.simulate(plan).makespan_s
+
+
+def exchanges_refused(**fields: Any) -> bool:
+    """Whether the plan of two replicas is refused with another exchange."""
+    plan = replicas()
+    other = dataclasses.replace(plan, exchanges=(dataclasses.replace(plan.exchanges[0], **fields),))
+    return refused({}, lambda _: session(Plan.parse(other.text())))
+
+
+def leaves_out() -> bool:
+    """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
+    plan = replicas()
+    odd = dataclasses.replace(plan.exchanges[0], unused=(next(iter(plain().snapshot.parameters)),))
+    with pytest.raises(InternalError, match="as `unused`"):
+        run(dataclasses.replace(plan, exchanges=(odd,)))
+    return True
+
+
+def sends_inputs() -> bool:
+    """The bytes of a micro-batch's data are what another replica waits for."""
+    plan = replicas()
+    more = dataclasses.replace(plan, input_bytes=10**6)
+    return roundelay.simulate(more).makespan_s > roundelay.simulate(plan).makespan_s + 1.0
+
+
 def averages() -> bool:
     """Another decay, other averages; without one there are none."""
     found = [run(edited({"ema": decay})).snapshot.optimizer for decay in (0.0, 0.5, 0.9)]
@@ -189,7 +240,7 @@ def averages() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 5}),
+    "format": lambda _: refused({"format": 6}),
     "model": lambda _: refused({"model": "0" * 24}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
@@ -200,12 +251,14 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "loss_scale": lambda _: scales(),
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
     "ema": lambda _: averages(),
+    "replicas": deals_out,
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,
     "latency_s": lambda _: slower({"latency_s": 0.01}),
     "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
     "read_s": lambda _: slower({"read_s": 0.05}),
+    "input_bytes": lambda _: sends_inputs(),
     "stages.segments": cuts_elsewhere,
     "workers.name": lambda _: refused({"workers.name": "nobody"}),
     "workers.device": lambda _: refused({"workers.device": "cuda:9999"}) and refused({"workers.device": "tpu"}),
@@ -225,14 +278,21 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     ),
     "edges.backward_bytes": lambda _: slower({"edges.backward_bytes": 9000}),
     "edges.gradient": lambda _: refused({"edges.gradient": False}),
+    "exchanges.stage": lambda _: exchanges_refused(stage=1),
+    "exchanges.kind": lambda _: exchanges_refused(kind="ring"),
+    "exchanges.phases": lambda _: exchanges_refused(phases=("all-gather(0)",)),
+    "exchanges.dtypes": lambda _: exchanges_slower(dtypes=("float64", "float64")) and exchanges_refused(dtypes=()),
+    "exchanges.elements": lambda _: exchanges_slower(elements=(9000, 1)),
+    "exchanges.unused": lambda _: leaves_out(),
 }
 
 
 def test_no_field_of_a_plan_is_left_out() -> None:
-    names = {f.name for f in dataclasses.fields(Plan)} - {"workers", "stages", "edges"}
+    names = {f.name for f in dataclasses.fields(Plan)} - {"workers", "stages", "edges", "exchanges"}
     names |= {f"workers.{f.name}" for f in dataclasses.fields(WorkerPlan)}
     names |= {f"stages.{f.name}" for f in dataclasses.fields(StagePlan)}
     names |= {f"edges.{f.name}" for f in dataclasses.fields(EdgePlan)}
+    names |= {f"exchanges.{f.name}" for f in dataclasses.fields(ExchangePlan)}
     assert names == set(ACTS)
 
 

@@ -607,5 +607,5 @@ def test_a_model_without_memory_cannot_be_loaded_into(tmp_path: Path) -> None:
 
 def test_every_field_of_a_checkpoint_is_in_the_manifest() -> None:
     """A field added to one must be added to the other."""
-    stored = {*Facts.__struct_fields__, "parameters", "buffers", "optimizer", "flight", "loss_scale"}
+    stored = {*Facts.__struct_fields__, "parameters", "buffers", "replica_buffers", "optimizer", "flight", "loss_scale"}
     assert set(Checkpoint.__slots__) == stored

@@ -69,21 +69,21 @@ def test_it_comes_back_and_a_memory_that_two_share_is_stored_once() -> None:
 
 
 def test_it_survives_a_checkpoint_and_goes_with_the_next_that_has_none(tmp_path: Path) -> None:
-    flight = InFlight({"rule": "mine"}, 2, (stage(), stage()))
+    flight = InFlight({"rule": "mine"}, 2, {(0, 0): stage(), (1, 0): stage()})
     save(tmp_path / "c", checkpoint(flight), {})
     found = load(tmp_path / "c")
     assert found.flight is not None
     assert (found.flight.order, found.flight.since, found.flight.micro_batches) == ({"rule": "mine"}, 2, 2)
     assert found.until == Until(updates=9)
     assert found.loss_scale == (2.0**-24, 7)
-    for mine, other in zip(flight.stages, found.flight.stages, strict=True):
+    for mine, other in zip(flight.stages.values(), found.flight.stages.values(), strict=True):
         assert_same(mine, other)
     save(tmp_path / "c", checkpoint(None), {})
     assert load(tmp_path / "c").flight is None
 
 
 def test_it_is_refused_where_it_is_damaged_or_gone(tmp_path: Path) -> None:
-    save(tmp_path / "c", checkpoint(InFlight({}, 0, (stage(), stage()))), {})
+    save(tmp_path / "c", checkpoint(InFlight({}, 0, {(0, 0): stage(), (1, 0): stage()})), {})
     file = tmp_path / "c" / "stage-1.worker-1.update-5.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

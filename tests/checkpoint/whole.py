@@ -14,7 +14,8 @@ from roundelay.checkpoint.stored_files import write_state
 def held(checkpoint: Checkpoint) -> list[HeldState]:
     """All weights and states on stage 0; what is in flight on its own stage."""
     parameters = {name: Shard(whole_ranges(t.shape), t) for name, t in checkpoint.parameters.items()}
-    flights = (None,) if checkpoint.flight is None else checkpoint.flight.stages
+    flying = {} if checkpoint.flight is None else checkpoint.flight.stages
+    flights = [flying.get((k, 0)) for k in range(max(1, len(flying)))]
     first = HeldState(0, parameters, checkpoint.buffers, checkpoint.optimizer, flights[0], checkpoint.loss_scale)
     return [first, *(HeldState(k, {}, {}, {}, flight) for k, flight in enumerate(flights) if k)]
 

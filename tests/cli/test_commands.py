@@ -272,7 +272,7 @@ def test_an_option_when_a_run_goes_on_changes_what_it_says_and_nothing_else(caps
     plan = after("--clip", "stage:1")
     assert changed(plan) == {"clip"}
     plan = after("--micro-batches", 4)
-    assert changed(plan) == {"micro_batches", "edges"}
+    assert changed(plan) == {"micro_batches", "edges", "input_bytes"}
     plan = after("--rule", "1f1b")
     assert (plan.rule, plan.clip, plan.backward, changed(plan) & {"stages"}) == ("1f1b", "stage:2", "stash", set())
     plan = after("--workers", 3)

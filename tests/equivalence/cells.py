@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from roundelay.api.planning import capture, plan
+from roundelay.api.gradient_exchanges import plan_exchanges
+from roundelay.api.planning import capture, fitted, plan
 from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
+from roundelay.frontend.stage_profiler import profile
+from roundelay.ir.plan import Plan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Named
@@ -211,6 +213,23 @@ class Bench:
             transport=transport,
             latency_s=link.latency_s,
             bytes_per_s=link.bytes_per_s,
+        )
+
+    def replicated(self, plan: Plan, replicas: int) -> Plan:
+        """The plan with so many replicas of its workers, as planning makes it."""
+        count = plan.num_workers
+        stages, sample = fitted(self.captured, plan), self.batches[0]
+        unused = [part.unused for part in profile(self.captured, stages, sample, "stash", repeats=1)]
+        home = [plan.worker_of(stage) for stage in range(plan.num_stages)]
+        return dataclasses.replace(
+            plan,
+            replicas=replicas,
+            workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(replicas * count)),
+            stages=tuple(
+                dataclasses.replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
+                for stage, own in zip(plan.stages, home, strict=True)
+            ),
+            exchanges=plan_exchanges(self.captured, stages, replicas, unused),
         )
 
     def restore(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import FORMAT, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, plan_of, plans
 
@@ -33,6 +33,15 @@ STAGES = st.builds(
 EDGES = st.builds(
     EdgePlan, source=INTS, target=INTS, slots=INTS, forward_bytes=INTS, backward_bytes=INTS, gradient=st.booleans()
 )
+EXCHANGES = st.builds(
+    ExchangePlan,
+    stage=INTS,
+    kind=TEXTS,
+    phases=st.lists(TEXTS, max_size=2).map(tuple),
+    dtypes=st.lists(TEXTS, max_size=2).map(tuple),
+    elements=st.lists(INTS, max_size=2).map(tuple),
+    unused=st.lists(TEXTS, max_size=2).map(tuple),
+)
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
@@ -42,15 +51,18 @@ PLANS = st.builds(
     backward=TEXTS,
     recompute=st.lists(TEXTS, max_size=3).map(tuple),
     ema=FLOATS,
+    replicas=INTS,
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,
     latency_s=FLOATS,
     bytes_per_s=FLOATS,
     read_s=FLOATS,
+    input_bytes=INTS,
     workers=st.lists(WORKERS, min_size=1, max_size=2).map(tuple),
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     edges=st.lists(EDGES, max_size=3).map(tuple),
+    exchanges=st.lists(EXCHANGES, max_size=2).map(tuple),
 )
 SMALL = plan_of("pipeoptim", 3, 2)
 LINES = SMALL.text().splitlines()
@@ -108,7 +120,7 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 4\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 5\n")
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -190,10 +202,10 @@ def test_a_wrong_value_in_a_stage_or_edge_is_refused_with_its_place(field: str, 
     assert refusal.value.subject == f"{place}: field {field!r}"
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) -> None:
     old = SMALL.text().replace(f"format = {FORMAT}", f"format = {version}")
-    with pytest.raises(PlanError, match=r"which worker runs a stage.*roundelay plan JOB\.py"):
+    with pytest.raises(PlanError, match=r"how many replicas there are.*roundelay plan JOB\.py"):
         Plan.parse(old)
 
 
@@ -209,7 +221,7 @@ def test_placement_is_read_from_the_plan() -> None:
         SMALL.text().replace('workers = ["w0"]', 'workers = ["?"]').replace('workers = ["w2"]', 'workers = ["w0"]')
     )
     plan = Plan.parse(swapped.replace('workers = ["?"]', 'workers = ["w2"]'))
-    assert (plan.stage_workers, plan.worker_stages) == ((2, 1, 0), ((2,), (1,), (0,)))
+    assert (tuple(map(plan.worker_of, range(plan.num_stages))), plan.worker_stages) == ((2, 1, 0), ((2,), (1,), (0,)))
 
 
 def test_an_unknown_field_is_refused_by_its_name() -> None:
@@ -218,7 +230,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "5", "'4'", "4.5", "4.0", "true"])
+@pytest.mark.parametrize("version", ["0", "6", "'5'", "5.5", "5.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

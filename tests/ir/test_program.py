@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
+from roundelay.ir.exchange import all_gather, all_reduce, all_to_all
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Instruction, Port, Program
 from roundelay.lower.emit import emit
@@ -19,11 +20,19 @@ NUMBERS = st.integers(0, 10**9)
 IDS = st.lists(NUMBERS, max_size=3).map(tuple)
 PORTS = st.builds(Port, NUMBERS, NUMBERS)
 CHANNELS = st.builds(
-    Channel, NUMBERS, st.sampled_from(["forward", "gradient", "grad-norm-sq", "grad-norm"]), PORTS, PORTS, NUMBERS
+    Channel,
+    NUMBERS,
+    st.sampled_from(["data", "forward", "gradient", "weight-gradient", "grad-norm-sq", "grad-norm"]),
+    st.lists(PORTS, min_size=1, max_size=3).map(tuple),
+    st.lists(PORTS, min_size=1, max_size=3).map(tuple),
+    NUMBERS,
+    st.sampled_from([(), all_reduce(1), all_gather(2), all_to_all(0, 1)]),
 )
 INSTRUCTIONS = st.builds(
     Instruction,
-    opcode=st.sampled_from(["read", "forward", "backward", "backward-weight", "grad-norm-sq", "update"]),
+    opcode=st.sampled_from(
+        ["read", "forward", "backward", "backward-weight", "box", "unbox", "grad-norm-sq", "update"]
+    ),
     stage=NUMBERS,
     offset=st.integers(-9, 9),
     takes=IDS,

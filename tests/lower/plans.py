@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.exchange import all_reduce
+from roundelay.ir.plan import FORMAT, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.schedules import schedule_named
 
@@ -18,6 +19,8 @@ RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
 
 #: For tests whose every example is a run of its own.
 FEW = settings(max_examples=25)
+
+PHASES = tuple(map(str, all_reduce()))
 
 STAGE: dict[str, Any] = {
     "forward_s": 1.0,
@@ -58,19 +61,41 @@ def plan_of(
         "loss_scale": "none",
         "clip": "none",
         "ema": 0.0,
+        "replicas": 1,
         "micro_batches": micro_batches,
         "transport": "memory",
         "deadline_s": 60.0,
         "latency_s": 0.0,
         "bytes_per_s": 1.0,
         "read_s": 0.0,
+        "input_bytes": 0,
         "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(len(set(home)))),
         "stages": tuple(
             StagePlan(workers=(f"w{home[k]}",), segments=(f"end_{k}",), **STAGE) for k in range(num_stages)
         ),
         "edges": tuple(sorted([*neighbours, *skips], key=lambda edge: (edge.source, edge.target))),
+        "exchanges": (),
     }
     return Plan(**{**fields, **changes})
+
+
+def replicated(plan: Plan, replicas: int) -> Plan:
+    """The plan with so many replicas of its workers, which exchange ten numbers of each stage."""
+    count = plan.num_workers
+    home = [plan.worker_of(stage) for stage in range(plan.num_stages)]
+    exchange = ExchangePlan(
+        stage=0, kind="weight-gradient", phases=PHASES, dtypes=("float32", "float64"), elements=(10, 1), unused=()
+    )
+    return replace(
+        plan,
+        replicas=replicas,
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(replicas * count)),
+        stages=tuple(
+            replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
+            for stage, own in zip(plan.stages, home, strict=True)
+        ),
+        exchanges=tuple(replace(exchange, stage=k) for k in range(plan.num_stages)),
+    )
 
 
 def by_rule(plan: Plan, rule: str) -> Plan:

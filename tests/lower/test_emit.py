@@ -19,11 +19,11 @@ SKIP = edge_of(0, 2, slots=5, gradient=False)
 
 def test_every_edge_has_a_channel_forward_and_one_back_if_a_gradient_travels() -> None:
     assert channels_of(plan_of("1f1b", 3, 4, skips=[SKIP])) == (
-        Channel(0, "forward", FIRST, SECOND, 2),
-        Channel(1, "gradient", SECOND, FIRST, 2),
-        Channel(2, "forward", FIRST, THIRD, 5),
-        Channel(3, "forward", SECOND, THIRD, 2),
-        Channel(4, "gradient", THIRD, SECOND, 2),
+        Channel(0, "forward", (FIRST,), (SECOND,), 2),
+        Channel(1, "gradient", (SECOND,), (FIRST,), 2),
+        Channel(2, "forward", (FIRST,), (THIRD,), 5),
+        Channel(3, "forward", (SECOND,), (THIRD,), 2),
+        Channel(4, "gradient", (THIRD,), (SECOND,), 2),
     )
 
 
@@ -96,10 +96,9 @@ def test_every_channel_has_one_giver_and_one_taker(plan: Plan) -> None:
     for channel in channels_of(plan):
         givers = {p.worker for p in programs for i in p.body if channel.id in i.gives}
         takers = {p.worker for p in programs for i in p.body if channel.id in i.takes}
-        assert (givers, takers) == ({channel.source.worker}, {channel.target.worker})
-        assert [p.worker for p in programs if channel in p.channels] == sorted(
-            [channel.source.worker, channel.target.worker]
-        )
+        ends = [port.worker for port in (*channel.sources, *channel.targets)]
+        assert (givers, takers) == ({ends[0]}, {ends[1]})
+        assert [p.worker for p in programs if channel in p.channels] == sorted(ends)
         opcodes = {i.opcode for p in programs for i in p.body if channel.id in (*i.gives, *i.takes)}
         assert opcodes == {"forward" if channel.kind == "forward" else "backward"}
 

@@ -9,16 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundelay.ir.exchange import all_reduce
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import EdgePlan, Plan
-from roundelay.lower.emit import emit
+from roundelay.ir.program import Channel, Port
+from roundelay.lower.emit import channels_of, emit
 from roundelay.observe.time_shares import Shares, gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
 from roundelay.simulator import simulate
 from tests.lower.plans import FEW, counts_for, edge_of, plan_of, plans
 
 JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
-CHAIN = (edge_of(0, 1, slots=2),)
+
+
+def between(*edges: EdgePlan) -> tuple[Channel, ...]:
+    """The channels of edges between stages that are each on a worker of their own."""
+    channels: list[Channel] = []
+    for edge in edges:
+        ends = (Port(edge.source, edge.source),), (Port(edge.target, edge.target),)
+        channels.append(Channel(len(channels), "forward", *ends, edge.slots))
+        channels.append(Channel(len(channels), "gradient", *ends[::-1], edge.slots))
+    return tuple(channels)
+
+
+CHAIN = between(edge_of(0, 1, slots=2))
 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
@@ -26,9 +40,9 @@ def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
     return Span(worker, opcode, g, g, 0, 0, start, end, 0, worker)
 
 
-def shares(spans: list[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Shares]:
-    """Shares with the gaps that these edges make."""
-    return shares_of(spans, gaps_of(spans, edges, num_workers), num_workers)
+def shares(spans: list[Span], channels: Sequence[Channel], num_workers: int) -> list[Shares]:
+    """Shares with the gaps that these channels make."""
+    return shares_of(spans, gaps_of(spans, channels, num_workers), num_workers)
 
 
 def simulated(plan: Plan, counts: list[int]) -> list[Span]:
@@ -70,13 +84,13 @@ def test_shares_are_of_the_whole_run_s_time() -> None:
 def test_a_slot_that_is_not_free_is_bubble_until_its_message_has_been_read() -> None:
     """One slot: the second forward is possible when the neighbour has read the first."""
     spans = [span(0, "forward", 0, 0, 1), span(0, "forward", 1, 5, 6), span(1, "forward", 0, 2, 4)]
-    assert gaps_of(spans, (edge_of(0, 1, slots=1),), 2)[:2] == [Gap(0, "bubble", 1, 4), Gap(0, "wait", 4, 5)]
-    assert gaps_of(spans, (edge_of(0, 1, slots=2),), 2)[:1] == [Gap(0, "wait", 1, 5)]
+    assert gaps_of(spans, between(edge_of(0, 1, slots=1)), 2)[:2] == [Gap(0, "bubble", 1, 4), Gap(0, "wait", 4, 5)]
+    assert gaps_of(spans, between(edge_of(0, 1, slots=2)), 2)[:1] == [Gap(0, "wait", 1, 5)]
 
 
 def test_of_several_neighbours_the_last_one_counts() -> None:
     spans = [span(0, "forward", 0, 0, 1), span(1, "forward", 0, 1, 3), span(2, "forward", 0, 4, 5)]
-    edges = (edge_of(0, 1), edge_of(0, 2), edge_of(1, 2))
+    edges = between(edge_of(0, 1), edge_of(0, 2), edge_of(1, 2))
     assert [gap for gap in gaps_of(spans, edges, 3) if gap.worker == 2] == [
         Gap(2, "bubble", 0, 3),
         Gap(2, "wait", 3, 4),
@@ -101,7 +115,7 @@ def test_nothing_that_ran_has_no_shares() -> None:
 def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
     simulation = simulate(plan, emit(plan), stream(counts))
-    found = shares(simulated(plan, counts), plan.edges, plan.num_stages)
+    found = shares(simulated(plan, counts), channels_of(plan), plan.num_stages)
     assert [share.wait for share in found] == pytest.approx([0.0] * len(found), abs=1e-9)
     assert sum(share.bubble or 0.0 for share in found) / len(found) == pytest.approx(simulation.bubble, abs=1e-9)
 
@@ -111,7 +125,7 @@ def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble(job: tuple[P
 def test_the_six_add_up_to_one_whatever_messages_take(job: tuple[Plan, list[int]], latency_s: float) -> None:
     plan, counts = job
     slow = replace(plan, latency_s=latency_s)
-    for share in shares(simulated(slow, counts), slow.edges, slow.num_stages):
+    for share in shares(simulated(slow, counts), channels_of(slow), slow.num_stages):
         assert share.busy + share.data + (share.bubble or 0.0) + (share.wait or 0.0) == pytest.approx(1.0)
         assert min(share.bubble or 0.0, share.wait or 0.0) >= 0.0
 
@@ -119,5 +133,22 @@ def test_the_six_add_up_to_one_whatever_messages_take(job: tuple[Plan, list[int]
 def test_slower_messages_are_waited_for() -> None:
     """1F1B on two stages, one micro-batch: two messages on the way of a batch, each waited for by one worker."""
     plan = replace(plan_of("1f1b", 2, 1, backward="stash"), latency_s=0.5)
-    found = shares(simulated(plan, [1]), plan.edges, 2)
+    found = shares(simulated(plan, [1]), channels_of(plan), 2)
     assert [share.wait for share in found] == pytest.approx([0.5 / 7.0, 0.5 / 7.0])
+
+
+def test_replicas_wait_for_the_last_that_begins_their_exchange() -> None:
+    port = Port(0, 0), Port(1, 0)
+    exchange = Channel(0, "weight-gradient", port, port, 1, all_reduce())
+    spans = [
+        Span(0, "box", 0, 0, 0, 0, 0.0, 1.0, 0, 0),
+        Span(1, "box", 0, 0, 0, 0, 3.0, 4.0, 0, 0),
+        Span(0, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0),
+        Span(1, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0),
+    ]
+    assert gaps_of(spans, [exchange], 2) == [
+        Gap(0, "bubble", 1.0, 4.0),
+        Gap(0, "wait", 4.0, 5.0),
+        Gap(1, "wait", 0.0, 3.0),
+        Gap(1, "wait", 4.0, 5.0),
+    ]

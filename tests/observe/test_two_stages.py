@@ -10,7 +10,7 @@ import pytest
 from roundelay.cli.sim_output import simulation_json
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import emit
+from roundelay.lower.emit import channels_of, emit
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, flows_of, write_trace
 from roundelay.page.run_page import predicted_window
@@ -39,7 +39,7 @@ def spans(made: Plan) -> list[Span]:
 def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble() -> None:
     """What a stage waits for, its own worker's other stage may have made."""
     made, ran = plan(), spans(plan())
-    shares = shares_of(ran, gaps_of(ran, made.edges, WORKERS), WORKERS)
+    shares = shares_of(ran, gaps_of(ran, channels_of(made), WORKERS), WORKERS)
     assert [share.wait for share in shares] == pytest.approx([0.0] * WORKERS)
     bubble = simulate(made, emit(made), stream([M] * 3)).bubble
     assert bubble > 0.1

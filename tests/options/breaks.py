@@ -75,8 +75,8 @@ OPTIONS = (
         (
             Edit(
                 "runtime/batch_reader.py",
-                "part_rows(batch, micro_batches, min_rows)",
-                "part_rows(batch, micro_batches := 1, min_rows)",
+                "parts = replicas * micro_batches",
+                "parts = replicas",
             ),
         ),
         (VERIFY + "test_batches_of_any_size_down_to_a_single_row",),
@@ -88,6 +88,14 @@ OPTIONS = (
             Edit(_REFERENCE, "torch.lerp(self._averages[n], weight, 1.0 - self._setting.ema)", "self._averages[n]"),
         ),
         ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
+    ),
+    Break(
+        "replicas",
+        (
+            Edit(_GRADIENTS, "self._sums, self._count = self._bucket.unpack(parts)", "self._bucket.unpack(parts)"),
+            Edit("reference/replica.py", "if len(replicas) == 1:", "if replicas:"),
+        ),
+        (EQUIVALENCE + "test_replicas.py", "-k", "train_what and mlp"),
     ),
     Break(
         "clipping: stage",
@@ -198,7 +206,7 @@ OPTIONS = (
                 "weights, self.buffers, inputs, draw",
                 "weights, dict(self.buffers), inputs, draw",
             ),
-            Edit(_REFERENCE, "self._result.buffers.update(buffers)", "pass"),
+            Edit(_REFERENCE, "replica.buffers.update(buffers)", "pass"),
         ),
         (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import emit
+from roundelay.lower.emit import channels_of, emit
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace
@@ -71,7 +71,7 @@ def finished(root: Path, updates: int = 40, *, plan: Plan | None = None, name: s
         folder.add_evaluation(t, 0, {"held_out_loss": 2.0, f"accuracy {EVIL}": t / updates})
     spans = spans_of(plan, updates)
     loads = simulated(plan, updates).loads
-    write_trace(folder.trace, spans, gaps=gaps_of(spans, plan.edges, plan.num_stages), loads=loads)
+    write_trace(folder.trace, spans, gaps=gaps_of(spans, channels_of(plan), plan.num_stages), loads=loads)
     folder.write_summary(summary(plan, spans))
     return folder
 
@@ -84,7 +84,8 @@ def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
         "plain_samples_per_second": {"1": 50.0, "2": 82.0},
         "wall_s": 10.5,
         "shares": [
-            share.as_json() for share in shares_of(spans, gaps_of(spans, plan.edges, plan.num_stages), plan.num_stages)
+            share.as_json()
+            for share in shares_of(spans, gaps_of(spans, channels_of(plan), plan.num_stages), plan.num_stages)
         ],
         "memory": [
             {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}

@@ -70,13 +70,13 @@ def by_reference(cap: Captured, depth: int, micro_batches: int, rule: str, **opt
         parts = split(batch, micro_batches)
         for i, part in enumerate(parts):
             numbers = len(stream), t, i, len(parts), num_rows(part), num_rows(batch), 0, int(t == 3), 0
-            stream.append((MicroBatch(*numbers), cap.values(part)))
+            stream.append([(MicroBatch(*numbers), cap.values(part))])
     model = Small()
     named, buffers = list(model.named_parameters()), dict(model.named_buffers())
     mode, labels = options.get("mode", "stash"), cap.graph.labels_per_row
     setting = Setting(rule_named(rule), "none", mode, labels_per_row=labels)
     return run_reference(
-        setting, stages, named, buffers, stream, options["optimizer"], options["scheduler"], lambda g: RngKey(0, g)
+        setting, stages, named, [buffers], stream, options["optimizer"], options["scheduler"], lambda g: RngKey(0, g)
     )
 
 
@@ -135,7 +135,7 @@ def test_a_synchronous_rule_equals_plain_pytorch_bit_for_bit(captured: Any, loss
     assert list(got.counts.values()) == counts
     assert got.parameters.keys() == parameters.keys()
     assert [n for n in parameters if not torch.equal(got.parameters[n], parameters[n])] == []
-    assert [n for n in buffers if not torch.equal(got.buffers[n], buffers[n])] == []
+    assert [n for n in buffers if not torch.equal(got.buffers[0][n], buffers[n])] == []
     assert got.optimizer_state.keys() == state.keys()
     assert "idle" not in state
     for name, entries in state.items():

@@ -74,7 +74,7 @@ def test_without_a_piece_of_it_the_run_is_another(piece: str, tmp_path: Path, mo
     start = next(
         start
         for start in (load(tmp_path / str(updates)) for updates in range(3, 8))
-        if start.loss_scale is not None and start.loss_scale[0] not in start.flight.stages[0].scales.values()  # type: ignore[union-attr]
+        if start.loss_scale is not None and start.loss_scale[0] not in start.flight.stages[0, 0].scales.values()  # type: ignore[union-attr]
     )
     assert otherwise(whole, there.rest(start), start) == []
     assert otherwise(whole, there.rest(PIECES[piece](start)), start)

@@ -27,7 +27,7 @@ def each(spoil: Spoil) -> Change:
 
     def change(start: Checkpoint) -> Checkpoint:
         assert start.flight is not None
-        stages = tuple(spoil(stage) for stage in start.flight.stages)
+        stages = {port: spoil(stage) for port, stage in start.flight.stages.items()}
         return dataclasses.replace(start, flight=dataclasses.replace(start.flight, stages=stages))
 
     return change

@@ -34,7 +34,7 @@ def numbered(rows: tuple[int, ...] = (4, 4, 3)) -> Any:
 def headers(extent: Extent, micro_batches: int = 1, batches: Any = None) -> list[Any]:
     """(batch, epoch, ends the epoch, final, the first row) of every micro-batch."""
     stream = read(batches or numbered(), 0, micro_batches, extent, lambda part: part)
-    return [(h.batch, h.epoch, h.ends_epoch, h.final, values["x"][0].tolist()) for h, values in stream]
+    return [(h.batch, h.epoch, h.ends_epoch, h.final, values["x"][0].tolist()) for ((h, values),) in stream]
 
 
 def test_the_last_batch_of_an_epoch_and_of_the_run_are_marked() -> None:
@@ -146,7 +146,7 @@ def test_a_loader_may_fill_its_own_array_again() -> None:
             own[:] = number
             yield {"x": torch.zeros(4, 1), "array": own}
 
-    parts = [values for _, values in read(batches, 0, 1, Extent(epochs=1), lambda part: part)]
+    parts = [values for ((_, values),) in read(batches, 0, 1, Extent(epochs=1), lambda part: part)]
     assert [part["array"][0, 0] for part in parts] == [0.0, 1.0, 2.0]  # type: ignore[index]
 
 
@@ -192,3 +192,44 @@ def test_it_is_not_known_where_there_is_no_second_batch_or_it_cannot_be_had() ->
     state = torch.random.get_rng_state()
     reading_s(draws, 0, 1)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# --- replicas
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batches", "replicas", "dealt"),
+    [
+        (6, 1, 2, [[(0, 3), (1, 3)]]),
+        (6, 2, 2, [[(0, 2), (1, 2)], [(2, 1), (3, 1)]]),
+        (3, 2, 2, [[(0, 1), (1, 1)], [(2, 1), (3, 0)]]),
+        (1, 2, 3, [[(0, 1), (1, 0), (2, 0)]]),
+        (7, 1, 3, [[(0, 3), (1, 2), (2, 2)]]),
+    ],
+)
+def test_the_parts_of_a_batch_are_dealt_out_in_turns(
+    rows: int, micro_batches: int, replicas: int, dealt: list[list[tuple[int, int]]]
+) -> None:
+    """Numbers and rows of each round; what lacks a part has no rows and no values."""
+    whole = torch.arange(float(rows)).unsqueeze(1)
+    stream = list(
+        read(lambda _: [{"x": whole}], 0, micro_batches, Extent(batches=1), lambda part: part, replicas=replicas)
+    )
+    assert [[(header.number, header.rows) for header, _ in turn] for turn in stream] == dealt
+    assert [[header.replica for header, _ in turn] for turn in stream] == [list(range(replicas))] * len(dealt)
+    parts = [values["x"] for turn in stream for header, values in turn if header.rows]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not any(values for turn in stream for header, values in turn if not header.rows)
+    for i, turn in enumerate(stream):
+        for header, _ in turn:
+            last = i + 1 == len(dealt)
+            assert (header.g, header.index, header.count) == (i, i, len(dealt))
+            assert (header.final, header.ends_batch, header.batch_rows) == (int(last), last, rows)
+
+
+def test_numbers_go_on_where_the_batches_before_lacked_parts() -> None:
+    sizes = iter([5, 1, 4])
+    batches = [{"x": torch.zeros(size, 1)} for size in sizes]
+    stream = read(lambda _: batches, 0, 2, Extent(epochs=1), lambda part: part, replicas=2)
+    numbers = [header.number for turn in stream for header, _ in turn if header.rows]
+    assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9]

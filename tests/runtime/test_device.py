@@ -83,7 +83,8 @@ class Source:
         try:
             for header in stream([1] * count):
                 self.read += 1
-                yield header, {"x": torch.full((2,), float(header.g)), "y": torch.tensor(header.g)}
+                own = {"x": torch.full((2,), float(header.g)), "y": torch.tensor(header.g)}
+                yield (header, own), (header._replace(replica=1), own)
         finally:
             self.closed = True
 
@@ -93,7 +94,8 @@ def test_the_next_micro_batch_is_copied_when_the_one_before_it_begins_and_no_oth
     fed = AcceleratorDevice(PLACE, driver).feed(source.data)
     own, copies = driver.streams
     seen = []
-    for g, (header, values) in enumerate(fed):
+    for g, ((header, values), (other, _)) in enumerate(fed):
+        assert other.replica == 1
         seen.append(header.g)
         assert source.read == min(g + 2, 5)
         assert values["x"].tolist() == [g, g]

@@ -20,7 +20,9 @@ from roundelay.ir.exchange import (
     elements_sent,
     reduce_scatter,
 )
-from roundelay.runtime.exchange import Exchange, Part
+from roundelay.runtime.exchange import Exchange, Parts
+
+Part = torch.Tensor | None
 
 
 class Run:
@@ -28,15 +30,15 @@ class Run:
 
     def __init__(self, phases: Sequence[Phase], holders: int, seed: int = 0) -> None:
         self.exchanges = [Exchange(phases, position, holders) for position in range(holders)]
-        self.lanes: dict[tuple[int, int], list[tuple[int, int, Part]]] = {}
+        self.lanes: dict[tuple[int, int], list[tuple[int, int, Parts]]] = {}
         self.sent = [[0] * len(phases) for _ in range(holders)]
         self.chance = random.Random(seed)
 
-    def send(self, source: int, pieces: Sequence[tuple[int, int, int, Part]]) -> None:
+    def send(self, source: int, pieces: Sequence[tuple[int, int, int, Parts]]) -> None:
         for target, number, phase, part in pieces:
             assert target != source
             self.lanes.setdefault((source, target), []).append((number, phase, part))
-            self.sent[source][phase] += 0 if part is None else part.numel()
+            self.sent[source][phase] += sum(each.numel() for each in part)
 
     def step(self) -> None:
         source, target = self.chance.choice([lane for lane, waiting in self.lanes.items() if waiting])
@@ -50,10 +52,10 @@ class Run:
         while min(map(len, results)) < numbers:
             for position, own in enumerate(self.exchanges):
                 if own.finished(begun[position]):
-                    results[position].append(own.result(begun[position]))
+                    results[position].append(next(iter(own.result(begun[position])), None))
                 if begun[position] < len(results[position]) < numbers:
                     begun[position] += 1
-                    self.send(position, own.start(begun[position], tensors[position]))
+                    self.send(position, own.start(begun[position], () if (t := tensors[position]) is None else (t,)))
             if any(self.lanes.values()):
                 self.step()
         return results
@@ -132,9 +134,36 @@ def test_holders_with_nothing_to_add_change_no_bit(absent: tuple[int, ...]) -> N
 
 def test_an_exchange_waits_for_the_one_before_and_takes_each_part_once() -> None:
     own = Exchange(all_reduce(), 0, 2)
-    own.start(0, torch.ones(2))
+    own.start(0, (torch.ones(2),))
     with pytest.raises(InternalError, match="the start of exchange 1"):
-        own.start(1, torch.ones(2))
-    own.take(1, 0, 0, torch.ones(1))
+        own.start(1, (torch.ones(2),))
+    own.take(1, 0, 0, (torch.ones(1),))
     with pytest.raises(InternalError, match="a second part"):
-        Exchange(all_reduce(), 0, 2).take(2, 0, 0, None)
+        Exchange(all_reduce(), 0, 2).take(2, 0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((torch.ones(3),), "parts of different shapes"),
+        ((torch.ones(2), torch.ones(2)), "holders with different numbers of tensors"),
+    ],
+)
+def test_tensors_that_cannot_be_added_are_an_error(tensors: tuple[torch.Tensor, ...], message: str) -> None:
+    own = Exchange(reduce_scatter(), 0, 2)
+    own.take(1, 0, 0, tensors)
+    with pytest.raises(InternalError, match=message):
+        own.start(0, (torch.ones(2),))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=3), st.integers(1, 4))
+def test_several_tensors_are_exchanged_together(shapes: list[tuple[int, int]], holders: int) -> None:
+    run = [Exchange(all_reduce(), position, holders) for position in range(holders)]
+    own = [tuple(numbers(shape, 9 * i + j) for j, shape in enumerate(shapes)) for i in range(holders)]
+    waiting = [(i, piece) for i, each in enumerate(run) for piece in each.start(0, own[i])]
+    while waiting:
+        source, (target, number, phase, parts) = waiting.pop(0)
+        waiting += [(target, piece) for piece in run[target].take(source, number, phase, parts)]
+    for each in run:
+        found = each.result(0)
+        assert [tensor.tolist() for tensor in found] == [total(of).tolist() for of in zip(*own, strict=True)]

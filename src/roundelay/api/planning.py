@@ -15,6 +15,7 @@ import torch
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
+from roundelay.api.gradient_exchanges import plan_exchanges
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
@@ -28,13 +29,12 @@ from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.model_call import train as train_mode
 from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.clip import NO_CLIP
-from roundelay.ir.exchange import all_reduce
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
-from roundelay.ir.stage import Edge, Partition, StageSpec
+from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.dataflow import message_bytes
@@ -45,7 +45,6 @@ from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime.device import resolve_devices
-from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
@@ -339,7 +338,7 @@ def _measure(
         draft,
         input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.parts),
         edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
-        exchanges=tuple(_exchange(captured, spec, ()) for spec in stages.stages if draft.replicas > 1),
+        exchanges=plan_exchanges(captured, stages, draft.replicas),
     )
     check_plan(draft)
     devices = [torch.device(draft.device_of(stage)) for stage in range(draft.num_stages)]
@@ -363,11 +362,7 @@ def _measure(
         draft,
         stages=_stages(captured.graph, draft, stages, measured),
         read_s=round(read_s, DIGITS),
-        exchanges=tuple(
-            _exchange(captured, spec, part.unused)
-            for spec, part in zip(stages.stages, measured, strict=True)
-            if draft.replicas > 1
-        ),
+        exchanges=plan_exchanges(captured, stages, draft.replicas, [part.unused for part in measured]),
     )
     prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)
@@ -398,21 +393,6 @@ def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan
         forward_bytes=message_bytes(graph, edge.values, draft.parts),
         backward_bytes=message_bytes(graph, edge.gradients, draft.parts),
         gradient=bool(edge.gradients),
-    )
-
-
-def _exchange(captured: Captured, spec: StageSpec, unused: Sequence[str]) -> ExchangePlan:
-    """How a stage's replicas exchange its gradients: all of them together."""
-    own = captured.parameters()
-    trained = [n for n in spec.parameters if captured.graph.parameters[n].trainable and n not in unused]
-    bucket = GradientBucket.of((n, own[n]) for n in trained)
-    return ExchangePlan(
-        stage=spec.stage,
-        kind="weight-gradient",
-        phases=tuple(map(str, all_reduce())),
-        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in (*bucket.dtypes, torch.float64)),
-        elements=bucket.elements,
-        unused=tuple(unused),
     )
 
 

@@ -10,6 +10,7 @@ from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.run_record import Trained
 from roundelay.api.training import Session
 from roundelay.ir.plan import Plan
+from roundelay.lower.emit import channels_of
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span, write_trace
@@ -46,7 +47,7 @@ def spans_of(trained: Trained) -> list[Span]:
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
     """The gaps between the instructions of a run."""
-    return gaps_of(spans, plan.edges, plan.num_workers)
+    return gaps_of(spans, channels_of(plan), plan.num_workers)
 
 
 def stage_names(session: Session) -> dict[int, str]:

@@ -193,6 +193,8 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(captured, plan)
+        #: one for each worker; changed only to break a run on purpose
+        self.programs = programs_of(plan)
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
@@ -436,7 +438,7 @@ class Session:
     ) -> Task:
         return Task(
             plan=self.plan,
-            programs=programs_of(self.plan),
+            programs=self.programs,
             partition=self.partition,
             captured=self.captured,
             job=self.job,

@@ -48,7 +48,7 @@ from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
-from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_stage
+from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_programs, tampered_stage
 from roundelay.runtime.worker import Wrap
 
 STEPS = 8
@@ -192,8 +192,10 @@ def verify_session(
     origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
     handlers: dict[int, dict[str, Handler]] = {}
     if tamper is not None:
-        victim = tampered_stage(tamper, session.captured.graph, session.partition, session.extent.batches)
-        handlers[victim] = tampered_handlers(tamper)
+        graph, batches, replicas = session.captured.graph, session.extent.batches, session.plan.replicas
+        victim = tampered_stage(tamper, graph, session.partition, batches, replicas)
+        handlers[victim] = tampered_handlers(tamper, replicas)
+        session.programs = tampered_programs(tamper, session.programs, victim)
     kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
     with deterministic(session.plan.devices):
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)

@@ -7,22 +7,22 @@ worker's time
   are *busy*;
 - ``data`` is time inside ``read``: the person's loader;
 - what is left is *idle*, and each gap of it lies before an instruction (or behind the last one). The instruction was
-  *possible* as soon as the neighbours' instructions had ended that make its messages and free its slots. Until then the
-  gap is ``bubble``: the schedule asks for it, or another stage is slower. From then on it is ``wait``: something could
-  have been done, but messages, credits, or this worker's own loop took their time.
+  *possible* as soon as the other workers' instructions had ended that make its messages and free its slots. Until then
+  the gap is ``bubble``: the schedule asks for it, or another stage is slower. From then on it is ``wait``: something
+  could have been done, but messages, credits, or this worker's own loop took their time.
 
 The six add up to 1. A gap behind the last instruction is bubble.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from roundelay.ir.plan import EdgePlan
-from roundelay.ir.program import OPCODES
+from roundelay.ir.program import OPCODES, Channel, Port
 from roundelay.observe.trace import Gap, Span
 
 SLACK_S = 1e-6
@@ -65,17 +65,17 @@ class Shares:
         return {"busy": self.busy, **computed, "data": self.data, "bubble": self.bubble, "wait": self.wait}
 
 
-def gaps_of(spans: Sequence[Span], edges: Sequence[EdgePlan], num_workers: int) -> list[Gap]:
+def gaps_of(spans: Sequence[Span], channels: Sequence[Channel], num_workers: int) -> list[Gap]:
     """Every gap of every worker, in order; one of both kinds is two.
 
     Args:
         spans: of the run, or of its last micro-batches, each worker's in order.
-        edges: what travels between the stages, as the plan has it.
+        channels: between the workers.
         num_workers: D.
     """
     if not spans:
         return []
-    possible = _possible(spans, edges)
+    possible = _possible(spans, channels)
     # on one clock nothing begins before what it needs has ended; another host's clock can make it seem so
     shared = all(turn <= span.start_s + SLACK_S for span, turn in zip(spans, possible, strict=True))
     by_worker: dict[int, list[tuple[Span, float]]] = {k: [] for k in range(num_workers)}
@@ -122,26 +122,37 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     return Shares(**inside, idle=idle, wait=None if unknown else wait)
 
 
-def _possible(spans: Sequence[Span], edges: Sequence[EdgePlan]) -> list[float]:
+_PASSES = {
+    "data": ("read", "read"),
+    "forward": ("forward", "forward"),
+    "gradient": ("backward", "backward"),
+    "weight-gradient": ("box", "unbox"),
+    "grad-norm-sq": ("grad-norm-sq", "grad-norm-sq"),
+    "grad-norm": ("update", "update"),
+}
+"""Kind of a channel to the instruction that gives, and the one that takes."""
+
+
+def _possible(spans: Sequence[Span], channels: Sequence[Channel]) -> list[float]:
     """When each instruction became possible; minus infinity for one that needs nobody.
 
-    It needs the neighbours' instructions of its own opcode that make its messages, and those that free its slots.
+    It needs the other workers' instructions that make its messages, and those that free its slots.
     """
-    ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    ends: dict[tuple[Port, str], dict[int, float]] = defaultdict(dict)
     for s in spans:
-        ends[s.stage, s.opcode][s.g] = s.end_s
-    needs: dict[tuple[int, str], list[tuple[dict[int, float], int]]] = defaultdict(list)  # and micro-batches before
-    for edge in edges:
-        source, target = edge.source, edge.target
-        needs[target, "forward"].append((ends[source, "forward"], 0))
-        needs[source, "forward"].append((ends[target, "forward"], edge.slots))
-        if edge.gradient:
-            needs[source, "backward"].append((ends[target, "backward"], 0))
-            needs[target, "backward"].append((ends[source, "backward"], edge.slots))
+        ends[Port(s.worker, s.stage), s.opcode][s.g] = s.end_s
+    needs: dict[tuple[Port, str], list[tuple[dict[int, float], int]]] = defaultdict(list)  # and micro-batches before
+    for channel in channels:
+        gives, takes = _PASSES[channel.kind]
+        for source, target in itertools.product(channel.sources, channel.targets):
+            if source != target:
+                needs[target, takes].append((ends[source, gives], 0))
+                if not OPCODES[takes].once_a_batch:
+                    needs[source, gives].append((ends[target, takes], channel.slots))
     made = []
     for s in spans:
         turn = -math.inf
-        for found, before in needs.get((s.stage, s.opcode), ()):
+        for found, before in needs.get((Port(s.worker, s.stage), s.opcode), ()):
             turn = max(turn, found.get(s.g - before, turn))
         made.append(turn)
     return made

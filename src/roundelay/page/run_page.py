@@ -9,6 +9,7 @@ from pathlib import Path
 from roundelay.errors import counted
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
+from roundelay.lower.emit import channels_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.time_shares import gaps_of
 from roundelay.observe.trace import Span
@@ -57,7 +58,7 @@ def predicted_window(plan: Plan) -> Window:
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
-    gaps = [g for g in gaps_of(spans, plan.edges, plan.num_workers) if g.start_s < end and g.end_s > begin]
+    gaps = [g for g in gaps_of(spans, channels_of(plan), plan.num_workers) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     loads = [load for load in simulation.loads if load.start_s < end and load.end_s > begin]
     return Window(begin, end, inside, gaps, plan.num_workers, loads)

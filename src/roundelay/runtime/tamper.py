@@ -1,27 +1,36 @@
 """Breaks a run on purpose, to show that ``verify`` reports it.
 
-Each way replaces handlers of one worker by ones that do something slightly wrong:
+Each way but ``exchange-order`` replaces handlers of one stage, in the last replica, by ones that do something wrong:
 
-===============  =============================================================================
-``stash``        backward differentiates at the weights of the version before
-``s``            forward reads weights predicted one update too far
-``order``        the update happens after the next forward instead of before it
-``rng``          forward draws the random numbers of another seed
-``drop-update``  the run's second update is left out
-===============  =============================================================================
+==================  ==========================================================================
+``stash``           backward differentiates at the weights of the version before
+``s``               forward reads weights predicted one update too far
+``order``           the update happens after the next forward instead of before it
+``rng``             forward draws the random numbers of another seed
+``drop-update``     the run's second update is left out
+``box``             the replica updates with its own gradients: their exchange is left out
+``stale-shard``     one replica's part of the summed gradients is that of the batch before
+``exchange-order``  all replicas' gradients are summed in another order
+==================  ==========================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.errors import UsageError
+from roundelay.errors import UsageError, counted
 from roundelay.frontend import RngKey
+from roundelay.ir.exchange import bounds
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.program import Channel, Program
 from roundelay.ir.stage import Partition
-from roundelay.runtime.handlers import Context, Handler, do_forward, do_update
+from roundelay.runtime.exchange import Parts
+from roundelay.runtime.handlers import Context, Handler, do_forward, do_unbox, do_update
 
 
 class _Worker:
@@ -37,6 +46,9 @@ class _Worker:
         self.before = {name: weight.detach().clone() for name, weight in context.stage.live().items()}
         return do_update(context, run)
 
+    def unbox(self, context: Context, run: Run) -> MicroBatch | None:
+        return do_unbox(context, run)
+
 
 class _Stash(_Worker):
     """Backward at the weights before the last update."""
@@ -51,7 +63,7 @@ class _Stash(_Worker):
         if self.before:
             known = {name: inputs[name] for name in stage.function.inputs}
             _, stage.tapes[run.g] = stage.function.forward(
-                self.before, buffers, known, RngKey(context.seed, run.g), mode="stash"
+                self.before, buffers, known, RngKey(context.seed, _number(run)), mode="stash"
             )
         return result
 
@@ -119,6 +131,31 @@ class _Dropped(_Worker):
         return result
 
 
+class _Unboxed(_Worker):
+    """The exchange of gradients is left out."""
+
+    def unbox(self, context: Context, run: Run) -> MicroBatch | None:
+        for channel, _ in run.takes:
+            del context.inbox[channel, run.g]
+        return None
+
+
+class _Stale(_Worker):
+    """A part of the summed gradients is that of the batch before."""
+
+    last: Parts = ()
+
+    def unbox(self, context: Context, run: Run) -> MicroBatch | None:
+        key = run.takes[0][0], run.g
+        message = context.inbox[key]
+        parts: Parts = message.values  # type: ignore[assignment]
+        if self.last and parts:
+            _, end = bounds(len(parts[0]), 2)[0]
+            context.inbox[key] = message._replace(values=(torch.cat([self.last[0][:end], parts[0][end:]]), *parts[1:]))
+        self.last = parts
+        return do_unbox(context, run)
+
+
 _CLASSES: dict[str, type[_Worker]] = {
     "stash": _Stash,
     "s": _TooFar,
@@ -127,13 +164,49 @@ _CLASSES: dict[str, type[_Worker]] = {
     "drop-update": _Dropped,
 }
 
+_EXCHANGES: dict[str, type[_Worker]] = {"box": _Unboxed, "stale-shard": _Stale}
+
 WAYS = tuple(_CLASSES)
+"""Those that act in every plan."""
+
+ORDER = "exchange-order"
+
+EXCHANGE_WAYS = (*_EXCHANGES, ORDER)
+"""Those that act where several replicas exchange gradients."""
 
 
-def tampered_handlers(way: str) -> dict[str, Handler]:
-    """Handlers that break a run in one of the :data:`WAYS`."""
-    broken = _CLASSES[way]()
-    return {"forward": broken.forward, "update": broken.update}
+def tampered_handlers(way: str, replicas: int = 1) -> dict[str, Handler]:
+    """Handlers of a stage that break a run of so many replicas, in the last one."""
+    if way == ORDER:
+        return {}
+    broken = (_CLASSES | _EXCHANGES)[way]()
+
+    def in_last(wrong: Handler, right: Handler) -> Handler:
+        return lambda context, run: (wrong if context.stage.replica == replicas - 1 else right)(context, run)
+
+    return {
+        "forward": in_last(broken.forward, do_forward),
+        "update": in_last(broken.update, do_update),
+        "unbox": in_last(broken.unbox, do_unbox),
+    }
+
+
+def tampered_programs(way: str, programs: Sequence[Program], stage: int) -> tuple[Program, ...]:
+    """The programs, with the holders of a stage in reverse order where the way says so."""
+
+    def reversed_at(channel: Channel) -> Channel:
+        if not channel.phases or channel.sources[0].stage != stage:
+            return channel
+        return replace(channel, sources=channel.sources[::-1], targets=channel.targets[::-1])
+
+    if way != ORDER:
+        return tuple(programs)
+    return tuple([replace(program, channels=tuple(map(reversed_at, program.channels))) for program in programs])
+
+
+def _number(run: Run) -> int:
+    assert run.header is not None
+    return run.header.number
 
 
 def check_tamper(tamper: str | None) -> None:
@@ -142,24 +215,33 @@ def check_tamper(tamper: str | None) -> None:
     Raises:
         UsageError: the way is unknown.
     """
-    if tamper is not None and tamper not in WAYS:
-        known = "one of " + ", ".join(WAYS)
+    if tamper is not None and tamper not in (*WAYS, *EXCHANGE_WAYS):
+        known = "one of " + ", ".join([*WAYS, *EXCHANGE_WAYS])
         raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
 
 
-def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None) -> int:
+def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, replicas: int = 1) -> int:
     """The stage to break: the last one at which the way makes a difference.
 
     Args:
-        way: one of :data:`WAYS`.
+        way: one of :data:`WAYS` or :data:`EXCHANGE_WAYS`.
         graph: of the model.
         stages: its stages.
         batches: updates of the run; None if their number is not known.
+        replicas: of the plan.
 
     Raises:
         UsageError: the way makes no difference anywhere.
     """
-    if way != "rng" and batches == 1:
+    least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
+    if replicas < least.get(way, 1):
+        raise UsageError(
+            f"--tamper {way}",
+            got=counted(replicas, "replica"),
+            expected=f"at least {least[way]}, whose gradients are summed in some order",
+            remedy=f"Give --data-parallel {least[way]}, or another way to tamper.",
+        )
+    if way not in ("rng", "box", ORDER) and batches == 1:
         raise UsageError(
             f"--tamper {way}",
             got="a run of one update, in which it changes nothing",
