@@ -1,4 +1,7 @@
-"""The gradients of a stage as a few flat tensors, so that its holders exchange them together."""
+"""The gradients of a stage as a few flat tensors, so that its holders exchange them together.
+
+Flat tensors are not larger than :data:`LARGEST`, so that the C library keeps their memory from one batch to the next.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,13 @@ ALIGNMENT = 64
 """Bytes to which torch allocates on the CPU; kernels may compute other last bits where data begin elsewhere."""
 
 
+LARGEST = 16 << 20
+"""Bytes of a flat tensor, unless a single gradient is larger."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Where each gradient lies in the flat tensors, one for each dtype, and behind them what the losses have counted.
+    """Where each gradient lies in the flat tensors, each of one dtype, and behind them what the losses have counted.
 
     Args:
         dtypes: of the flat tensors.
@@ -33,14 +40,23 @@ class GradientBucket:
     @staticmethod
     def of(parameters: Iterable[tuple[str, torch.Tensor]]) -> GradientBucket:
         """The bucket for the gradients of these parameters, those that keep what follows aligned first."""
-        by_dtype: dict[torch.dtype, list[tuple[bool, str]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[bool, str, int]]] = {}
         shapes = {}
         for name, parameter in parameters:
-            shapes[name] = parameter.shape
-            uneven = parameter.numel() * parameter.element_size() % ALIGNMENT > 0
-            by_dtype.setdefault(parameter.dtype, []).append((uneven, name))
-        names = [[name for _, name in sorted(named, key=lambda one: one[0])] for named in by_dtype.values()]
-        return GradientBucket(tuple(by_dtype), tuple(map(tuple, names)), shapes)
+            shapes[name], num_bytes = parameter.shape, parameter.numel() * parameter.element_size()
+            by_dtype.setdefault(parameter.dtype, []).append((num_bytes % ALIGNMENT > 0, name, num_bytes))
+        dtypes: list[torch.dtype] = []
+        names: list[tuple[str, ...]] = []
+        for dtype, named in by_dtype.items():
+            room = -1  # of the flat tensor that is begun; none yet
+            for _, name, num_bytes in sorted(named, key=lambda one: one[0]):
+                if num_bytes > room:
+                    dtypes.append(dtype)
+                    names.append(())
+                    room = LARGEST
+                names[-1] = (*names[-1], name)
+                room -= num_bytes
+        return GradientBucket(tuple(dtypes), tuple(names), shapes)
 
     @property
     def elements(self) -> tuple[int, ...]:

@@ -1,0 +1,143 @@
+"""Data parallelism on two processes: milliseconds of an update, beside torch's DistributedDataParallel over gloo.
+
+Perceptrons of square layers, so large for their few rows that exchanging gradients takes longer than computing them.
+Ours is ``--workers 1 --data-parallel 2 --rule 1f1b --micro-batches 1`` over shm and over gloo; torch's is the loop that
+its documentation shows. Every process has one thread and half of the rows; plain PyTorch with that half, alone, is what
+computing takes. All run with the C library's memory settings that the command uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import alternate, asked, report, spread, table
+from roundelay import Job, capture, plan
+from roundelay.api.training import Length, Session
+from roundelay.env import better_malloc
+
+SIZES = ((512, 3, 8), (1024, 4, 16), (2048, 4, 32))
+"""Width, layers, rows of a batch."""
+
+WARM = 5
+"""Updates that do not count."""
+
+
+def model(width: int, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())))
+
+
+def data(width: int, rows: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(rows, width, generator=made), torch.randint(width, (rows,), generator=made)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(module(x), y).backward()
+    optimizer.step()
+
+
+def times(module: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
+    """Median milliseconds of an update in a loop of plain PyTorch."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    took = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step(module, optimizer, x, y)
+        took.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(took[WARM:])
+
+
+def alone(width: int, layers: int, rows: int, steps: int) -> float:
+    """Half of the rows in one process."""
+    x, y = data(width, rows)
+    return times(model(width, layers), x[::2], y[::2], steps)
+
+
+def theirs(width: int, layers: int, rows: int, steps: int) -> float:
+    """Two forked processes over gloo on loopback; the slower one counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = [_forked(functools.partial(_rank, rank, Path(folder), width, layers, rows, steps)) for rank in range(2)]
+        assert not any([os.waitpid(pid, 0)[1] for pid in pids]), "a rank failed"
+        return max(json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
+
+
+def _forked(call: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            call()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _rank(rank: int, folder: Path, width: int, layers: int, rows: int, steps: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    x, y = data(width, rows)
+    found = times(DistributedDataParallel(model(width, layers)), x[rank::2], y[rank::2], steps)
+    (folder / str(rank)).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@functools.cache
+def session(transport: str, width: int, layers: int, rows: int, steps: int) -> Session:
+    batch = data(width, rows)
+    job = Job(
+        model=model(width, layers),
+        loss=lambda outputs, batch: cross_entropy(outputs, batch[1]),
+        batches=lambda epoch: [batch] * steps,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+    )
+    captured = capture(job)
+    options = {"workers": 1, "data_parallel": 2, "rule": "1f1b", "micro_batches": 1, "transport": transport}
+    return Session(job, captured, plan(job, captured=captured, **options), 0, Length(steps=steps))  # type: ignore[arg-type]
+
+
+def ours(transport: str, width: int, layers: int, rows: int, steps: int) -> float:
+    """Median milliseconds from one update to the next."""
+    done = session(transport, width, layers, rows, steps).run(notify=lambda event: None)
+    ends = [event.end_s for event in done.events[0] if event.opcode == "update"]
+    return statistics.median([1e3 * (b - a) for a, b in zip(ends[WARM:], ends[WARM + 1 :], strict=False)])
+
+
+def main() -> None:
+    if (environment := better_malloc()) is not None:  # as the command itself does
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    what = asked(__doc__ or "", 5)
+    steps = 25 if what.short else 60
+    candidates: dict[str, Callable[[], float]] = {}
+    for size in SIZES[1:2] if what.short else SIZES:
+        name = "width {}, {} layers, {} rows".format(*size)
+        candidates[f"{name}: DistributedDataParallel, gloo"] = functools.partial(theirs, *size, steps)
+        candidates[f"{name}: computing alone"] = functools.partial(alone, *size, steps)
+        for transport in ("shm", "gloo"):
+            candidates[f"{name}: ours, {transport}"] = functools.partial(ours, transport, *size, steps)
+    found = alternate(candidates, what.repeats)
+    rows = []
+    for name, values in found.items():
+        base = statistics.median(found[name.split(":")[0] + ": DistributedDataParallel, gloo"])
+        rows.append([name, spread(values), f"{base / statistics.median(values):.2f}"])
+    report(what, table(["", "ms per update", "times as fast as DistributedDataParallel"], rows), {"ms": found})
+
+
+if __name__ == "__main__":
+    main()
