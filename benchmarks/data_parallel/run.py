@@ -73,7 +73,8 @@ def theirs(width: int, layers: int, rows: int, steps: int) -> float:
     """Two forked processes over gloo on loopback; the slower one counts."""
     with tempfile.TemporaryDirectory() as folder:
         pids = [_forked(functools.partial(_rank, rank, Path(folder), width, layers, rows, steps)) for rank in range(2)]
-        assert not any([os.waitpid(pid, 0)[1] for pid in pids]), "a rank failed"
+        codes = [os.waitpid(pid, 0)[1] for pid in pids]
+        assert not any(codes), f"a rank failed: {codes}"
         return max(json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
 
 

@@ -197,9 +197,13 @@ def replicas() -> Plan:
     """A plan of two replicas of one stage each."""
     job, captured, _ = given()
     made = roundelay.plan(job, captured=captured, data_parallel=2, workers=1, rule="1f1b", micro_batches=2)
-    exchanges = tuple(dataclasses.replace(exchange, elements=(1000, 1)) for exchange in made.exchanges)
     rates: dict[str, Any] = {"latency_s": 1e-4, "bytes_per_s": 1e6, "read_s": 0.0, "input_bytes": 100}
-    return dataclasses.replace(made, exchanges=exchanges, **rates)
+    return dataclasses.replace(made, **rates)
+
+
+def planned_elements() -> int:
+    """Elements of the gradients that two replicas exchange."""
+    return replicas().exchanges[0].elements[0]
 
 
 def exchanges_slower(**fields: Any) -> bool:
@@ -219,7 +223,9 @@ def exchanges_refused(**fields: Any) -> bool:
 def leaves_out() -> bool:
     """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
     plan = replicas()
-    odd = dataclasses.replace(plan.exchanges[0], unused=(next(iter(plain().snapshot.parameters)),))
+    name, weight = next(iter(plain().snapshot.parameters.items()))
+    fewer = planned_elements() - weight.numel()
+    odd = dataclasses.replace(plan.exchanges[0], unused=(name,), elements=(fewer, 1))
     with pytest.raises(InternalError, match="as `unused`"):
         run(dataclasses.replace(plan, exchanges=(odd,)))
     return True
@@ -282,7 +288,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "exchanges.kind": lambda _: exchanges_refused(kind="ring"),
     "exchanges.phases": lambda _: exchanges_refused(phases=("all-gather(0)",)),
     "exchanges.dtypes": lambda _: exchanges_slower(dtypes=("float64", "float64")) and exchanges_refused(dtypes=()),
-    "exchanges.elements": lambda _: exchanges_slower(elements=(9000, 1)),
+    "exchanges.elements": lambda _: exchanges_slower(elements=(9000, 1)) and exchanges_refused(elements=(9000, 1)),
     "exchanges.unused": lambda _: leaves_out(),
 }
 

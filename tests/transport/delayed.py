@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from typing import final
 
+import torch
+
 from roundelay.errors import DeadlineError
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message, nothing_came
 
@@ -40,6 +42,14 @@ class DelayedEndpoint(Endpoint):
     def grant(self, to: int, channel: int) -> None:
         """As `inner` does."""
         self._inner.grant(to, channel)
+
+    def shared(self, channel: int) -> torch.Tensor | None:
+        """As `inner` does."""
+        return self._inner.shared(channel)
+
+    def count_shared(self, channel: int, sent: int, received: int) -> None:
+        """As `inner` does."""
+        self._inner.count_shared(channel, sent, received)
 
     def receive(self, timeout_s: float, credits: bool = True) -> Delivery:
         """Return the next delivery that is due; held-back credits are returned too.

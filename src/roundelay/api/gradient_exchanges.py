@@ -7,9 +7,10 @@ from itertools import repeat
 
 import torch
 
+from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.ir.exchange import all_reduce
-from roundelay.ir.plan import ExchangePlan
+from roundelay.ir.plan import ExchangePlan, Plan
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.runtime.gradient_bucket import GradientBucket
 
@@ -29,6 +30,28 @@ def plan_exchanges(
         return ()
     left_out = unused or repeat(())
     return tuple(_exchange(captured, spec, tuple(names)) for spec, names in zip(stages.stages, left_out, strict=False))
+
+
+def check_exchanges(captured: Captured, stages: Partition, plan: Plan) -> None:
+    """Check that a plan's exchanges are those of its stages.
+
+    Raises:
+        PlanError: naming the first that is not.
+    """
+    needed = plan_exchanges(captured, stages, plan.replicas, [exchange.unused for exchange in plan.exchanges])
+    for i, (got, wanted) in enumerate(zip(plan.exchanges, needed, strict=True)):
+        if got != wanted:
+            raise PlanError(
+                f"exchanges[{i}] of the plan",
+                got=_text(got),
+                expected=f"{_text(wanted)}: the gradients of its stage",
+                remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
+
+
+def _text(exchange: ExchangePlan) -> str:
+    sizes = " and ".join(f"{n} of {dtype}" for n, dtype in zip(exchange.elements, exchange.dtypes, strict=True))
+    return f"{exchange.kind} of stage {exchange.stage}, {sizes}"
 
 
 def _exchange(captured: Captured, spec: StageSpec, unused: tuple[str, ...]) -> ExchangePlan:

@@ -15,7 +15,7 @@ import torch
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
-from roundelay.api.gradient_exchanges import plan_exchanges
+from roundelay.api.gradient_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
@@ -323,6 +323,7 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     ends = [stage.segments for stage in plan.stages]
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
+    check_exchanges(captured, stages, plan)
     prove(plan)
     return stages
 

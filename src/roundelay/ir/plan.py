@@ -108,9 +108,14 @@ class ExchangePlan:
     unused: tuple[str, ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple([itemsize(dtype) * count for dtype, count in zip(self.dtypes, self.elements, strict=True)])
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensors."""
-        return sum(itemsize(dtype) * count for dtype, count in zip(self.dtypes, self.elements, strict=True))
+        """Bytes of all of them."""
+        return sum(self.sizes)
 
     def bytes_sent(self, holders: int, position: int) -> list[int]:
         """Bytes that one holder sends in each phase.

@@ -63,12 +63,15 @@ class GradientBucket:
         """Elements of each flat tensor, and of the one that counts."""
         return (*(sum(math.prod(self.shapes[name]) for name in names) for names in self.names), 1)
 
-    def pack(self, sums: Tensors, count: float) -> tuple[torch.Tensor, ...]:
+    def pack(
+        self, sums: Tensors, count: float, room: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """The flat tensors; none if there is no gradient at all.
 
         Args:
             sums: gradients by name.
             count: what the losses have counted.
+            room: the flat tensors to write; new ones by default.
 
         Raises:
             InternalError: a gradient is missing, or there is one more.
@@ -83,8 +86,13 @@ class GradientBucket:
                 expected="a gradient of every trained parameter, but those that the plan leaves out as `unused`",
                 remedy="Write a new plan with `roundelay plan`; if that does not help, report this as a bug.",
             )
-        flat = [torch.cat([sums[name].reshape(-1) for name in names]) for names in self.names]
-        return (*flat, torch.tensor([count], dtype=torch.float64))
+        pieces = [[sums[name].reshape(-1) for name in names] for names in self.names]
+        pieces.append([torch.tensor([count], dtype=torch.float64)])
+        if room is None:
+            return tuple(map(torch.cat, pieces))
+        for own, out in zip(pieces, room, strict=True):
+            torch.cat(own, out=out)
+        return room
 
     def unpack(self, parts: tuple[torch.Tensor, ...]) -> tuple[dict[str, torch.Tensor], float]:
         """Gradients by name, and the count; the inverse of :meth:`pack`. They share the memory of the flat tensors."""

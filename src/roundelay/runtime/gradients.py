@@ -66,10 +66,10 @@ class Gradients:
         """Add the number of terms that a micro-batch's loss has summed, or the weight that its ignored labels take."""
         self._count += count
 
-    def packed(self) -> tuple[torch.Tensor, ...]:
-        """The sums of this replica, and what it has counted, in the bucket's flat tensors."""
+    def packed(self, room: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+        """The sums of this replica, and what it has counted, in the bucket's flat tensors, or in those given."""
         assert self._bucket is not None, "only what has a bucket is exchanged"
-        return self._bucket.pack(self._sums, self._count)
+        return self._bucket.pack(self._sums, self._count, room)
 
     def unpack(self, parts: tuple[torch.Tensor, ...]) -> None:
         """Take the sums over all replicas, in the bucket's flat tensors, in place of this one's."""

@@ -17,6 +17,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
+from roundelay.runtime.exchange import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
@@ -41,6 +42,7 @@ class Context:
         seed: seed of the run.
         data: micro-batches, one of each replica at a time, on the worker that reads them.
         read: names of the values that a micro-batch's data consist of.
+        rooms: by channel, the memory from which it sends, where that is shared.
         edges: the edge of every channel, and the channel itself.
         report: called with reports to the launcher.
         audit: called with everything that is computed; None for no audit.
@@ -65,6 +67,7 @@ class Context:
     seed: int
     data: Iterator[Sequence[Entry]]
     read: tuple[str, ...]
+    rooms: Mapping[int, Parts]
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
@@ -165,7 +168,8 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 def do_box(context: Context, run: Run) -> MicroBatch | None:
     """Start the exchange of a batch's gradients with the other replicas."""
     for channel, _ in run.gives:
-        context.outbox[channel] = Message(channel, _header(run).numbers(), context.stage.gradients.packed())
+        packed = context.stage.gradients.packed(context.rooms.get(channel))
+        context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
     return None
 
 

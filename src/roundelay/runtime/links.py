@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from roundelay.ir.program import Channel
-from roundelay.runtime.exchange import Exchange, Piece
+from roundelay.runtime.exchange import Exchange, Parts, Piece
+from roundelay.runtime.shared_sums import SharedSum, Told
 from roundelay.transport.endpoint import Endpoint, Message
 
 Deliver = Callable[[Message], None]
@@ -31,6 +32,11 @@ class Link(ABC):
     @abstractmethod
     def free(self) -> None:
         """Free the slot of a message that an instruction has taken."""
+
+    @property
+    def room(self) -> Parts | None:
+        """Where an instruction writes the tensors that it gives; None: into memory of its own."""
+        return None
 
 
 @final
@@ -109,4 +115,68 @@ class ExchangeLink(Link):
             sent += self._endpoint.send(self._holders[target], Message(self._id, (of, phase), parts))
         if self._exchange.finished(number):
             self._deliver(Message(self._id, (number,), self._exchange.result(number)))
+        return sent
+
+
+@final
+class SharedLink(Link):
+    """A sum with other holders of a stage, in memory that they share.
+
+    Its messages have the number of the exchange and what is told as header. What an instruction gives must be in
+    :attr:`room`, or nothing; the sums are delivered as by :class:`ExchangeLink`. Bytes are counted as if they were
+    sent.
+
+    Args:
+        channel: the exchange.
+        worker: this one.
+        endpoint: its own.
+        deliver: puts the sums into the inbox.
+        free: tells the machine that the next may begin.
+        memory: of all holders, and of the sum.
+        sent: bytes that this worker would send in each phase.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        worker: int,
+        endpoint: Endpoint,
+        deliver: Deliver,
+        free: Free,
+        memory: tuple[Sequence[Parts], Parts],
+        sent: Sequence[int],
+    ) -> None:
+        self._id, self._endpoint, self._deliver, self._free = channel.id, endpoint, deliver, free
+        self._holders, self._worker, self._bytes = [port.worker for port in channel.sources], worker, sent
+        self._sum = SharedSum(*memory, self._holders.index(worker))
+
+    @property
+    def room(self) -> Parts:
+        """This holder's block."""
+        return self._sum.own
+
+    def give(self, message: Message) -> int:
+        """Start the sum with what is in the room."""
+        return self._go_on(message.header[0], self._sum.start(message.header[0], bool(message.values)))
+
+    def arrived(self, source: int, message: Message) -> None:
+        """Another holder has written its block, or added up its slice."""
+        number, phase, present = message.header
+        self._go_on(number, self._sum.take(self._holders.index(source), Told(number, phase, bool(present))))
+
+    def free(self) -> None:
+        """This worker may start the next."""
+        self._free(self._id)
+
+    def _go_on(self, number: int, words: list[Told]) -> int:
+        sent = 0
+        for told in words:
+            for holder in self._holders:
+                if holder != self._worker:
+                    self._endpoint.send(holder, Message(self._id, (told.number, told.phase, int(told.present)), ()))
+            sent += self._bytes[told.phase] if told.present else 0
+        if sent:
+            self._endpoint.count_shared(self._id, sent, sent)
+        if self._sum.finished(number):
+            self._deliver(Message(self._id, (number,), self._sum.result(number)))
         return sent

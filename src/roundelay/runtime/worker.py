@@ -14,6 +14,7 @@ from functools import partial
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
+from roundelay.ir.exchange import all_reduce
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -29,9 +30,10 @@ from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, pass_over
 from roundelay.runtime.instruction_log import InstructionLog
-from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink
+from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
+from roundelay.runtime.shared_sums import block_of, exchange_of
 from roundelay.runtime.stage_state import Initial, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
@@ -188,6 +190,7 @@ class _Worker:
             task.seed,
             self.data,
             (*task.captured.graph.inputs, *task.captured.graph.batch),
+            {channel: room for channel, link in self.links.items() if (room := link.room) is not None},
             _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
@@ -200,7 +203,14 @@ class _Worker:
     def _link(self, channel: Channel) -> Link:
         """This worker's end of a channel."""
         if channel.phases:
-            return ExchangeLink(channel, self.worker, self.endpoint, self.deliver, self.machine.grant)
+            memory = self.endpoint.shared(channel.id)
+            own = channel, self.worker, self.endpoint, self.deliver, self.machine.grant
+            if memory is None or channel.phases != all_reduce():
+                return ExchangeLink(*own)
+            planned, holders = exchange_of(self.task.plan, channel), [port.worker for port in channel.sources]
+            blocks = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
+            sent = planned.bytes_sent(len(holders), holders.index(self.worker))
+            return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
         if channel.filled_by(self.worker) and channel.read_by(self.worker):
             return LocalLink(channel, self.deliver, self.machine.grant)
         return PeerLink(channel, self.endpoint, self.deliver)

@@ -4,16 +4,19 @@
 over torch.distributed, `nccl` processes with a GPU each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 from roundelay.transport.endpoint import ForkedLinks
 from roundelay.transport.gloo import forked_over_gloo
 from roundelay.transport.shm import forked_over_shm
 
-FORKED: dict[str, Callable[[int, float], AbstractContextManager[ForkedLinks]]] = {
+Connecting = Callable[[int, float, Mapping[int, int]], AbstractContextManager[ForkedLinks]]
+"""From the number of workers, the seconds that a wait may take, and by channel the bytes that its holders may share."""
+
+FORKED: dict[str, Connecting] = {
     "shm": forked_over_shm,
     "gloo": forked_over_gloo,
 }
-"""What connects forked workers, by transport, from the number of workers and the seconds that a wait may take. Each
-transport whose workers are forked (`roundelay.ir.transports.TRANSPORTS`) is here."""
+"""What connects forked workers, by transport. Each whose workers are forked (`roundelay.ir.transports.TRANSPORTS`) is
+here."""

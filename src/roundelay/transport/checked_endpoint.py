@@ -145,6 +145,11 @@ class CheckedEndpoint(Endpoint):
             self._received[message.channel] += message.payload_bytes
         return delivery
 
+    def count_shared(self, channel: int, sent: int, received: int) -> None:
+        """Count bytes that went through shared memory."""
+        self._sent[channel] += sent
+        self._received[channel] += received
+
     def credits(self) -> Sequence[int]:
         """Take all credits that have arrived."""
         arrived = self._credits

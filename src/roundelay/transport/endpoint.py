@@ -146,6 +146,14 @@ class Endpoint(ABC):
             DeadlineError: nothing came within `timeout_s` seconds.
         """
 
+    def shared(self, channel: int) -> torch.Tensor | None:
+        """Memory, as bytes, that the holders of a channel share; None where the transport has none for it."""
+        return None
+
+    def count_shared(self, channel: int, sent: int, received: int) -> None:
+        """Count bytes of `channel` that went through shared memory as sent and received."""
+        raise _bad("memory", f"{sent} bytes of channel {channel}", "none, as this transport shares none")
+
     def credits(self) -> Sequence[int]:
         """Take the credits that have arrived and return their channels; `receive` returns any that this leaves.
 

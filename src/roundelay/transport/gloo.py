@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -233,8 +233,10 @@ class GlooEndpoint(CheckedEndpoint):
 
 
 @contextmanager
-def forked_over_gloo(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
-    """Connect processes of one host that are forked while the context is open."""
+def forked_over_gloo(
+    num_workers: int, deadline_s: float, shared: Mapping[int, int] | None = None
+) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open; they share no memory."""
     with _rendezvous_file() as path:
         yield ForkedLinks(lambda worker: GlooEndpoint(worker, num_workers, path, deadline_s), lambda: None)
 

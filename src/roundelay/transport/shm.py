@@ -16,6 +16,7 @@ Design choices:
 - Closing needs no handshake: what is in pipe and ring stays there when its writer ends, so `close` returns when
   everything is in them, END last. A pipe that ends without END is a loss; after an `abort` its reason is in shared
   memory. A worker that leaves stops reading first, which the kernel reports to those that still send.
+- Holders of a stage add up large tensors in memory that they share (`ShmEndpoint.shared`); messages say when.
 - Tensors are copied out of the ring, not used in place: they live as long as a tape, and a ring is freed in order.
 """
 
@@ -24,9 +25,11 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import final
+
+import torch
 
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
@@ -70,6 +73,10 @@ class ShmEndpoint(CheckedEndpoint):
         self._helper: threading.Thread | None = None
         self._left = False
         self._idle = False  # whether everything may be closed: the endpoint has ended and no thread writes
+
+    def shared(self, channel: int) -> torch.Tensor | None:
+        """As the launcher created it; it stays mapped as long as a tensor refers to it."""
+        return self._resources.shared.get(channel)
 
     def _send(self, to: int, message: Message) -> None:
         frame, tensors = wire.encode(message, INLINE_BYTES)
@@ -227,13 +234,20 @@ class ShmEndpoint(CheckedEndpoint):
 
 
 @contextmanager
-def forked_over_shm(num_workers: int, deadline_s: float) -> Generator[ForkedLinks, None, None]:
+def forked_over_shm(
+    num_workers: int, deadline_s: float, shared: Mapping[int, int] | None = None
+) -> Generator[ForkedLinks, None, None]:
     """Connect processes of one host that are forked while the context is open.
+
+    Args:
+        num_workers: how many.
+        deadline_s: seconds that a wait may take.
+        shared: by channel, the bytes of memory that its holders share.
 
     Raises:
         PlanError: this system does not have enough open files or memory.
     """
-    resources = ShmResources(num_workers)
+    resources = ShmResources(num_workers, shared=shared or {})
     try:
         yield ForkedLinks(lambda worker: ShmEndpoint(worker, resources, deadline_s), resources.close)
     finally:

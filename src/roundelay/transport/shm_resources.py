@@ -6,6 +6,7 @@ the last process that holds them ends, however it ends. So nothing can leak.
 - A *pipe* per ordered pair of workers carries the frames. Only one worker holds its writing end: when that worker ends,
   even by SIGKILL, the pipe ends after the last byte written.
 - A *ring* per ordered pair carries the tensors that are too long for a frame.
+- *Shared tensors*: for each exchange, memory that its holders read and write in turns, as their messages say.
 - The *abort reasons* are shared memory in which a worker that aborts writes why.
 """
 
@@ -19,7 +20,11 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import final
+
+import torch
 
 from roundelay.errors import InternalError, PlanError
 from roundelay.transport.wire_format import MAX_REASON_BYTES
@@ -163,16 +168,20 @@ class ShmResources:
     Args:
         num_workers: how many processes there will be.
         ring_bytes: capacity of each ring, a power of two.
+        shared: bytes of each exchange's memory, by channel.
 
     Raises:
         PlanError: this system does not have enough open files or memory.
     """
 
-    def __init__(self, num_workers: int, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(
+        self, num_workers: int, ring_bytes: int = RING_BYTES, shared: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         if not (hasattr(os, "eventfd") and hasattr(os, "pipe2")):
             raise _unavailable("no eventfd or pipe2")
         self.num_workers = num_workers
         self.reasons = AbortReasons(num_workers)
+        self.shared: dict[int, torch.Tensor] = {}
         #: by sender and receiver, as in `rings`
         self.pipes: dict[tuple[int, int], Pipe] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
@@ -182,6 +191,10 @@ class ShmResources:
                     if other != worker:
                         self.pipes[worker, other] = Pipe()
                         self.rings[worker, other] = Ring(ring_bytes)
+            #: as bytes, by channel; unmapped when no tensor refers to it any more
+            self.shared = {
+                channel: torch.frombuffer(_shared_memory(size), dtype=torch.uint8) for channel, size in shared.items()
+            }
         except OSError as fault:
             self.close()
             raise _unavailable(str(fault)) from fault
@@ -224,6 +237,7 @@ class ShmResources:
         self.close_pipes()
         for ring in self.rings.values():
             ring.close()
+        self.shared.clear()
         self.reasons.close()
 
 

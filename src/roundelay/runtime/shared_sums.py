@@ -1,0 +1,157 @@
+"""Sums over holders that share memory: each adds up its slice of what all have put there, in the order of the holders.
+
+The memory has a block for each holder and one for the sum. A holder writes its own block, tells the others, adds up
+its slice of the sum when all have told it, tells them again, and reads the sum when all have added theirs: an
+all-reduce as :func:`roundelay.ir.exchange.all_reduce` with the same bits, without a copy on the way. A block is written
+again only when all holders have read it, as nobody begins an exchange before all have told the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from roundelay.errors import InternalError
+from roundelay.ir.exchange import bounds
+from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.ir.program import Channel
+from roundelay.lower.emit import channels_of
+from roundelay.runtime.exchange import Parts
+
+ALIGNMENT = 64
+
+
+def exchange_of(plan: Plan, channel: Channel) -> ExchangePlan:
+    """What the plan says of an exchange."""
+    stage = channel.sources[0].stage
+    return next(e for e in plan.exchanges if (e.kind, e.stage) == (channel.kind, stage))
+
+
+def shared_bytes(plan: Plan) -> dict[int, int]:
+    """Bytes of the memory that every exchange needs, by channel: one block for each holder, and one for the sum."""
+    exchanges = [channel for channel in channels_of(plan) if channel.phases]
+    return {c.id: (len(c.sources) + 1) * _block(exchange_of(plan, c)) for c in exchanges}
+
+
+def _block(exchange: ExchangePlan) -> int:
+    return sum(size + -size % ALIGNMENT for size in exchange.sizes)
+
+
+def block_of(memory: torch.Tensor, exchange: ExchangePlan, number: int) -> Parts:
+    """The tensors of one block of an exchange's memory."""
+    at, tensors = number * _block(exchange), []
+    for size, dtype in zip(exchange.sizes, exchange.dtypes, strict=True):
+        tensors.append(memory[at : at + size].view(getattr(torch, dtype)))
+        at += size + -size % ALIGNMENT
+    return tuple(tensors)
+
+
+@final
+class Told(NamedTuple):
+    """What a holder tells all others: what it has done of an exchange.
+
+    Args:
+        number: of the exchange.
+        phase: 0: its block is written; 1: its slice is added up.
+        present: whether it adds anything.
+    """
+
+    number: int
+    phase: int
+    present: bool
+
+
+@final
+class SharedSum:
+    """One holder's part in the sums of an exchange: a state machine without I/O, on memory that others write to.
+
+    Args:
+        blocks: of the holders, in order.
+        total: of the sum.
+        position: of this holder among them.
+    """
+
+    def __init__(self, blocks: Sequence[Parts], total: Parts, position: int) -> None:
+        self._blocks, self._total, self._position = blocks, total, position
+        self._told: dict[tuple[int, int], dict[int, bool]] = {}
+        self._at: tuple[int, int] | None = None
+        self._results: dict[int, Parts] = {}
+
+    @property
+    def own(self) -> Parts:
+        """The block to write before :meth:`start`."""
+        return self._blocks[self._position]
+
+    def start(self, number: int, present: bool) -> list[Told]:
+        """Begin the exchange of that number; returns what to tell all others.
+
+        Args:
+            number: of the exchange.
+            present: whether the own block is written; if not, this holder adds nothing.
+
+        Raises:
+            InternalError: the exchange before it is not complete.
+        """
+        if self._at is not None:
+            raise self._bug(f"the start of exchange {number}", f"the end of exchange {self._at[0]}")
+        return self._advance(self._tell(number, 0, present))
+
+    def take(self, source: int, told: Told) -> list[Told]:
+        """Take what another holder tells; returns what to tell all others.
+
+        Raises:
+            InternalError: it has told that before.
+        """
+        known = self._told.setdefault((told.number, told.phase), {})
+        if source in known or not 0 <= source < len(self._blocks):
+            raise self._bug(f"a second word of holder {source} on exchange {told.number}", "one from each holder")
+        known[source] = told.present
+        return self._advance([])
+
+    def finished(self, number: int) -> bool:
+        """Whether the exchange of that number is complete."""
+        return number in self._results
+
+    def result(self, number: int) -> Parts:
+        """The sums; none if no holder had any. They are overwritten after this holder's next start."""
+        return self._results.pop(number)
+
+    def _tell(self, number: int, phase: int, present: bool) -> list[Told]:
+        self._at = number, phase
+        self._told.setdefault((number, phase), {})[self._position] = present
+        return [Told(number, phase, present)]
+
+    def _advance(self, words: list[Told]) -> list[Told]:
+        while self._at is not None and len(self._told.get(self._at, ())) == len(self._blocks):
+            number, phase = self._at
+            known = self._told.pop(self._at)
+            present = [position for position in range(len(self._blocks)) if known[position]]
+            if phase == 0:
+                self._add(present)
+                words += self._tell(number, 1, bool(present))
+            else:
+                self._at = None
+                self._results[number] = self._total if present else ()
+        return words
+
+    def _add(self, present: Sequence[int]) -> None:
+        """Add up this holder's slice of every tensor, in the order of the holders."""
+        for i, total in enumerate(self._total):
+            start, end = bounds(len(total), len(self._blocks))[self._position]
+            parts, out = [self._blocks[position][i][start:end] for position in present], total[start:end]
+            if len(parts) == 1:
+                out.copy_(parts[0])
+            elif parts:
+                torch.add(parts[0], parts[1], out=out)
+                for part in parts[2:]:
+                    out.add_(part)
+
+    def _bug(self, got: str, expected: str) -> InternalError:
+        return InternalError(
+            f"holder {self._position} of {len(self._blocks)} in a sum",
+            got=got,
+            expected=expected,
+            remedy="Report this as a bug of Roundelay, with the plan.",
+        )
