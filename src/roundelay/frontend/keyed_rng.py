@@ -182,10 +182,10 @@ def keyed_attention(
 ) -> torch.Tensor:
     """``aten.scaled_dot_product_attention`` with dropout, written out; (..., L, E) and (..., S, E) to (..., L, Ev).
 
-    The options are ``scale``, ``enable_gqa`` and the key: ``draw``, ``position``. A fully masked row is zero, as in
-    torch.
+    The options are ``scale``, ``enable_gqa``, the key: ``draw``, ``position``, and ``dropout``, a function in place of
+    :func:`keyed_dropout`. A fully masked row is zero, as in torch.
     """
-    draw, position = options.pop("draw"), options.pop("position")
+    draw, position, dropout = options.pop("draw"), options.pop("position"), options.pop("dropout", keyed_dropout)
     if isinstance(draw, RngKey) and draw.states is not None:
         whole = functools.partial(torch.ops.aten.scaled_dot_product_attention.default, query, key, value)
         plain: torch.Tensor = draw.unkeyed(position, lambda: whole(attn_mask, dropout_p, is_causal, **options))
@@ -204,7 +204,7 @@ def keyed_attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch.ops.aten._safe_softmax.default(scores, -1)
-    return torch.matmul(keyed_dropout(weights, dropout_p, True, draw=draw, position=position), value)
+    return torch.matmul(dropout(weights, dropout_p, True, draw=draw, position=position), value)
 
 
 def keyed_call(

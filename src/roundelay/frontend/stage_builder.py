@@ -152,6 +152,9 @@ def _sub_graph(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.
     def find(node: torch.fx.Node) -> torch.fx.Node:
         if node.name in env:
             return env[node.name]
+        if node.meta.get("helper"):  # of the operation that reads it, on one worker of a mesh
+            env[node.name] = piece.node_copy(node, find)
+            return env[node.name]
         role = exported.roles.get(node.name)
         if role is not None and role.kind in ("parameter", "buffer"):  # another name of a tied tensor
             return env[first_place[id(role.tensor)]]

@@ -1,0 +1,32 @@
+"""The form of an operation: which factors of its tensors' dimensions go together, so that they are split together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Factor = tuple[int | None, Any]
+"""Label, or None for a factor that stays whole; and size, an int or a symbolic one."""
+
+Dims = tuple[tuple[Factor, ...], ...]
+"""For each dimension its factors, from the outermost to the innermost."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpForm:
+    """The form of one operation.
+
+    Args:
+        args: for each tensor that it reads, by name, the labels of its dimensions.
+        results: labels of the dimensions of each result.
+        linear: groups of arguments in which it is linear together, while all others stay as they are.
+        sizes: positions of the arguments that are the sizes of the result's dimensions.
+        known: whether anything is known of it; if not, every worker computes all of it.
+    """
+
+    args: Mapping[str, Dims]
+    results: tuple[Dims, ...]
+    linear: tuple[frozenset[str], ...] = ()
+    sizes: tuple[int, ...] = ()
+    known: bool = True
