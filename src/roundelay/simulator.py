@@ -18,6 +18,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Channel, Program
+from roundelay.lower.emit import exchanges_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Interval:
     entry: int
     start_s: float
     end_s: float
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,11 @@ class _Clock:
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.exchange_s = _exchange_seconds(plan, self.channels)
+        self.parts = {
+            (p.worker, i.stage, i.opcode): len({j.segments for j in p.body if (j.stage, j.opcode) == (i.stage, i.opcode)})
+            for p in programs
+            for i in p.body
+        }
         self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
@@ -202,7 +209,8 @@ class _Clock:
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
         opcode = run.instruction.opcode
-        self.intervals.append(Interval(worker, run.stage, opcode, run.g, *weights, self.now, self.now + seconds))
+        times = self.now, self.now + seconds
+        self.intervals.append(Interval(worker, run.stage, opcode, run.g, *weights, *times, run.instruction.of))
         self.push(seconds, worker, partial(self.finish, worker, run))
 
     def finish(self, worker: int, run: Run) -> None:
@@ -277,7 +285,8 @@ class _Clock:
             "backward-weight": stage.weights_s,
             "update": stage.update_s,
         }
-        return times.get(run.instruction.opcode, 0.0)  # the others take next to nothing
+        # the others take next to nothing, and parts of a forward are taken to be equal
+        return times.get(run.instruction.opcode, 0.0) / self.parts[worker, run.stage, run.instruction.opcode]
 
     def report(self) -> Simulation:
         """Return the simulated run."""
@@ -363,7 +372,7 @@ class _HeldByStage:
 
     def end_of_backward(self, interval: Interval) -> None:
         """Remove the tape of a backward; a first half leaves its second half pending."""
-        if interval.opcode == "backward":
+        if interval.opcode == "backward" and interval.g in self.tapes:  # the first of its parts
             del self.tapes[interval.g]
             self.owed += self.halved
 
@@ -374,18 +383,15 @@ def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     for edge in plan.edges:
         sizes["forward", edge.source, edge.target] = edge.forward_bytes
         sizes["gradient", edge.target, edge.source] = edge.backward_bytes
-    for exchange in plan.exchanges:
-        sizes[exchange.kind, exchange.stage, exchange.stage] = exchange.num_bytes
-    return {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
+    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
+    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(plan).items()}
 
 
 def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
     """Seconds of each exchange: in each phase the holder that sends most sets the time."""
-    planned = {(exchange.kind, exchange.stage): exchange for exchange in plan.exchanges}
     seconds = {}
-    for channel in channels.values():
-        if channel.phases:
-            exchange, holders = planned[channel.kind, channel.sources[0].stage], len(channel.sources)
-            most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
-            seconds[channel.id] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
+    for number, exchange in exchanges_of(plan).items():
+        holders = len(channels[number].sources)
+        most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
+        seconds[number] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
     return seconds

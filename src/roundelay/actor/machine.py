@@ -26,7 +26,7 @@ from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import ENTRY, OPCODES, PREVIOUS, Instruction, Program
+from roundelay.ir.program import ENTRY, PREVIOUS, Instruction, Program
 
 _UNKNOWN = sys.maxsize
 """The last micro-batch of a window, until a header marks it as the last."""
@@ -138,12 +138,12 @@ class Machine:
         if header is not None:
             self._headers[header.g] = header._replace(entry=run.version)
         opcode = run.instruction.opcode
-        if opcode == "forward":
+        if opcode == "forward" and run.instruction.runs_first:
             self.in_flight += 1
             known = self._headers[run.g]
             if known.final or (self.program.over == "batch" and known.ends_batch):
                 self._last = run.g
-        elif opcode == "backward":
+        elif opcode == "backward" and run.instruction.runs_first:
             self.in_flight -= 1
         elif opcode == "update":
             self.versions[run.stage] += 1
@@ -165,7 +165,7 @@ class Machine:
             instruction = body[self._line]
             g = self._first + self._turn * self.program.every + instruction.offset
             if not self._first <= g <= self._last or (
-                OPCODES[instruction.opcode].once_a_batch and not self._headers[g].ends_batch
+                instruction.once_a_batch and not self._headers[g].ends_batch
             ):
                 self._line += 1
                 continue

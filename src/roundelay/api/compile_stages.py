@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from roundelay.api.plan_signatures import signatures_of
 from roundelay.api.torch_scope import one_thread, without_dumps
 from roundelay.errors import RoundelayError, UserCodeError
 from roundelay.frontend import Captured
@@ -26,14 +27,15 @@ from roundelay.runtime.loader_probe import first_batch
 
 
 def for_plan(captured: Captured, plan: Plan) -> Captured:
-    """Return the model with the plan's precision and compilation applied.
+    """Return the model with the plan's precision, compilation and mesh applied.
 
     Raises:
         PlanError: the precision is unknown, or cannot be compiled.
         CaptureError: the model cannot be computed in it.
     """
     check_precision(plan)
-    return captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
+    lowered = captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
+    return lowered.over(plan.mesh_size, signatures_of(plan, captured.graph))
 
 
 Compile = Callable[[Collection[int]], None]
@@ -64,7 +66,7 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
     """
     check_compiler()
     with one_thread():
-        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.parts))
+        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.batch_parts))
     return partial(_compile, captured, stages, samples)
 
 

@@ -169,7 +169,7 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     equal = equal_cuts(graph, num_stages)  # raises for too many stages, before anything is measured
     terms = CostParameters(
         again=recomputed_ranges(graph, draft),
-        micro_batches=draft.parts,
+        micro_batches=draft.batch_parts,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )

@@ -64,7 +64,7 @@ def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
     for t, (batch, epoch) in enumerate(case.batches):
         rows = num_rows(batch)
         least = case.captured.graph.min_rows
-        sizes = part_rows(batch, case.plan.parts, least)
+        sizes = part_rows(batch, case.plan.batch_parts, least)
         own = copy_batch(batch)
         # copies: with a view's other alignment a kernel may round differently
         cut = [own] if plain and len(sizes) == 1 else [copy_batch(part) for part in split(own, len(sizes), least)]

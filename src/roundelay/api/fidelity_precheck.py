@@ -108,7 +108,7 @@ def expected_s(plan: Plan) -> float:
     again = plan.backward == "recompute"
     micro_batch_s = sum(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
     update_s = sum(s.update_s for s in plan.stages)
-    return 2 * UPDATES * (plan.parts * micro_batch_s + update_s) + UPDATES * plan.parts * plan.read_s
+    return 2 * UPDATES * (plan.batch_parts * micro_batch_s + update_s) + UPDATES * plan.batch_parts * plan.read_s
 
 
 def expected_bytes(job: Job, plan: Plan) -> int:

@@ -309,7 +309,7 @@ def _unmeasured(stages: Stages, owners: Sequence[tuple[str, ...]]) -> tuple[Stag
 
 def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.parts), graph.min_rows)[0]
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.batch_parts), graph.min_rows)[0]
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -337,7 +337,7 @@ def _measure(
     schedule = schedule_of(draft)
     draft = replace(
         draft,
-        input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.parts),
+        input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.batch_parts),
         edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
         exchanges=plan_exchanges(captured, stages, draft.replicas),
     )
@@ -354,7 +354,7 @@ def _measure(
     with user_code("measuring the loader"):
         read: list[Batch] = []
         rows, look = captured.graph.min_rows, read.append
-        read_s = reading_s(job.batches, seed, draft.parts, draft.deadline_s, tell, look, min_rows=rows)
+        read_s = reading_s(job.batches, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
         with preserving_state(job):
             for micro_batch in read:
                 captured.inputs.check_numbers(micro_batch)
@@ -391,8 +391,8 @@ def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan
         source=edge.source,
         target=edge.target,
         slots=num_slots,
-        forward_bytes=message_bytes(graph, edge.values, draft.parts),
-        backward_bytes=message_bytes(graph, edge.gradients, draft.parts),
+        forward_bytes=message_bytes(graph, edge.values, draft.batch_parts),
+        backward_bytes=message_bytes(graph, edge.gradients, draft.batch_parts),
         gradient=bool(edge.gradients),
     )
 

@@ -272,7 +272,7 @@ def _show_debug(trained: Trained) -> None:
             for k in stages:
                 _show_times(trained, worker, k)
         for worker, loads in sorted(trained.loads.items()):
-            mean_s = statistics.fmean(load.end_s - load.start_s for load in loads) / trained.plan.parts
+            mean_s = statistics.fmean(load.end_s - load.start_s for load in loads) / trained.plan.batch_parts
             stderr.print(f"worker {worker} data: {mean_s * 1e3:.3f} ms, planned {trained.plan.read_s * 1e3:.3f} ms")
     if env.level() >= 4:
         for worker, events in sorted(trained.events.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,13 @@ from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.precision import autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.retarget_device import CPU
+from roundelay.frontend.sharding import Sharding, shard
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
 from roundelay.frontend.source_lines import line_of_change
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.frontend.stage_function import Mode, StageFunction
 from roundelay.ir.graph import Graph
+from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import StageSpec
 
 
@@ -49,6 +51,7 @@ class Captured:
         sharing: by name of a parameter, later ones that share its memory.
         changed: slots that the forward changes, except buffers, and those that the loss changes.
         writes: batch fields that ``inputs`` writes into, and those that the forward writes into.
+        sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
     """
 
     model: torch.nn.Module
@@ -61,6 +64,7 @@ class Captured:
     changed: tuple[tuple[Change, ...], tuple[Change, ...]]
     writes: tuple[tuple[str, ...], tuple[str, ...]]
     _describe: Callable[[], Graph]
+    sharding: Sharding | None = None
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -97,6 +101,16 @@ class Captured:
         builder = replace(self.builder, graph=graph, precision=precision)
         return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder)
 
+    def over(self, parts: int, given: Mapping[str, Signature]) -> Captured:
+        """The same model on the workers of a mesh axis, with its boxings in the graph; see :func:`sharding.shard`."""
+        if parts == 1:
+            return self
+        graph, sharding = shard(self.builder, parts, given)
+        builder = sharding.builders[0]
+        return replace(
+            self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder, sharding=sharding
+        )
+
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
 
@@ -132,15 +146,23 @@ class Captured:
         """Names of the buffers that a forward changes."""
         return self.builder.mutated
 
-    def stage(self, spec: StageSpec, device: torch.device = CPU, *, halved: bool = False) -> StageFunction:
+    def stage(
+        self, spec: StageSpec, device: torch.device = CPU, *, halved: bool = False, part: int = 0
+    ) -> StageFunction:
         """The functions of one stage, for weights, buffers and inputs on ``device``.
 
         Args:
             spec: which operations.
             device: where they run.
             halved: its backward leaves weight gradients for later; see :mod:`roundelay.frontend.split_backward`.
+            part: which worker of the mesh axis, if there is one.
         """
-        return self.builder.stage(spec, device, halved=halved)
+        builder = self.builder if self.sharding is None else self.sharding.builders[part]
+        return builder.stage(spec, device, halved=halved)
+
+    def local(self, name: str, tensor: torch.Tensor, part: int) -> torch.Tensor:
+        """What one worker of the mesh axis has of a parameter, or of what has its shape; all of it without a mesh."""
+        return tensor if self.sharding is None else self.sharding.local(name, tensor, part)
 
     def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
         """Run the whole model operation by operation, with a tape, on copies of the buffers; returns the loss.

@@ -6,11 +6,12 @@ simulator reckons with it, or it is refused. Comments explain and are not read.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
 import msgspec
@@ -43,7 +44,8 @@ class StagePlan:
     """One stage.
 
     Args:
-        workers: names of the workers that hold it, one for each replica, in order.
+        workers: names of the workers that hold it, in order: those of the first replica, one for each place of the mesh,
+            then those of the others.
         segments: operations that end its segments, in order.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, with modules that it runs again, without a forward that the mode
@@ -89,11 +91,14 @@ class EdgePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangePlan:
-    """What the holders of a stage exchange, once a batch.
+    """What some holders of a stage exchange: gradients of weights once a batch, boxed values with every micro-batch.
 
     Args:
         stage: whose.
-        kind: of what: ``weight-gradient``.
+        kind: of what: ``weight-gradient``, ``boxed`` or ``boxed-gradient``.
+        axis: among whom: ``replicas``, or an axis of the mesh.
+        value: name of the boxed value; empty for gradients of weights.
+        segment: number of the stage's segment after which the boxing stands.
         phases: how, as :class:`roundelay.ir.exchange.Phase` prints.
         dtypes: of the tensors that are exchanged together.
         elements: of each of them.
@@ -102,6 +107,9 @@ class ExchangePlan:
 
     stage: _Count
     kind: str
+    axis: str
+    value: str
+    segment: _Count
     phases: tuple[str, ...]
     dtypes: tuple[str, ...]
     elements: tuple[_Count, ...]
@@ -154,6 +162,9 @@ class Plan:
         ema: decay of the weights' exponential moving average, which is evaluated; 0 for none.
         replicas: R, replicas of the pipeline, among which the micro-batches of a batch are dealt out.
         micro_batches: M, micro-batches that each replica has of a full batch.
+        mesh: axes over which the tensors of a stage lie, and how many workers each has; empty for one worker.
+        parameters: signatures of parameters, by name or pattern: pairs of axis and signature
+            (:mod:`roundelay.ir.sbp`). What matches nothing is deduced.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
@@ -180,6 +191,8 @@ class Plan:
     ema: _Number
     replicas: _Count
     micro_batches: _Count
+    mesh: Mapping[str, _Count] = field(hash=False)
+    parameters: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
     transport: str
     deadline_s: _Number
     latency_s: _Number
@@ -209,38 +222,45 @@ class Plan:
         return len(self.workers)
 
     @property
-    def parts(self) -> int:
+    def batch_parts(self) -> int:
         """Into how many micro-batches a full batch is cut, over all replicas."""
         return self.replicas * self.micro_batches
 
+    @property
+    def mesh_size(self) -> int:
+        """Workers of a stage in one replica."""
+        return math.prod(self.mesh.values())
+
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The numbers of the workers that hold a stage, in the order of the replicas.
+        """The numbers of the workers that hold a stage, in the order of the replicas and then of the mesh.
 
         Raises:
-            PlanError: the stage does not name a worker of the plan for each replica.
+            PlanError: the stage does not name a worker of the plan for each place of each replica.
         """
         names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
-        if len(names) != self.replicas or not set(names) <= set(known):
+        count = self.replicas * self.mesh_size
+        if len(names) != count or not set(names) <= set(known):
+            each = "one for each replica" if self.mesh_size == 1 else "one for each place of the mesh in each replica"
             raise PlanError(
                 f"stages[{stage}].workers of the plan",
                 got=", ".join(names) or "no name",
-                expected=(f"{self.replicas} names, one for each replica, " if self.replicas > 1 else "the name of one ")
+                expected=(f"{count} names, {each}, " if count > 1 else "the name of one ")
                 + "of its [[workers]]: "
                 + ", ".join(known),
                 remedy="Correct the plan, or write a new one with `roundelay plan`.",
             )
         return tuple(known.index(name) for name in names)
 
-    def worker_of(self, stage: int, replica: int = 0) -> int:
-        """The number of the worker that runs a stage of a replica; raises as :meth:`holders`."""
-        return self.holders(stage)[replica]
+    def worker_of(self, stage: int, holder: int = 0) -> int:
+        """The number of a worker that holds a stage; raises as :meth:`holders`."""
+        return self.holders(stage)[holder]
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The numbers of the stages that a worker runs."""
         return tuple(stage for stage in range(self.num_stages) if worker in self.holders(stage))
 
-    def replica_of(self, worker: int) -> int:
-        """The replica that a worker computes for."""
+    def holder_of(self, worker: int) -> int:
+        """Which of the holders of its stages a worker is: the replica's number times the mesh's size, and its place."""
         return next((self.holders(stage).index(worker) for stage in self.stages_of(worker)), 0)
 
     @property
@@ -261,7 +281,10 @@ class Plan:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
         parts: dict[str, tuple[Any, ...]] = {name: getattr(self, name) for name in _TABLES}
-        lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in parts]
+        apart = {*parts, *(["parameters"] if self.parameters else [])}
+        lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
+        if self.parameters:
+            lines += ["", "[parameters]", *(_line(f'"{name}"', pairs) for name, pairs in self.parameters.items())]
         for title, rows in parts.items():
             for row in rows:
                 lines += ["", f"[[{title}]]", *(_line(name, value) for name, value in asdict(row).items())]
@@ -311,7 +334,10 @@ _TABLES: dict[str, type] = {"workers": WorkerPlan, "stages": StagePlan, "edges":
 
 
 def _line(name: str, value: Any) -> str:
-    """A field as a line of TOML; lists stay on one line."""
+    """A field as a line of TOML; lists and tables stay on one line."""
+    if isinstance(value, dict):
+        inside = [_line(tomli_w.dumps({key: 0}).rpartition(" = ")[0], item) for key, item in value.items()]
+        return f"{name} = {{ {', '.join(inside)} }}" if inside else f"{name} = {{}}"
     if isinstance(value, tuple):
         return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
     return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)

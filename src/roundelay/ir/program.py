@@ -36,7 +36,8 @@ stage 1 on worker 1. Where several workers hold a stage, an *exchange* is a chan
     channel 4 weight-gradient 0.0,2.0>0.0,2.0 slots 1 by reduce-scatter(0),all-gather(0)
 
 ``box 0 g gives 4`` starts it with what this worker has, and ``unbox 0 g takes 4`` waits for what it has afterwards
-(OneFlow, Sect. 3.2). Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds
+(OneFlow, Sect. 3.2). Where a value is boxed within a stage, ``box 0 g of add_5_box gives 7`` stands between
+``forward 0 g segments 0:3`` and ``forward 0 g segments 3:6``, and the like in the backward. Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds
 g's message and each channel it gives to has a free slot; a slot is its register, and a consumer without a free one
 stops its producer.
 """
@@ -52,11 +53,16 @@ from roundelay.errors import PlanError
 from roundelay.ir.exchange import Phase
 
 Opcode = Literal["read", "forward", "backward", "backward-weight", "box", "unbox", "grad-norm-sq", "update"]
-ChannelKind = Literal["data", "forward", "gradient", "weight-gradient", "grad-norm-sq", "grad-norm"]
+ChannelKind = Literal[
+    "data", "forward", "gradient", "boxed", "boxed-gradient", "weight-gradient", "grad-norm-sq", "grad-norm"
+]
 Window = Literal["batch", "run"]
 
 EDGES = ("forward", "gradient")
 """Channels that carry the values of an edge between two stages."""
+
+EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient")
+"""Channels that are exchanges among holders of a stage."""
 
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
@@ -158,6 +164,8 @@ class Instruction:
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches after it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
+        of: the value that is boxed, or whose gradient is; empty for the gradients of weights.
+        segments: which of the stage's segments a forward or a backward runs, as ``START:STOP``; empty for all.
     """
 
     opcode: Opcode
@@ -169,13 +177,25 @@ class Instruction:
     weights: str = ""
     distance: str = ""
     mode: str = ""
+    of: str = ""
+    segments: str = ""
+
+    @property
+    def runs_first(self) -> bool:
+        """Whether a forward or a backward runs the stage's first segment: a forward's beginning, a backward's end."""
+        return not self.segments or self.segments.startswith("0:")
+
+    @property
+    def once_a_batch(self) -> bool:
+        """Whether it acts only on the last micro-batch of a batch."""
+        return OPCODES[self.opcode].once_a_batch and not self.of
 
     def __str__(self) -> str:
         words = [self.opcode, str(self.stage), f"g{self.offset:+d}" if self.offset else "g"]
         for word, channels in (("takes", self.takes), ("gives", self.gives)):
             if channels:
                 words += [word, ",".join(map(str, channels))]
-        for word in ("reads", "weights", "distance", "mode"):
+        for word in ("reads", "weights", "distance", "mode", "of", "segments"):
             value = getattr(self, word)
             if value:
                 words += [word, value]
@@ -279,6 +299,8 @@ _WORDS = {
     "weights": re.compile("forward|live|ahead"),
     "distance": re.compile(r"crossed(\+\d+)?|\d+"),
     "mode": re.compile("stash|recompute|mixed"),
+    "of": re.compile(r"\S+"),
+    "segments": re.compile(r"\d+:\d+"),
 }
 
 
@@ -312,7 +334,7 @@ def _instruction(words: list[str]) -> Instruction:
         offset=int(_matched(_OFFSET, place)[0] or 0),
         takes=tuple(int(c) for c in named.get("takes", "").split(",") if c),
         gives=tuple(int(c) for c in named.get("gives", "").split(",") if c),
-        **{word: named.get(word, "") for word in ("reads", "weights", "distance", "mode")},
+        **{word: named.get(word, "") for word in ("reads", "weights", "distance", "mode", "of", "segments")},
     )
 
 

@@ -20,9 +20,9 @@ def boxed_graph(graph: Graph, deduction: Deduction) -> Graph:
         PlanError: there is none before the first consumer.
     """
     renamed: dict[str, dict[str, str]] = {}  # by operation: value to what it reads instead
-    for (op, name), use in deduction.uses.items():
+    for (reader, name), use in deduction.uses.items():
         if use.value != name:
-            renamed.setdefault(op, {})[name] = use.value
+            renamed.setdefault(reader, {})[name] = use.value
     position = {op.name: i for i, op in enumerate(graph.ops)}
     inserted: dict[int, list[Box]] = {}
     for box in deduction.boxes:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import Phase
 from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import Plan
-from roundelay.ir.program import ENTRY, FRESH, PREVIOUS, Channel, ChannelKind, Instruction, Port, Program
+from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.ir.program import ENTRY, EXCHANGES, FRESH, PREVIOUS, Channel, ChannelKind, Instruction, Port, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.schedules import Body, Schedule, schedule_named
 
 Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
+
+REPLICAS = "replicas"
+"""The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
@@ -31,22 +36,24 @@ def schedule_of(plan: Plan) -> Schedule:
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
     """Every channel of a plan.
 
-    In each replica each edge has one forward, and one back if a gradient travels. The worker that reads sends the other
-    replicas their micro-batches. What the holders of a stage exchange has one channel among them.
+    Between two stages each edge has one forward, and one back if a gradient travels, for each holder of the stages. The
+    worker that reads sends the other holders of stage 0 their micro-batches. What the holders of a stage exchange has a
+    channel for each group of them along the exchange's axis.
 
-    Where the norm of the whole model's gradient is needed, every other stage of the first replica sends its own squared
-    norm to stage 0, with slots for the batches that stage k can finish before stage 0 has finished the first of them.
-    Where updates wait for the norm, stage 0 sends it to every other port, one batch's at a time.
+    Where the norm of the whole model's gradient is needed, every other port of the first replica sends its own squared
+    norm to the first port, with slots for the batches that stage k can finish before stage 0 has finished the first of
+    them. Where updates wait for the norm, it is sent to every other port, one batch's at a time.
     """
     channels: list[Channel] = []
     flushes = schedule_of(plan).window == "batch"
     ports = [[Port(worker, stage) for worker in plan.holders(stage)] for stage in range(plan.num_stages)]
+    first_of_all, size = ports[0][0], plan.mesh_size
 
     def add(kind: ChannelKind, source: Port, target: Port, slots: int) -> None:
         channels.append(Channel(len(channels), kind, (source,), (target,), slots))
 
-    for r in range(1, plan.replicas):
-        add("data", ports[0][0], ports[0][r], REGISTERS)
+    for port in ports[0][1:]:
+        add("data", first_of_all, port, REGISTERS)
     for edge in plan.edges:
         for source, target in zip(ports[edge.source], ports[edge.target], strict=True):
             add("forward", source, target, edge.slots)
@@ -54,15 +61,33 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
                 add("gradient", target, source, edge.slots)
     for exchange in plan.exchanges:
         kind: ChannelKind = exchange.kind  # type: ignore[assignment]
-        holders, phases = tuple(ports[exchange.stage]), tuple(map(Phase.parse, exchange.phases))
-        channels.append(Channel(len(channels), kind, holders, holders, 1, phases))
+        phases, own = tuple(map(Phase.parse, exchange.phases)), ports[exchange.stage]
+        for group in _groups(plan, exchange.axis):
+            holders = tuple([own[i] for i in group])
+            channels.append(Channel(len(channels), kind, holders, holders, 1, phases))
     if uses_grad_norm(plan):
-        for k in range(1, plan.num_stages):
-            add("grad-norm-sq", ports[k][0], ports[0][0], 1 if flushes else 1 + -(-k // plan.micro_batches))
+        for k, of_stage in enumerate(ports):
+            for port in [port for port in of_stage[:size] if port != first_of_all]:
+                add("grad-norm-sq", port, first_of_all, 1 if flushes else 1 + -(-k // plan.micro_batches))
     if awaits_grad_norm(plan):
-        for port in [port for of_stage in ports for port in of_stage][1:]:
-            add("grad-norm", ports[0][0], port, 1)
+        for port in [port for of_stage in ports for port in of_stage if port != first_of_all]:
+            add("grad-norm", first_of_all, port, 1)
     return tuple(channels)
+
+
+def exchanges_of(plan: Plan) -> dict[int, ExchangePlan]:
+    """What is exchanged on each channel that is an exchange."""
+    channels = [channel for channel in channels_of(plan) if channel.phases]
+    planned = [exchange for exchange in plan.exchanges for _ in _groups(plan, exchange.axis)]
+    return {channel.id: exchange for channel, exchange in zip(channels, planned, strict=True)}
+
+
+def _groups(plan: Plan, axis: str) -> list[list[int]]:
+    """Which holders of a stage exchange along an axis: those that differ in nothing else."""
+    size, replicas = plan.mesh_size, range(plan.replicas)
+    if axis == REPLICAS:
+        return [[r * size + place for r in replicas] for place in range(size)]
+    return [[r * size + place for place in range(size)] for r in replicas]
 
 
 def uses_grad_norm(plan: Plan) -> bool:
@@ -157,23 +182,65 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         return tuple([c.id for c in own if port in c.targets]), tuple([c.id for c in own if port in c.sources])
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
-    exchanged, squares, norms = ends("weight-gradient"), ends("grad-norm-sq"), ends("grad-norm")
+    squares, norms = ends("grad-norm-sq"), ends("grad-norm")
+    exchanged, boxed, unboxed = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(plan, rule, stage)
     summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
+    onward = _boxes(plan, stage, "boxed", boxed)
+    back = _boxes(plan, stage, "boxed-gradient", unboxed)[::-1]
 
     def lines(kind: str, offset: int) -> list[Instruction]:
         if kind == "F":
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            return [Instruction("read", stage, offset, *data), ran] if stage == 0 else [ran]
+            made = [Instruction("read", stage, offset, *data)] if stage == 0 else []
+            return [*made, *_in_parts(ran, onward)]
         if kind == "B":
-            return [Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)]
+            return _in_parts(Instruction("backward", stage, offset, *backward, "", weights, back_by, mode), back)
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind == "S":
-            boxed = [Instruction("box", stage, offset, gives=exchanged[1])] if exchanged[1] else []
-            boxed += [Instruction("unbox", stage, offset, takes=exchanged[0])] if exchanged[0] else []
-            return [*boxed, Instruction("grad-norm-sq", stage, offset, *squares)] if summed else boxed
+            made = [line for channel in exchanged for line in _exchanged(stage, offset, channel)]
+            return [*made, Instruction("grad-norm-sq", stage, offset, *squares)] if summed else made
         return [Instruction("update", stage, offset, *norms)]
 
     return lines
+
+
+_Boxing = tuple[str, int, int]
+"""Name of a value, the segment after which it is boxed, and the channel."""
+
+
+def _boxes(plan: Plan, stage: int, kind: str, channels: Sequence[int]) -> list[_Boxing]:
+    """The boxings of a stage, in the order of its forward."""
+    planned = [exchange for exchange in plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
+    return [(e.value, e.segment, channel) for e, channel in zip(planned, channels, strict=True)]
+
+
+def _exchanged(stage: int, offset: int, channel: int, of: str = "") -> list[Instruction]:
+    return [
+        Instruction("box", stage, offset, gives=(channel,), of=of),
+        Instruction("unbox", stage, offset, takes=(channel,), of=of),
+    ]
+
+
+def _in_parts(whole: Instruction, boxings: Sequence[_Boxing]) -> list[Instruction]:
+    """A forward or a backward in parts, with boxings between them."""
+    if not boxings:
+        return [whole]
+    made: list[Instruction] = []
+    forward, at = whole.opcode == "forward", 0 if whole.opcode == "forward" else END
+    for segment, group in groupby(boxings, key=lambda boxing: boxing[1]):
+        border = segment + 1
+        made.append(replace(whole, segments=f"{at}:{border}" if forward else f"{border}:{at}"))
+        for value, _, channel in group:
+            made += _exchanged(whole.stage, whole.offset, channel, value)
+        at = border
+    made.append(replace(whole, segments=f"{at}:{END}" if forward else f"0:{at}"))
+    takes = [replace(line, takes=()) if line.opcode == whole.opcode else line for line in made[1:]]
+    gives = [replace(line, gives=()) if line.opcode == whole.opcode else line for line in [made[0], *takes][:-1]]
+    return [*gives, takes[-1]]
+
+
+END = 9999
+"""In place of a stage's number of segments, which no program has to know."""

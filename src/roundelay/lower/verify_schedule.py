@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
@@ -50,11 +50,12 @@ class Fired:
     distance: int
     entry: int
     stage: int
+    of: str = ""
 
 
 def runs_to_check(plan: Plan) -> list[list[int]]:
     """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
-    m, d = plan.micro_batches, plan.num_workers // plan.replicas
+    m, d = plan.micro_batches, plan.num_workers // (plan.replicas * plan.mesh_size)
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
@@ -81,7 +82,8 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     for k, executed in enumerate(fired):
         stages, together = plan.stages_of(k), awaits_grad_norm(plan)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
-        done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS]
+        every = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS]
+        done = [action for action, _ in groupby(every)]  # a forward or a backward may have parts
         if done != due:
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
@@ -98,11 +100,13 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
 def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
     """Check that updates use complete gradients: exchanged and squared between the batch's last backward and it."""
     chain = [last]
-    chain += ["box", "unbox"] if plan.exchanges else []
+    chain += ["box", "unbox"] if any(not exchange.value for exchange in plan.exchanges) else []
     chain += ["grad-norm-sq"] if uses_grad_norm(plan) else []
     before_of = {after: before for before, after in pairwise([*chain, "update"])}
     done: dict[tuple[int, str], int] = {}
     for f in executed:
+        if f.of:
+            continue
         done[f.stage, f.opcode] = f.g
         if (before := before_of.get(f.opcode)) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"

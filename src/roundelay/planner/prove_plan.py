@@ -71,6 +71,6 @@ def _prove(plan: Plan) -> None:
 def fired(simulation: Simulation) -> list[list[Fired]]:
     """Return the instructions that each worker's machine fired, in order."""
     return [
-        [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage) for i in simulation.intervals_of(k)]
+        [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of) for i in simulation.intervals_of(k)]
         for k in range(len(simulation.workers))
     ]

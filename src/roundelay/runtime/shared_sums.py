@@ -16,23 +16,17 @@ import torch
 from roundelay.errors import InternalError
 from roundelay.ir.exchange import bounds
 from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.ir.program import Channel
-from roundelay.lower.emit import channels_of
+from roundelay.lower.emit import channels_of, exchanges_of
 from roundelay.runtime.exchange import Parts
 
 ALIGNMENT = 64
 
 
-def exchange_of(plan: Plan, channel: Channel) -> ExchangePlan:
-    """What the plan says of an exchange."""
-    stage = channel.sources[0].stage
-    return next(e for e in plan.exchanges if (e.kind, e.stage) == (channel.kind, stage))
-
-
 def shared_bytes(plan: Plan) -> dict[int, int]:
-    """Bytes of the memory that every exchange needs, by channel: one block for each holder, and one for the sum."""
-    exchanges = [channel for channel in channels_of(plan) if channel.phases]
-    return {c.id: (len(c.sources) + 1) * _block(exchange_of(plan, c)) for c in exchanges}
+    """Bytes of the memory of every exchange of gradients, by channel: a block for each holder, and one for the sum."""
+    channels = {c.id: c for c in channels_of(plan)}
+    sums = {number: exchange for number, exchange in exchanges_of(plan).items() if not exchange.value}
+    return {number: (len(channels[number].sources) + 1) * _block(exchange) for number, exchange in sums.items()}
 
 
 def _block(exchange: ExchangePlan) -> int:
