@@ -150,7 +150,9 @@ class _Clock:
         self.bytes = _message_bytes(plan, self.channels)
         self.exchange_s = _exchange_seconds(plan, self.channels)
         self.parts = {
-            (p.worker, i.stage, i.opcode): len({j.segments for j in p.body if (j.stage, j.opcode) == (i.stage, i.opcode)})
+            (p.worker, i.stage, i.opcode): len(
+                {j.segments for j in p.body if (j.stage, j.opcode) == (i.stage, i.opcode)}
+            )
             for p in programs
             for i in p.body
         }

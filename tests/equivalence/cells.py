@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from roundelay.api.gradient_exchanges import plan_exchanges
+from roundelay.api.plan_exchanges import plan_exchanges
 from roundelay.api.planning import capture, fitted, plan
 from roundelay.api.training import Length, Session, Trained
 from roundelay.api.verifying import Verification, verify_session
@@ -229,7 +229,7 @@ class Bench:
                 dataclasses.replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
                 for stage, own in zip(plan.stages, home, strict=True)
             ),
-            exchanges=plan_exchanges(self.captured, stages, replicas, unused),
+            exchanges=plan_exchanges(self.captured, stages, dataclasses.replace(plan, replicas=replicas), unused),
         )
 
     def restore(self) -> None:

@@ -164,9 +164,7 @@ class Machine:
                 return None
             instruction = body[self._line]
             g = self._first + self._turn * self.program.every + instruction.offset
-            if not self._first <= g <= self._last or (
-                instruction.once_a_batch and not self._headers[g].ends_batch
-            ):
+            if not self._first <= g <= self._last or (instruction.once_a_batch and not self._headers[g].ends_batch):
                 self._line += 1
                 continue
             for channel in instruction.takes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from roundelay.api.plan_signatures import signatures_of
+from roundelay.api.plan_signatures import on_mesh
 from roundelay.api.torch_scope import one_thread, without_dumps
 from roundelay.errors import RoundelayError, UserCodeError
 from roundelay.frontend import Captured
@@ -35,7 +35,7 @@ def for_plan(captured: Captured, plan: Plan) -> Captured:
     """
     check_precision(plan)
     lowered = captured.lowering(plan.precision).compiling(plan.backward if plan.compile else None)  # type: ignore[arg-type]
-    return lowered.over(plan.mesh_size, signatures_of(plan, captured.graph))
+    return on_mesh(lowered, plan)
 
 
 Compile = Callable[[Collection[int]], None]

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from roundelay.api.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
-from roundelay.api.planning import fitted
+from roundelay.api.planning import fitted, without_mesh
 from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.errors import RoundelayError, counted
 from roundelay.frontend import Captured
@@ -122,6 +122,9 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
     began = time.monotonic()
     if why := unchecked_reason(job, plan):
         return Fidelity(unchecked=why)
+    if plan.mesh_size > 1:  # sums over parts have other last bits
+        captured = captured.whole or captured
+        plan, stages = without_mesh(captured, plan), None
     if not batches:
         return Fidelity(unchecked="the loader gives no batch")
     case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates and job.evaluate is not None)

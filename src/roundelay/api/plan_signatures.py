@@ -1,13 +1,61 @@
-"""The signatures that a plan gives to parameters: by names and patterns, of which the longest that matches counts."""
+"""Apply a plan's mesh to a model: the signatures that it gives to parameters, and all that follow from them."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
+from roundelay.frontend import Captured
+from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
-from roundelay.ir.sbp import Signature, parse
+from roundelay.ir.sbp import B, Signature, Split, parse
+from roundelay.lower.boxed_graph import boxed_graph
+from roundelay.lower.signatures import deduce, megatron
+
+
+def on_mesh(captured: Captured, plan: Plan) -> Captured:
+    """The model on the workers of a plan's mesh, with its boxings in the graph; itself without a mesh.
+
+    Raises:
+        PlanError: a signature or a pattern does not fit, or a boxing has no place.
+    """
+    if plan.mesh_size == 1:
+        signatures_of(plan, captured.graph)
+        return captured
+    given, parts = signatures_of(plan, captured.graph), plan.mesh_size
+    for name, signature in given.items():
+        _check_signature(captured.graph, name, signature, parts)
+    exported, graph = captured.builder.exported, captured.graph
+    places, ops = parameter_places(exported), sharded_ops(exported, graph)
+    weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
+    sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
+    seeds = {places[name]: signature for name, signature in given.items()}
+    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights)
+    boxed = with_local_sizes(boxed_graph(graph, deduction), deduction, places, parts)
+    forms = {op.name: op.form for op in ops}
+    return captured.on(boxed, sharded(captured.builder, boxed, forms, deduction, parts))
+
+
+def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
+    """Megatron-LM's signatures of a model's parameters, by name (:func:`roundelay.lower.signatures.megatron`).
+
+    Raises:
+        PlanError: nothing in the model can be split so.
+    """
+    exported, graph = captured.builder.exported, captured.graph
+    places = parameter_places(exported)
+    shapes = {place: graph.parameters[name].shape for name, place in places.items()}
+    found = megatron(sharded_ops(exported, graph), shapes, parts)
+    if not found:
+        raise PlanError(
+            f"--tensor-parallel {parts}",
+            got="a model without two matrix products, one after the other, that can be split into so many parts",
+            expected="linear, activation, linear, or an attention, whose columns and heads can be divided",
+            remedy="Give --data-parallel, or say in the plan's `parameters` what is to be split.",
+        )
+    names = {place: name for name, place in places.items()}
+    return {names[place]: signature for place, signature in found.items()}
 
 
 def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:
@@ -26,8 +74,7 @@ def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:
                 expected=f"one of the model's, such as {', '.join(list(graph.parameters)[:3])}",
                 remedy="Correct the plan.",
             )
-        for axis, text in _of_axes(plan, pattern):
-            assert axis in plan.mesh
+        for _, text in _of_axes(plan, pattern):
             found |= dict.fromkeys(names, parse(text))
     return found
 
@@ -43,3 +90,18 @@ def _of_axes(plan: Plan, pattern: str) -> tuple[tuple[str, str], ...]:
             remedy="Correct the plan.",
         )
     return pairs
+
+
+def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:
+    parameter = graph.parameters[name]
+    fits = signature == B
+    if isinstance(signature, Split) and signature.dim < len(parameter.shape):
+        size = parameter.shape[signature.dim]
+        fits = signature.fits(size) and signature.count(size) >= parts
+    if not fits:
+        raise PlanError(
+            f"the signature of parameter {name!r}",
+            got=f"{signature} over {parts} workers",
+            expected=f"B, or a split of one of its dimensions, of sizes {parameter.shape}, into {parts} parts or more",
+            remedy="Correct `parameters` of the plan.",
+        )

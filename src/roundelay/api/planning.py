@@ -15,8 +15,9 @@ import torch
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
-from roundelay.api.gradient_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
+from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
+from roundelay.api.plan_signatures import on_mesh, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
 from roundelay.api.torch_scope import in_child, one_thread, user_code, without_dumps
@@ -33,10 +34,11 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
-from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
+from roundelay.lower.boxed_graph import segment_ends
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.emit import schedule_of
 from roundelay.lower.partition import partition
@@ -53,8 +55,12 @@ from roundelay.schedules import Schedule, schedule_named
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
 
+TENSOR = "tensor"
+"""The axis of the mesh of ``--tensor-parallel``."""
+
 CHOICES = (
     "data_parallel",
+    "tensor_parallel",
     "micro_batches",
     "predictor",
     "backward",
@@ -147,8 +153,8 @@ def plan(
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
-        choices: ``data_parallel``, ``micro_batches``, ``predictor``, ``backward``, ``recompute``, ``compile``,
-            ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
+        choices: ``data_parallel``, ``tensor_parallel``, ``micro_batches``, ``predictor``, ``backward``, ``recompute``,
+            ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -212,10 +218,14 @@ def plan_with_reasons(
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
     schedule = schedule_named(rule_named(rule).schedule)
-    replicas = _replicas(given)
-    num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule, default_workers(replicas))
+    replicas, parts = _replicas(given), _parts(given)
+    num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule, default_workers(replicas * parts))
     each = num_stages // schedule.stages_per_worker
     draft = _draft(captured.graph.fingerprint, rule, each, given)
+    if parts > 1:
+        signatures = tensor_parallel(captured, parts)
+        pairs = {name: ((TENSOR, str(signature)),) for name, signature in signatures.items()}
+        draft = replace(draft, mesh={TENSOR: parts}, parameters=pairs)
     with preserving_state(job):
         choice = choose_micro_batches(
             captured,
@@ -227,14 +237,22 @@ def plan_with_reasons(
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
-    devices = resolve_devices(given.get("devices"), replicas * each, draft.transport)
-    captured = for_plan(captured, draft)
-    sample = partial(_sample, job, captured.graph, draft, seed, tell)
+    size = replicas * parts
+    devices = resolve_devices(given.get("devices"), size * each, draft.transport)
+    whole = for_plan(captured, replace(draft, mesh={}, parameters={}))
+    sample = partial(_sample, job, whole.graph, draft, seed, tell)
     with preserving_state(job):
-        chosen = given_cut or cut(captured, draft, str(cuts), num_stages, sample)
+        chosen = given_cut or cut(whole, draft, str(cuts), num_stages, sample)
+    captured = on_mesh(whole, draft)
     placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
-    owners = [tuple([placed[r * each + worker].name for r in range(replicas)]) for worker in schedule.place(num_stages)]
-    draft = replace(draft, workers=placed, stages=_unmeasured(chosen.stages, owners))
+    owners = [
+        tuple([placed[(r * each + worker) * parts + part].name for r in range(replicas) for part in range(parts)])
+        for worker in schedule.place(num_stages)
+    ]
+    ends = chosen.stages
+    if captured.sharding is not None:
+        ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
+    draft = replace(draft, workers=placed, stages=_unmeasured(ends, owners))
     result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
@@ -267,6 +285,26 @@ def _replicas(given: Mapping[str, Any]) -> int:
     return int(replicas)
 
 
+def _parts(given: Mapping[str, Any]) -> int:
+    """Workers of the mesh of ``--tensor-parallel``, as given, or 1.
+
+    Raises:
+        PlanError: it is no positive number.
+    """
+    parts = given.get("tensor_parallel", 1)
+    if parts < 1:
+        raise PlanError(
+            "--tensor-parallel", got=str(parts), expected="at least 1", remedy="Give --tensor-parallel 1 or more."
+        )
+    return int(parts)
+
+
+def _default_mode(rule: UpdateRule, given: Mapping[str, Any]) -> str:
+    """The rule's first backward mode; on a mesh the first that runs in parts."""
+    parted = [mode for mode in rule.modes if mode != "recompute" or _parts(given) == 1]
+    return parted[0] if parted else rule.modes[0]
+
+
 def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Plan:
     """Return the plan without stages and edges."""
     row = rule_named(rule)
@@ -278,7 +316,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         model=model,
         rule=rule,
         predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
-        backward=given.get("backward", row.modes[0]),
+        backward=given.get("backward", _default_mode(row, given)),
         recompute=(),
         compile=given.get("compile", False),
         precision=given.get("precision", PRECISIONS[0]),
@@ -287,6 +325,8 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         ema=given.get("ema", NO_EMA),
         replicas=_replicas(given),
         micro_batches=given.get("micro_batches", default),
+        mesh={},
+        parameters={},
         transport=transport.name,
         deadline_s=given["deadline_s"],
         latency_s=transport.latency_s,
@@ -328,6 +368,29 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     return stages
 
 
+def without_mesh(captured: Captured, plan: Plan) -> Plan:
+    """The plan with each stage of a replica on one worker, cut at the same places.
+
+    Args:
+        captured: the model, on no mesh.
+        plan: any.
+    """
+    boxed, known, size = on_mesh(captured, plan).graph, {op.name for op in captured.graph.ops}, plan.mesh_size
+    before: dict[str, str] = {}  # the last operation of the model up to each one
+    for op in boxed.ops:
+        before[op.name] = op.name if op.name in known else next(reversed(before.values()))
+    stages = []
+    for stage in plan.stages:
+        ends = tuple(dict.fromkeys(before.get(name, name) for name in stage.segments))
+        stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
+    named = {name for stage in stages for name in stage.workers}
+    workers = tuple(worker for worker in plan.workers if worker.name in named)
+    result = replace(plan, mesh={}, parameters={}, stages=tuple(stages), workers=workers)
+    cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
+    unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
+    return replace(result, exchanges=plan_exchanges(captured, cut_up, result, unused))
+
+
 def _measure(
     job: Job, captured: Captured, draft: Plan, seed: int, tell: OnWait, *, requested: bool
 ) -> tuple[Plan, tuple[str, ...]]:
@@ -339,7 +402,7 @@ def _measure(
         draft,
         input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.batch_parts),
         edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
-        exchanges=plan_exchanges(captured, stages, draft.replicas),
+        exchanges=plan_exchanges(captured, stages, draft),
     )
     check_plan(draft)
     devices = [torch.device(draft.device_of(stage)) for stage in range(draft.num_stages)]
@@ -363,7 +426,7 @@ def _measure(
         draft,
         stages=_stages(captured.graph, draft, stages, measured),
         read_s=round(read_s, DIGITS),
-        exchanges=plan_exchanges(captured, stages, draft.replicas, [part.unused for part in measured]),
+        exchanges=plan_exchanges(captured, stages, draft, [part.unused for part in measured]),
     )
     prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)

@@ -192,7 +192,7 @@ class Session:
                 expected=f"{start.seed}, the checkpoint's seed, so that data and random numbers continue",
                 remedy=f"Give --seed {start.seed}.",
             )
-        self.partition = fitted(captured, plan)
+        self.partition = fitted(self.captured, plan)
         #: one for each worker; changed only to break a run on purpose
         self.programs = programs_of(plan)
         check_narrowing(

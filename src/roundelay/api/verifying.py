@@ -35,6 +35,7 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.stage import StageSpec
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
 from roundelay.observe.digest import digest
@@ -259,7 +260,8 @@ def _reference(
     for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         device = torch.device(plan.device_of(spec.stage))
-        stages.append(ReferenceStage(captured.stage(stored, device), spec.parameters, spec.buffers, device))
+        workers = [captured.stage(stored, device, part=part) for part in range(plan.mesh_size)]
+        stages.append(ReferenceStage(workers, spec.parameters, spec.buffers, device, **_lying(captured, spec)))
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
@@ -270,8 +272,8 @@ def _reference(
     buffers = [dict(origin.buffers_of(replica)) for replica in range(plan.replicas)]
     whole = ReferenceResult(buffers=buffers, loss_scale=None if anew else session.initial.loss_scale)
 
-    def audit(kind: str, stage: int, replica: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        notes.append(((kind, stage, replica, number), digest(tensors)))
+    def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        notes.append(((kind, stage, holder, number), digest(tensors)))
 
     optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}))
     while True:
@@ -320,6 +322,18 @@ def _reference(
             last.batch + 1 - result.updates,
             None,
         )
+
+
+def _lying(captured: Captured, spec: StageSpec) -> dict[str, Any]:
+    """How a stage's tensors lie on the mesh, as fields of a :class:`ReferenceStage`."""
+    if captured.sharding is None:
+        return {}
+    sharding = captured.sharding
+    return {
+        "split": {name: sharding.parameters[name] for name in spec.parameters if name in sharding.parameters},
+        "partial": frozenset(name for name in spec.parameters if captured.has_partial_gradient(name)),
+        "boxes": sharding.boxes,
+    }
 
 
 def _setting(

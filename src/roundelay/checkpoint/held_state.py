@@ -40,6 +40,7 @@ class HeldState:
         loss_scale: on stage 0, a dynamic loss scale, and how many finite batches in a row preceded it; else None.
         replica: of which replica it is a holder. Those after the first have only buffers, and what is in flight: the
             rest they have in common.
+        holder: its number among those of the stage.
     """
 
     stage: int
@@ -49,6 +50,7 @@ class HeldState:
     flight: StageInFlight | None = None
     loss_scale: tuple[float, int] | None = None
     replica: int = 0
+    holder: int = 0
 
 
 class StateTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,6 +66,7 @@ class StateTable(msgspec.Struct, forbid_unknown_fields=True):
     flight: dict[str, Any] | None
     loss_scale: tuple[float, int] | None
     replica: int = 0
+    holder: int = 0
 
 
 def encode(held: HeldState) -> tuple[StateTable, dict[str, Tensor]]:
@@ -88,7 +91,8 @@ def encode(held: HeldState) -> tuple[StateTable, dict[str, Tensor]]:
         flight, in_flight = in_flight_state.encode(held.flight, f"in flight, stage {held.stage}: ")
         tensors |= in_flight
     ranges = {name: shard.ranges for name, shard in held.parameters.items()}
-    table = StateTable(held.stage, ranges, list(held.buffers), states, flight, held.loss_scale, held.replica)
+    own = held.loss_scale, held.replica, held.holder
+    table = StateTable(held.stage, ranges, list(held.buffers), states, flight, *own)
     return table, tensors
 
 
@@ -109,6 +113,7 @@ def decode(table: StateTable, tensors: Mapping[str, Tensor]) -> HeldState:
         None if table.flight is None else in_flight_state.decode(table.flight, tensors),
         table.loss_scale,
         table.replica,
+        table.holder,
     )
 
 
@@ -163,7 +168,7 @@ def join(shapes: Mapping[str, Sequence[int]], states: Sequence[HeldState]) -> Jo
     for state in states:
         for name, tensor in state.buffers.items():
             buffers[state.replica].setdefault(name, tensor)
-    flights = {(state.stage, state.replica): state.flight for state in states if state.flight is not None}
+    flights = {(state.stage, state.holder): state.flight for state in states if state.flight is not None}
     return JoinedState(
         {name: join_shards(shape, _shards(name, states)) for name, shape in shapes.items()},
         buffers[0],

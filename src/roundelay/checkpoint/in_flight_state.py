@@ -48,7 +48,7 @@ class StageInFlight:
 
 
 Flights = Mapping[tuple[int, int], StageInFlight]
-"""What every stage has in flight, by (stage, replica)."""
+"""What every stage has in flight, by (stage, holder)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class InFlight:
     Args:
         order: the settings that the order of work depends on, by name: only a run with equal ones can resume.
         since: number of updates when the stages were last empty.
-        stages: by (stage, replica).
+        stages: by (stage, holder).
     """
 
     order: dict[str, str]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Ranges = tuple[tuple[int, int], ...]
-"""For each dimension the first index, and the one after the last."""
+Ranges = tuple[tuple[int, ...], ...]
+"""For each dimension the first index, and the one after the last; and a block's size, where it is so in each block."""
 
 
 class Shard(NamedTuple):
@@ -29,9 +29,38 @@ def whole_ranges(shape: Sequence[int]) -> Ranges:
 def lies_in(shape: Sequence[int], shard: Shard) -> bool:
     """Whether a shard is a part of a tensor of this shape, and has as many elements as its ranges say."""
     inside = len(shape) == len(shard.ranges) and all(
-        0 <= begin <= end <= size for (begin, end), size in zip(shard.ranges, shape, strict=True)
+        0 <= begin <= end <= (block[0] if block else size) and not (block and (block[0] < 1 or size % block[0]))
+        for (begin, end, *block), size in zip(shard.ranges, shape, strict=True)
     )
-    return inside and tuple(shard.tensor.shape) == tuple([end - begin for begin, end in shard.ranges])
+    return inside and tuple(shard.tensor.shape) == tuple(
+        [
+            (end - begin) * (size // block[0] if block else 1)
+            for (begin, end, *block), size in zip(shard.ranges, shape, strict=True)
+        ]
+    )
+
+
+def pieces(shape: Sequence[int], ranges: Ranges) -> list[Ranges]:
+    """The ranges of contiguous pieces that ranges in blocks consist of."""
+    each = [
+        [(begin + at, end + at) for at in range(0, size, block[0])] if block else [(begin, end)]
+        for (begin, end, *block), size in zip(ranges, shape, strict=True)
+    ]
+    return list(itertools.product(*each))
+
+
+def _cut(shape: Sequence[int], shard: Shard) -> list[Shard]:
+    """A shard as contiguous pieces."""
+    found = []
+    for ranges in pieces(shape, shard.ranges):
+        index = [
+            slice(at[0] // own[2] * (own[1] - own[0]), (at[0] // own[2] + 1) * (own[1] - own[0]))
+            if len(own) > 2
+            else slice(None)
+            for at, own in zip(ranges, shard.ranges, strict=True)
+        ]
+        found.append(Shard(ranges, shard.tensor[tuple(index)]))
+    return found
 
 
 def missing_ranges(shape: Sequence[int], held: Sequence[Ranges]) -> Ranges | None:
@@ -44,6 +73,7 @@ def missing_ranges(shape: Sequence[int], held: Sequence[Ranges]) -> Ranges | Non
         shape: of the whole tensor.
         held: the ranges of each shard.
     """
+    held = [piece for ranges in held for piece in pieces(shape, ranges)]
     if whole_ranges(shape) in held or not math.prod(shape):
         return None if held else whole_ranges(shape)
     borders = [sorted({0, size, *(border for ranges in held for border in ranges[d])}) for d, size in enumerate(shape)]
@@ -67,13 +97,18 @@ def join_shards(shape: Sequence[int], shards: Sequence[Shard]) -> Tensor:
     if shards[0].ranges == whole_ranges(shape):
         return shards[0].tensor
     joined = torch.empty(tuple(shape), dtype=shards[0].tensor.dtype)
-    for ranges, tensor in reversed(shards):
+    for ranges, tensor in reversed([piece for shard in shards for piece in _cut(shape, shard)]):
         joined[_slices(ranges)] = tensor
     return joined
 
 
 def common_parts(one: Shard, other: Shard) -> tuple[Tensor, Tensor] | None:
-    """What two shards of one tensor hold of the elements that both have; None if there is no such element."""
+    """What two shards of one tensor hold of the elements that both have; None if there is no such element.
+
+    Shards in blocks are not looked into.
+    """
+    if any(len(bounds) > 2 for shard in (one, other) for bounds in shard.ranges):
+        return None
     common = overlap(one.ranges, other.ranges)
     return None if common is None else (_part(one, common), _part(other, common))
 

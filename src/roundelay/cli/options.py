@@ -40,6 +40,13 @@ DataParallel = Annotated[
         "[default: 1]"
     ),
 ]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        help="Workers among which the matrix products of each stage are divided, in pairs as Megatron-LM does: columns "
+        "of the first, rows of the second. [default: 1]"
+    ),
+]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
     str | None, typer.Option(help=f"Update rule: {_RULES}, or one that the job registers. [default: pipeoptim]")
@@ -150,6 +157,7 @@ class CommonChoices:
 
     workers: Workers = None
     data_parallel: DataParallel = None
+    tensor_parallel: TensorParallel = None
     micro_batches: MicroBatches = None
     recompute: Recompute = None
     compile: Compile = None
@@ -266,13 +274,15 @@ def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choice
         return None, choices
     transport = _between(choices, -(-place.size // place.nodes))
     processes = f"the launcher has started {place.size} processes, one worker each"
-    each, rest = divmod(place.size, max(1, choices.data_parallel or 1))
+    holders = max(1, choices.data_parallel or 1) * max(1, choices.tensor_parallel or 1)
+    each, rest = divmod(place.size, holders)
     if rest:
+        options = {"--data-parallel": choices.data_parallel, "--tensor-parallel": choices.tensor_parallel}
         raise UsageError(
-            "--data-parallel under a launcher",
-            got=str(choices.data_parallel),
+            " and ".join(name for name, value in options.items() if value) + " under a launcher",
+            got=" and ".join(str(value) for value in options.values() if value),
             expected=f"a divisor of {place.size}: {processes}",
-            remedy="Start as many processes as the replicas have workers together.",
+            remedy="Start as many processes as the holders of a stage, times the number of stages.",
         )
     for name, given, required, why in (
         ("--workers", choices.workers, each, processes),

@@ -101,7 +101,8 @@ def _make_plan(
 def _compile_apart(job: Job, captured: Captured, plan: Plan, seed: int, *, quiet: bool) -> None:
     """Compile the stages in a process of their own, so that the run finds them in torch's cache."""
     with doing("Compiling the stages ...", quiet):
-        stages, lowered = fitted(captured, plan), for_plan(captured, plan)
+        lowered = for_plan(captured, plan)
+        stages = fitted(lowered, plan)
         apart(lambda: compile_stages(job, lowered, plan, stages, seed), "compiling the stages")
 
 
@@ -172,12 +173,10 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
     """
-    size = plan.num_workers // plan.replicas
-    kept: dict[str, Any] = {"workers": size, "data_parallel": plan.replicas} | {
-        name: getattr(plan, name) for name in _ALWAYS
-    }
-    rule, same_size = given.get("rule", plan.rule), given.get("workers", size) == size
-    same_size = same_size and given.get("data_parallel", plan.replicas) == plan.replicas
+    sizes = _sizes(plan)
+    kept: dict[str, Any] = sizes | {name: getattr(plan, name) for name in _ALWAYS}
+    rule = given.get("rule", plan.rule)
+    same_size = all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
         if given.get("backward", plan.backward) == plan.backward:
@@ -189,6 +188,12 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
         kept["cuts"] = [list(stage.segments) for stage in plan.stages]
     return kept
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """The choices that make the number of workers."""
+    each = plan.num_workers // (plan.replicas * plan.mesh_size)
+    return {"workers": each, "data_parallel": plan.replicas, "tensor_parallel": plan.mesh_size}
 
 
 def _stages_per_worker(rule: str) -> int:
@@ -221,10 +226,8 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
         match name:
             case "cuts":
                 continue
-            case "workers":
-                planned_value = plan.num_workers // plan.replicas
-            case "data_parallel":
-                planned_value = plan.replicas
+            case "workers" | "data_parallel" | "tensor_parallel":
+                planned_value = _sizes(plan)[name]
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)

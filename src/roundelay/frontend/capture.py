@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.errors import CaptureError, RoundelayError, counted
 from roundelay.frontend import batch as batches
 from roundelay.frontend.activation_checkpointing import recording_checkpoints
@@ -27,13 +28,14 @@ from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.precision import autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.retarget_device import CPU
-from roundelay.frontend.sharding import Sharding, shard
+from roundelay.frontend.sharding import Sharding
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
 from roundelay.frontend.source_lines import line_of_change
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.frontend.stage_function import Mode, StageFunction
+from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
-from roundelay.ir.sbp import Signature
+from roundelay.ir.sbp import P, Signature
 from roundelay.ir.stage import StageSpec
 
 
@@ -52,6 +54,7 @@ class Captured:
         changed: slots that the forward changes, except buffers, and those that the loss changes.
         writes: batch fields that ``inputs`` writes into, and those that the forward writes into.
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
+        whole: without it; None where there is none.
     """
 
     model: torch.nn.Module
@@ -65,6 +68,7 @@ class Captured:
     writes: tuple[tuple[str, ...], tuple[str, ...]]
     _describe: Callable[[], Graph]
     sharding: Sharding | None = None
+    whole: Captured | None = None
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -101,15 +105,15 @@ class Captured:
         builder = replace(self.builder, graph=graph, precision=precision)
         return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder)
 
-    def over(self, parts: int, given: Mapping[str, Signature]) -> Captured:
-        """The same model on the workers of a mesh axis, with its boxings in the graph; see :func:`sharding.shard`."""
-        if parts == 1:
-            return self
-        graph, sharding = shard(self.builder, parts, given)
+    def on(self, graph: Graph, sharding: Sharding) -> Captured:
+        """The same model on the workers of a mesh axis.
+
+        Args:
+            graph: the model's with its boxings.
+            sharding: what each worker runs and has.
+        """
         builder = sharding.builders[0]
-        return replace(
-            self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder, sharding=sharding
-        )
+        return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder, sharding=sharding)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -163,6 +167,37 @@ class Captured:
     def local(self, name: str, tensor: torch.Tensor, part: int) -> torch.Tensor:
         """What one worker of the mesh axis has of a parameter, or of what has its shape; all of it without a mesh."""
         return tensor if self.sharding is None else self.sharding.local(name, tensor, part)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What is boxed on the mesh."""
+        return () if self.sharding is None else tuple(self.sharding.boxes.values())
+
+    def is_split(self, name: str) -> bool:
+        """Whether each worker of the mesh axis has a part of its own of a parameter."""
+        return self.sharding is not None and name in self.sharding.parameters
+
+    def ranges(self, name: str, part: int) -> Ranges:
+        """Where a worker's part of a parameter lies in the whole."""
+        shape = self.parameters()[name].shape
+        return whole_ranges(shape) if self.sharding is None else self.sharding.ranges(name, shape, part)
+
+    def has_partial_gradient(self, name: str) -> bool:
+        """Whether a parameter's gradient is the sum of what the workers of the mesh axis compute."""
+        return self.sharding is not None and self.sharding.gradients.get(name) == P
+
+    def boxing(self, name: str, *, gradient: bool) -> tuple[Signature, Signature]:
+        """From what to what a boxed value of the graph is boxed, or its gradient."""
+        assert self.sharding is not None, "only then are values boxed"
+        box = self.sharding.boxes[name]
+        assert (box.given is not None and box.needed is not None) or not gradient, "only where one flows"
+        return (box.given, box.needed) if gradient else (box.source, box.target)  # type: ignore[return-value]
+
+    def as_boxed(self, name: str, value: Any, *, gradient: bool) -> Any:
+        """A value as a boxing leaves it; see :meth:`roundelay.frontend.sharding.Sharding.as_boxed`."""
+        if self.sharding is None or name not in self.sharding.boxes:
+            return value
+        return self.sharding.as_boxed(name, value, gradient=gradient)
 
     def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
         """Run the whole model operation by operation, with a tape, on copies of the buffers; returns the loss.

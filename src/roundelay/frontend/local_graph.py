@@ -20,9 +20,9 @@ from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 from roundelay.frontend.op_forms import shape_of
+from roundelay.ir.deduction import Deduction, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, P, Signature, Split
-from roundelay.lower.signatures import Deduction, Use
 
 aten = torch.ops.aten
 
@@ -33,6 +33,9 @@ class Part(NamedTuple):
     parts: int
     part: int
 
+
+ONLY = Part(1, 0)
+"""Where there is no mesh."""
 
 Place = tuple[int, int, int]
 """The fields of a :class:`~roundelay.ir.sbp.Split`, as an argument of a function in a graph."""
@@ -121,9 +124,7 @@ def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
     return put_part, {"split": astuple(has), "at": tuple(at), "size": size}
 
 
-def _localise(
-    local: Node, node: Node, form: OpForm, args: Mapping[str, Signature], split: Split, at: Part
-) -> None:
+def _localise(local: Node, node: Node, form: OpForm, args: Mapping[str, Signature], split: Split, at: Part) -> None:
     """Give an operation whose result is split the sizes of its part."""
     if node.target in (aten.split.Tensor,):
         block = node.meta["val"][0].shape[split.dim]

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from roundelay.frontend.keyed_rng import keyed_attention, keyed_dropout
-from roundelay.ir.op_form import Dims, Factor, OpForm
+from roundelay.ir.op_form import Dims, OpForm
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ def _linear_groups(node: Node) -> tuple[frozenset[Node], ...]:
 
 
 def _product(node: Node, x: Node, w: Node, bias: Node | None, *, transposed: bool) -> _Form:
-    """x (..., k) times w, (k, n) or as ``linear`` has it (n, k); plus a bias (n) or (..., n)."""
+    """X (..., k) times w, (k, n) or as ``linear`` has it (n, k); plus a bias (n) or (..., n)."""
     shape, rows = _result(node), len(_result(node)) - 1
     k = rows + 1
     of_x = _labelled(shape_of(x) or (), [*range(rows), k])
@@ -209,7 +209,7 @@ def _fill(dims: Dims, shape: Sequence[Any]) -> Dims:
 
 
 def _quotient(a: Any, b: Any) -> Any | None:
-    """a / b where it is a whole number, also of symbols; else None."""
+    """A / b where it is a whole number, also of symbols; else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     quotient = a / b
@@ -238,7 +238,7 @@ def _t(node: Node) -> _Form:
 
 def _permute(node: Node) -> _Form:
     rank = len(_result(node))
-    return _permuted(node, [int(d) % rank for d in node.args[1]])  # type: ignore[union-attr]
+    return _permuted(node, [int(d) % rank for d in node.args[1]])  # type: ignore[union-attr,arg-type]
 
 
 def _expand(node: Node) -> _Form:
@@ -309,8 +309,9 @@ def _cat(node: Node) -> _Form | None:
     tensors, shape = node.args[0], _result(node)
     dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)  # type: ignore[arg-type]
     labels = [None if d == dim else d for d in range(len(shape))]
-    args = {}
+    args: dict[Node, Dims] = {}
     for x in tensors:  # type: ignore[union-attr]
+        assert isinstance(x, Node)
         own = shape_of(x) or ()
         args[x] = _whole(own) if len(own) != len(shape) else _labelled(own, labels)
     return _Form(args, (_labelled(shape, labels),), (frozenset(args),))
@@ -336,7 +337,7 @@ def _layer_norm(node: Node) -> _Form:
 
 
 def _attention(node: Node) -> _Form | None:
-    """q (..., L, E), k (..., S, E), v (..., S, V): batch and heads go together, and V with the result's."""
+    """Q (..., L, E), k (..., S, E), v (..., S, V): batch and heads go together, and V with the result's."""
     q, k, v = node.args[:3]
     assert isinstance(q, Node)
     shape, left = _result(node), shape_of(q) or ()
@@ -344,7 +345,7 @@ def _attention(node: Node) -> _Form | None:
     if node.kwargs.get("enable_gqa") or any((shape_of(n) or ())[:-2] != left[:-2] for n in (k, v)):  # type: ignore[arg-type]
         return None
     lead = list(range(len(left) - 2))
-    args = {n: _labelled(shape_of(n) or (), [*lead, None, None]) for n in (q, k, v)}  # type: ignore[arg-type]
+    args = {n: _labelled(shape_of(n) or (), [*lead, None, None]) for n in (q, k, v) if isinstance(n, Node)}
     if isinstance(mask, Node):
         own, first = shape_of(mask) or (), len(left) - len(shape_of(mask) or ())
         args[mask] = tuple(
@@ -359,7 +360,7 @@ def _reduced(node: Node) -> _Form | None:
     assert isinstance(x, Node)
     own, shape = shape_of(x) or (), _result(node)
     given = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple, int)) else range(len(own))
-    dims = {int(d) % len(own) for d in ([given] if isinstance(given, int) else given)} if own else set()
+    dims = {int(d) % len(own) for d in ([given] if isinstance(given, int) else given)} if own else set()  # type: ignore[arg-type]
     kept = len(shape) == len(own)
     summed = node.target in (aten.sum.default, aten.sum.dim_IntList)
     labels = [d if d not in dims or summed else None for d in range(len(own))]

@@ -1,24 +1,23 @@
-"""A captured model over the workers of one mesh axis: its signatures, its boxings, and what each worker runs."""
+"""What each worker of a mesh axis runs of a captured model, and what it has of the model's tensors."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from roundelay.errors import PlanError
+from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.frontend.export import Exported
 from roundelay.frontend.local_graph import Part, local_graph, take_part
 from roundelay.frontend.op_forms import op_form
 from roundelay.frontend.stage_builder import StageBuilder
+from roundelay.ir.deduction import Box, Deduction, ShardedOp
 from roundelay.ir.graph import Graph
 from roundelay.ir.op_form import OpForm
-from roundelay.ir.sbp import B, Signature, Split
-from roundelay.lower.boxed_graph import boxed_graph
-from roundelay.lower.signatures import Box, Deduction, ShardedOp, deduce, megatron
+from roundelay.ir.sbp import B, Signature, Split, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Sharding:
         builders: each one's functions of stages.
         boxes: boxings, by the name of the boxed value.
         parameters: signature of every parameter that is split, by name.
-        gradients: signature of every parameter's gradient.
+        gradients: signature of every trained parameter's gradient, by name.
     """
 
     parts: int
@@ -40,89 +39,119 @@ class Sharding:
     gradients: Mapping[str, Signature]
 
     def local(self, name: str, tensor: torch.Tensor, part: int) -> torch.Tensor:
-        """One worker's part of a parameter, or of what has its shape."""
+        """One worker's part of a parameter, or of what has its shape, in memory of its own."""
         split = self.parameters.get(name)
         if split is None:
             return tensor
-        return take_part(tensor, split=astuple(split), at=(self.parts, part)).contiguous()
+        return take_part(tensor, split=astuple(split), at=(self.parts, part)).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def ranges(self, name: str, shape: Sequence[int], part: int) -> Ranges:
+        """Where a worker's part of a parameter of this shape lies in the whole."""
+        ranges = list(whole_ranges(shape))
+        split = self.parameters.get(name)
+        if split is not None:
+            start, end = split.ranges(shape[split.dim], self.parts, part)[0]
+            block = shape[split.dim] // split.outer
+            ranges[split.dim] = (start, end) if split.outer == 1 else (start, end, block)
+        return tuple(ranges)
+
+    def as_boxed(self, name: str, tensor: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+        """A tensor of the shape that a boxing gives, without the others: to measure what is computed after it.
+
+        Args:
+            name: of the boxed value.
+            tensor: what a worker has of it, or of its gradient.
+            gradient: which of the two.
+        """
+        box = self.boxes[name]
+        source, target = (box.given, box.needed) if gradient else (box.source, box.target)
+        if isinstance(source, Split) and not isinstance(target, Split):
+            shape = list(tensor.shape)
+            shape[source.dim] *= self.parts
+            return tensor.new_zeros(shape)
+        if isinstance(target, Split) and not isinstance(source, Split) and not (gradient and source == B):
+            return take_part(tensor, split=astuple(target), at=(self.parts, 0)).contiguous()
+        return tensor
 
 
-def shard(builder: StageBuilder, parts: int, given: Mapping[str, Signature]) -> tuple[Graph, Sharding]:
-    """Deduce the signatures of a model, and make what each worker runs; also returns the graph with the boxings.
-
-    Args:
-        builder: of the whole model.
-        parts: workers of the axis.
-        given: signatures of parameters, by name; with none Megatron-LM's are found.
-
-    Raises:
-        PlanError: a signature does not fit, or a boxing has no place.
-    """
-    exported, graph = builder.exported, builder.graph
-    places = {role.name: place for place, role in exported.roles.items() if role.kind == "parameter"}
-    forms = {n.name: op_form(n) for n in exported.module.graph.nodes if n.op == "call_function"}
-    ops = _operations(exported, graph, forms)
-    for name, signature in given.items():
-        _check_signature(graph, name, signature, parts)
-    shapes = {place: graph.parameters[name].shape for name, place in places.items()}
-    seeds = {places[name]: signature for name, signature in given.items()} or megatron(ops, shapes, parts)
-    weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
-    sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
-    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights)
-    boxed = boxed_graph(graph, deduction)
-    return boxed, _sharding(builder, boxed, forms, deduction, places, parts)
-
-
-def _operations(exported: Exported, graph: Graph, forms: Mapping[str, OpForm]) -> list[ShardedOp]:
+def sharded_ops(exported: Exported, graph: Graph) -> list[ShardedOp]:
+    """The operations of a model as the deduction of signatures sees them, with the places of parameters as names."""
     flops = {op.name: float(op.flops) for op in graph.ops}
     made = []
     for node in exported.module.graph.nodes:
         if node.op == "call_function":
             picks = node.target is operator.getitem and isinstance(node.args[0], Node)
-            takes = (node.args[0].name, int(node.args[1])) if picks else None  # type: ignore[union-attr, arg-type]
+            takes = (node.args[0].name, int(node.args[1])) if picks else None
             value = graph.values.get(node.name)
             differentiable = value is not None and value.requires_grad
-            made.append(ShardedOp(node.name, forms[node.name], flops.get(node.name, 0.0), takes, differentiable))
+            made.append(ShardedOp(node.name, op_form(node), flops.get(node.name, 0.0), takes, differentiable))
     return made
 
 
-def _sharding(
-    builder: StageBuilder,
-    boxed: Graph,
-    forms: Mapping[str, OpForm],
-    deduction: Deduction,
-    places: Mapping[str, str],
-    parts: int,
+def parameter_places(exported: Exported) -> dict[str, str]:
+    """The place in the exported graph of each parameter, by name."""
+    return {role.name: place for place, role in exported.roles.items() if role.kind == "parameter"}
+
+
+def sharded(
+    builder: StageBuilder, boxed: Graph, forms: Mapping[str, OpForm], deduction: Deduction, parts: int
 ) -> Sharding:
+    """What each worker runs.
+
+    Args:
+        builder: of the whole model.
+        boxed: its graph with the boxings, and the sizes of what a worker has.
+        forms: of every operation, by name.
+        deduction: its signatures.
+        parts: workers of the axis.
+
+    Raises:
+        PlanError: a size that is split is not known before the run.
+    """
+    places = parameter_places(builder.exported)
     signatures = {name: deduction.values.get(place, B) for name, place in places.items()}
+    boxes = {box.name: box for box in deduction.boxes}
+    at = [Part(parts, part) for part in range(parts)]
+    builders = [
+        replace(
+            builder,
+            exported=local_graph(builder.exported, forms, deduction, place),
+            graph=boxed,
+            boxes=boxes,
+            at=place,
+            _pieces={},
+            compiled={},
+        )
+        for place in at
+    ]
     return Sharding(
         parts,
-        tuple(
-            replace(
-                builder,
-                exported=local_graph(builder.exported, forms, deduction, Part(parts, part)),
-                graph=boxed,
-                _pieces={},
-                compiled={},
-            )
-            for part in range(parts)
-        ),
-        {box.name: box for box in deduction.boxes},
+        tuple(builders),
+        boxes,
         {name: signature for name, signature in signatures.items() if isinstance(signature, Split)},
         {name: deduction.gradients[place] for name, place in places.items() if place in deduction.gradients},
     )
 
 
-def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:
-    parameter = graph.parameters[name]
-    fits = signature == B
-    if isinstance(signature, Split) and signature.dim < len(parameter.shape):
-        size = parameter.shape[signature.dim]
-        fits = signature.fits(size) and signature.count(size) >= parts
-    if not fits:
-        raise PlanError(
-            f"the signature of parameter {name!r}",
-            got=f"{signature} over {parts} workers",
-            expected=f"B, or a split of one of its dimensions, of sizes {parameter.shape}, into {parts} parts or more",
-            remedy="Correct `parameters` of the plan.",
-        )
+def with_local_sizes(graph: Graph, deduction: Deduction, places: Mapping[str, str], parts: int) -> Graph:
+    """The graph with the bytes that the first worker of an axis has of each value and parameter."""
+    boxes = {box.name: box.target for box in deduction.boxes}
+    values = {}
+    for name, value in graph.values.items():
+        signature = boxes.get(name) or deduction.values.get(name, B)
+        values[name] = replace(value, num_bytes=_local_bytes(value.shape, value.num_bytes, signature, parts))
+    parameters = {}
+    for name, parameter in graph.parameters.items():
+        signature = deduction.values.get(places.get(name, ""), B)
+        num_bytes = _local_bytes(parameter.shape, parameter.num_bytes, signature, parts)
+        parameters[name] = replace(parameter, num_bytes=num_bytes)
+    return replace(graph, values=values, parameters=parameters)
+
+
+def _local_bytes(shape: tuple[int, ...], num_bytes: int, signature: Signature, parts: int) -> int:
+    if not isinstance(signature, Split) or not num_bytes:
+        return num_bytes
+    whole, own = shape[signature.dim], local_shape(shape, signature, parts, 0)[signature.dim]
+    return num_bytes // whole * own

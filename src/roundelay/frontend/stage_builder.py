@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from roundelay.frontend.compiled_segment import CompiledSegment
 from roundelay.frontend.export import Exported
 from roundelay.frontend.graph_passes import DRAW, run_nodes
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
+from roundelay.frontend.local_graph import ONLY, Part, take_part
 from roundelay.frontend.loss import LossCall
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.frontend.remat_segment import RematSegment
@@ -21,7 +22,9 @@ from roundelay.frontend.retarget_device import CPU, retarget
 from roundelay.frontend.segment import Call, Segment
 from roundelay.frontend.split_backward import split
 from roundelay.frontend.stage_function import Mode, StageFunction
+from roundelay.ir.deduction import Box
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
+from roundelay.ir.sbp import B, Split
 from roundelay.ir.stage import SegmentSpec, StageSpec
 
 
@@ -36,6 +39,8 @@ class StageBuilder:
         loss: the loss.
         mode: the backward mode for which segments are compiled; None: they are not compiled.
         precision: in which segments compute.
+        boxes: boxings of a mesh, by the name of the boxed value.
+        at: which worker of the mesh runs them.
     """
 
     exported: Exported
@@ -44,6 +49,8 @@ class StageBuilder:
     loss: LossCall
     mode: Mode | None = None
     precision: str = FULL
+    boxes: Mapping[str, Box] = field(default_factory=dict)
+    at: Part = ONLY
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     compiled: dict[tuple[SegmentSpec, torch.device, str, bool], CompiledSegment] = field(default_factory=dict)
 
@@ -59,7 +66,14 @@ class StageBuilder:
         if spec.loss_reads:
             segments.append(self._loss_segment(spec, device))
             outputs = (*outputs, *segments[-1].spec.outputs)
-        return StageFunction(tuple(segments), inputs, outputs)
+        borders = [i for i, part in enumerate(spec.segments) if self.graph.ops[part.stop - 1].name in self.boxes]
+        boxed = [self.boxes[self.graph.ops[spec.segments[i].stop - 1].name] for i in borders]
+        narrowed = {
+            box.name: partial(take_part, split=astuple(box.needed), at=self.at)
+            for box in boxed
+            if box.given == B and isinstance(box.needed, Split)
+        }
+        return StageFunction(tuple(segments), inputs, outputs, tuple(borders), narrowed)
 
     def walk(self, values: Mapping[str, torch.Tensor], each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
         """Run the whole model operation by operation; see :meth:`roundelay.frontend.capture.Captured.walk`."""

@@ -7,9 +7,9 @@ segment's own. So all gradients are summed within autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from roundelay.frontend.deferred_wgrad import PendingWgrad
 from roundelay.frontend.keyed_rng import RngKey
 from roundelay.frontend.segment import Leaves, Segment, Tape, Tensors, storages_of
 from roundelay.frontend.split_backward import settle
+from roundelay.ir.program import END
 
 Mode = Literal["stash", "recompute", "mixed"]
 Debt = list[tuple[list[PendingWgrad], Tensors]]
@@ -55,11 +56,34 @@ class StageFunction:
         segments: in order; the loss is one of them on the last stage.
         inputs: values that the stage receives.
         outputs: values that it sends to other stages, or the loss (and its count).
+        borders: numbers of the segments after which values are boxed, on a worker of a mesh.
+        narrowed: by name of an output, what makes this worker's part of a gradient that it gets whole.
     """
 
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    borders: tuple[int, ...] = ()
+    narrowed: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict, hash=False)
+
+    def part(self, start: int, stop: int) -> StageFunction:
+        """Segments ``start`` to ``stop - 1``: what they read from outside as inputs, what is read later as outputs."""
+        own, later = self.segments[start:stop], self.segments[stop:]
+        wanted = {*self.outputs, *(name for segment in later for name in segment.spec.inputs)}
+        made: dict[str, None] = {}
+        read: dict[str, None] = {}
+        for segment in own:
+            read |= dict.fromkeys(name for name in segment.spec.inputs if name not in made)
+            made |= dict.fromkeys(segment.spec.outputs)
+        borders = tuple(border - start for border in self.borders if start <= border < stop)
+        outputs = tuple(name for name in made if name in wanted)
+        return StageFunction(own, tuple(read), outputs, borders, {n: f for n, f in self.narrowed.items() if n in made})
+
+    @property
+    def parts(self) -> tuple[StageFunction, ...]:
+        """The parts between which values are boxed, in the order of the forward."""
+        places = [0, *(border + 1 for border in self.borders), END]
+        return tuple(self.part(start, stop) for start, stop in pairwise(places)) if self.borders else (self,)
 
     def forward(
         self,
@@ -115,7 +139,7 @@ class StageFunction:
             tapes = self._run_forward(
                 params, dict(tape.buffers), dict(tape.inputs), tape.rng_key, mixed=False, measure=False
             )
-        grads = dict(grad_outputs)
+        grads = {n: self._own_part(n, grad) for n, grad in grad_outputs.items()}
         of_params: Tensors = {}
         for segment, part in zip(reversed(self.segments), reversed(tapes), strict=True):
             of_inputs, own = segment.backward(part, {n: grads.pop(n, None) for n in segment.spec.outputs}, params)
@@ -138,6 +162,9 @@ class StageFunction:
     def halved(self) -> bool:
         """Whether the backward is split in two halves."""
         return any(segment.halves is not None for segment in self.segments)
+
+    def _own_part(self, name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad if grad is None or name not in self.narrowed else self.narrowed[name](grad)
 
     def _run_forward(
         self,

@@ -15,7 +15,8 @@ from roundelay.frontend.compiled_segment import CompiledSegment
 from roundelay.frontend.keyed_rng import RngKey
 from roundelay.frontend.remat_segment import RematTape
 from roundelay.frontend.retarget_device import CPU
-from roundelay.frontend.stage_function import Mode, StageFunction, debt_bytes
+from roundelay.frontend.segment import Tensors
+from roundelay.frontend.stage_function import Mode, StageFunction, StageTape, debt_bytes
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 
@@ -68,7 +69,7 @@ def profile(
         halved: split every backward in two halves.
     """
     stage_devices = devices or [CPU] * len(partition.stages)
-    parameters = captured.parameters()
+    parameters = {n: captured.local(n, p.detach(), 0) for n, p in captured.parameters().items()}
     functions = [
         _StageOnDevice(captured.stage(spec, device, halved=halved), parameters, spec, device)
         for spec, device in zip(partition.stages, stage_devices, strict=True)
@@ -152,31 +153,56 @@ def _once(
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
     forwards = []
     for stage in stages:
-        inputs = {n: stage.to_device(values[n]) for n in stage.function.inputs}
         buffers = {n: stage.to_device(b) for n, b in buffers.items()}
-        start = stage.now_s()
-        outputs, tape = stage.function.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
-        forwards.append((stage.now_s() - start, tape))
-        values.update(outputs)
-    grads: dict[str, torch.Tensor] = {LOSS: torch.ones_like(values[LOSS])}
+        forwards.append(_forward(captured, stage, buffers, values, mode))
+    grads: dict[str, torch.Tensor | None] = {LOSS: torch.ones_like(values[LOSS])}
     profiles = []
-    for stage, (forward_s, tape) in zip(reversed(stages), reversed(forwards), strict=True):
-        spared_bytes = tuple(part.saved_bytes for part in tape.tapes if isinstance(part, RematTape))
-        grad_outputs = {n: stage.to_device(grads.pop(n, None)) for n in stage.function.outputs}
+    for stage, (forward_s, tapes) in zip(reversed(stages), reversed(forwards), strict=True):
+        spared_bytes = tuple(part.saved_bytes for tape in tapes for part in tape.tapes if isinstance(part, RematTape))
+        backward_s, of_parameters = _backward(captured, stage, tapes, grads)
+        debt = [owed for tape in tapes for owed in tape.debt]
+        owed_bytes = debt_bytes(debt)
         start = stage.now_s()
-        of_inputs, of_parameters = stage.function.backward(tape, grad_outputs, stage.parameters)
-        backward_s = stage.now_s() - start
-        grads.update(of_inputs)
-        owed_bytes = debt_bytes(tape.debt)
-        start = stage.now_s()
-        of_parameters |= stage.function.backward_weights(tape.debt)
+        of_parameters |= stage.function.backward_weights(debt)
         weights_s = stage.now_s() - start if halved else 0.0
-        tape.debt.clear()
+        for tape in tapes:
+            tape.debt.clear()
         trained = (n for n in stage.parameters if captured.graph.parameters[n].trainable)
         unused = tuple([n for n in trained if n not in of_parameters])
-        measured = forward_s, backward_s, weights_s, 0.0, tape.num_bytes, owed_bytes, spared_bytes, unused
-        profiles.append(StageProfile(*measured))
+        held = sum(tape.num_bytes for tape in tapes)
+        profiles.append(StageProfile(forward_s, backward_s, weights_s, 0.0, held, owed_bytes, spared_bytes, unused))
     return profiles[::-1]
+
+
+def _forward(
+    captured: Captured, stage: _StageOnDevice, buffers: Tensors, values: dict[str, Any], mode: Mode
+) -> tuple[float, list[StageTape]]:
+    """Run a stage's forward, adding what it computes to ``values``; returns its seconds and tapes."""
+    seconds, tapes = 0.0, []
+    for part in stage.function.parts:
+        inputs = {n: stage.to_device(values[n]) for n in part.inputs}
+        start = stage.now_s()
+        outputs, tape = part.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
+        seconds += stage.now_s() - start
+        tapes.append(tape)
+        values.update({n: captured.as_boxed(n, value, gradient=False) for n, value in outputs.items()})
+    return seconds, tapes
+
+
+def _backward(
+    captured: Captured, stage: _StageOnDevice, tapes: Sequence[StageTape], grads: dict[str, torch.Tensor | None]
+) -> tuple[float, Tensors]:
+    """Run a stage's backward on the gradients that are known, and add its own; returns seconds and parameters'."""
+    seconds, of_parameters = 0.0, {}
+    for part, tape in zip(reversed(stage.function.parts), reversed(tapes), strict=True):
+        taken = {n: stage.to_device(grads.pop(n, None)) for n in part.outputs}
+        taken = {n: g if g is None else captured.as_boxed(n, g, gradient=True) for n, g in taken.items()}
+        start = stage.now_s()
+        of_inputs, own = part.backward(tape, taken, stage.parameters)
+        seconds += stage.now_s() - start
+        grads.update(of_inputs)
+        of_parameters.update(own)
+    return seconds, of_parameters
 
 
 def time_update(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -22,6 +22,9 @@ from roundelay.ir.exchange import Phase, elements_sent
 
 FORMAT = 5
 
+REPLICAS = "replicas"
+"""The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
@@ -44,8 +47,8 @@ class StagePlan:
     """One stage.
 
     Args:
-        workers: names of the workers that hold it, in order: those of the first replica, one for each place of the mesh,
-            then those of the others.
+        workers: names of the workers that hold it, in order: those of the first replica, one for each place of the
+            mesh, then those of the others.
         segments: operations that end its segments, in order.
         forward_s: predicted seconds of one forward.
         backward_s: predicted seconds of one backward, with modules that it runs again, without a forward that the mode
@@ -101,7 +104,7 @@ class ExchangePlan:
         segment: number of the stage's segment after which the boxing stands.
         phases: how, as :class:`roundelay.ir.exchange.Phase` prints.
         dtypes: of the tensors that are exchanged together.
-        elements: of each of them.
+        shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.
         unused: names of trained parameters of the stage that get no gradient.
     """
 
@@ -112,13 +115,15 @@ class ExchangePlan:
     segment: _Count
     phases: tuple[str, ...]
     dtypes: tuple[str, ...]
-    elements: tuple[_Count, ...]
+    shapes: tuple[tuple[_Count, ...], ...]
     unused: tuple[str, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each tensor."""
-        return tuple([itemsize(dtype) * count for dtype, count in zip(self.dtypes, self.elements, strict=True)])
+        return tuple(
+            [itemsize(dtype) * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -134,8 +139,8 @@ class ExchangePlan:
         """
         phases = tuple(map(Phase.parse, self.phases))
         each = [
-            [size * count for count in elements_sent(phases, (elements,), holders, position)]
-            for size, elements in zip(map(itemsize, self.dtypes), self.elements, strict=True)
+            [size * count for count in elements_sent(phases, shape, holders, position)]
+            for size, shape in zip(map(itemsize, self.dtypes), self.shapes, strict=True)
         ]
         return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(phases)
 

@@ -67,6 +67,9 @@ EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradien
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
 
+END = 9999
+"""In place of a stage's number of segments, which no program has to know."""
+
 FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
 """What `Instruction.reads` is made of."""
 
@@ -184,6 +187,11 @@ class Instruction:
     def runs_first(self) -> bool:
         """Whether a forward or a backward runs the stage's first segment: a forward's beginning, a backward's end."""
         return not self.segments or self.segments.startswith("0:")
+
+    @property
+    def runs_last(self) -> bool:
+        """Whether a forward or a backward runs the stage's last segment: a forward's end, a backward's beginning."""
+        return not self.segments or self.segments.endswith(f":{END}")
 
     @property
     def once_a_batch(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from roundelay.errors import PlanError
+from roundelay.ir.deduction import Box, Deduction
 from roundelay.ir.graph import Graph, Op
-from roundelay.lower.signatures import Box, Deduction
 
 BOX = "box"
 """Target of the operations that are boxings."""
@@ -43,7 +43,9 @@ def boxed_graph(graph: Graph, deduction: Deduction) -> Graph:
     results = {name: use.value for name, use in deduction.results.items()}
     outputs = tuple(results.get(name, name) for name in graph.outputs)
     last = len(ops) - 1
-    return replace(graph, ops=tuple(ops), cuts=tuple(cut for cut in cuts if cut != last), values=values, outputs=outputs)
+    return replace(
+        graph, ops=tuple(ops), cuts=tuple(cut for cut in cuts if cut != last), values=values, outputs=outputs
+    )
 
 
 def _place(graph: Graph, box: Box, position: Mapping[str, int], before: int) -> int:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import pairwise
 
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import Phase
 from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.ir.program import ENTRY, EXCHANGES, FRESH, PREVIOUS, Channel, ChannelKind, Instruction, Port, Program
+from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
+from roundelay.ir.program import (
+    END,
+    ENTRY,
+    EXCHANGES,
+    FRESH,
+    PREVIOUS,
+    Channel,
+    ChannelKind,
+    Instruction,
+    Port,
+    Program,
+)
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.schedules import Body, Schedule, schedule_named
 
 Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
-
-REPLICAS = "replicas"
-"""The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
@@ -188,15 +196,17 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
     summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
     onward = _boxes(plan, stage, "boxed", boxed)
-    back = _boxes(plan, stage, "boxed-gradient", unboxed)[::-1]
+    back = _boxes(plan, stage, "boxed-gradient", unboxed)
+    borders = sorted({segment for _, segment, _ in (*onward, *back)})
 
     def lines(kind: str, offset: int) -> list[Instruction]:
         if kind == "F":
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
             made = [Instruction("read", stage, offset, *data)] if stage == 0 else []
-            return [*made, *_in_parts(ran, onward)]
+            return [*made, *_in_parts(ran, borders, onward)]
         if kind == "B":
-            return _in_parts(Instruction("backward", stage, offset, *backward, "", weights, back_by, mode), back)
+            ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
+            return _in_parts(ran, borders, back)
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind == "S":
@@ -224,23 +234,28 @@ def _exchanged(stage: int, offset: int, channel: int, of: str = "") -> list[Inst
     ]
 
 
-def _in_parts(whole: Instruction, boxings: Sequence[_Boxing]) -> list[Instruction]:
+def _in_parts(whole: Instruction, borders: Sequence[int], boxings: Sequence[_Boxing]) -> list[Instruction]:
     """A forward or a backward in parts, with boxings between them."""
-    if not boxings:
+    if not borders:
         return [whole]
-    made: list[Instruction] = []
-    forward, at = whole.opcode == "forward", 0 if whole.opcode == "forward" else END
-    for segment, group in groupby(boxings, key=lambda boxing: boxing[1]):
-        border = segment + 1
-        made.append(replace(whole, segments=f"{at}:{border}" if forward else f"{border}:{at}"))
-        for value, _, channel in group:
-            made += _exchanged(whole.stage, whole.offset, channel, value)
-        at = border
-    made.append(replace(whole, segments=f"{at}:{END}" if forward else f"0:{at}"))
-    takes = [replace(line, takes=()) if line.opcode == whole.opcode else line for line in made[1:]]
-    gives = [replace(line, gives=()) if line.opcode == whole.opcode else line for line in [made[0], *takes][:-1]]
-    return [*gives, takes[-1]]
-
-
-END = 9999
-"""In place of a stage's number of segments, which no program has to know."""
+    places = [0, *(segment + 1 for segment in borders), END]
+    spans = [f"{start}:{stop}" for start, stop in pairwise(places)]
+    forward, made = whole.opcode == "forward", []
+    for segment, span in (
+        zip([*borders, -1], spans, strict=True) if forward else zip([-1, *borders[::-1]], spans[::-1], strict=True)
+    ):
+        boxed = [
+            line
+            for value, at, channel in boxings
+            if at == segment
+            for line in _exchanged(whole.stage, whole.offset, channel, value)
+        ]
+        part = replace(whole, segments=span)
+        made.append([part, *boxed] if forward else [*boxed, part])
+    lines = [line for part in made for line in part]
+    parts = [i for i, line in enumerate(lines) if line.opcode == whole.opcode]
+    for i in parts:
+        lines[i] = replace(
+            lines[i], takes=whole.takes if i == parts[0] else (), gives=whole.gives if i == parts[-1] else ()
+        )
+    return lines

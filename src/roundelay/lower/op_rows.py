@@ -6,44 +6,13 @@ from the operation's form: everything broadcast; a label split, wherever it occu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from roundelay.ir.deduction import Row
 from roundelay.ir.op_form import Dims, OpForm
 from roundelay.ir.sbp import B, P, Signature, Split
-
-Kind = Literal["broadcast", "split", "partial"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to compute an operation.
-
-    Args:
-        kind: ``broadcast``: every worker computes all of it; ``split``: a label is split; ``partial``: linear arguments
-            are partial.
-        args: signature of each tensor that it reads, by name.
-        results: signature of each result.
-    """
-
-    kind: Kind
-    args: Mapping[str, Signature]
-    results: tuple[Signature, ...]
-
-    def gradient_of(self, arg: str, results: Signature) -> Signature:
-        """The signature of what this operation contributes to an argument's gradient.
-
-        Args:
-            arg: its name.
-            results: signature of its results' gradients, where they are broadcast: B or P.
-        """
-        own = self.args[arg]
-        if isinstance(own, Split):
-            return own
-        if own == P:
-            return B
-        return results if self.kind == "broadcast" else P
 
 
 @dataclass(frozen=True, slots=True)

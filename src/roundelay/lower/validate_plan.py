@@ -9,7 +9,8 @@ from roundelay.errors import PlanError
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
-from roundelay.ir.plan import FORMAT, Plan, check_ema
+from roundelay.ir.plan import FORMAT, REPLICAS, Plan, check_ema
+from roundelay.ir.program import EXCHANGES
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.ir.transports import TRANSPORTS, transport_named
@@ -25,6 +26,9 @@ DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 
 LONGEST_S = 3.2e7
 """Longest deadline of a plan, in seconds."""
+
+WEIGHTS = "weight-gradient"
+"""The exchange that every stage has where there are several replicas."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -53,6 +57,7 @@ def check_plan(plan: Plan) -> None:
     _above_zero("bytes_per_s", plan.bytes_per_s)
     if schedule_of(plan).halved:
         _check_halves(plan)
+    _check_mesh(plan)
     _check_workers(plan)
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
@@ -119,6 +124,7 @@ def _check_workers(plan: Plan) -> None:
     schedule = schedule_of(plan)
     placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
     _check_replicas(plan)
+    _check_exchanges(plan)
     if plan.num_stages % schedule.stages_per_worker or set(placed) != schedule.groups(plan.num_stages):
         groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % schedule.stages_per_worker))
         raise PlanError(
@@ -151,8 +157,12 @@ def _check_replicas(plan: Plan) -> None:
                 expected="one kind of device for all replicas of a stage: the same operation has other bits on another",
                 remedy="Correct --devices, or `device` of the plan's workers.",
             )
-    due = [] if plan.replicas == 1 else [(stage, "weight-gradient") for stage in range(plan.num_stages)]
-    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges]
+
+
+def _check_exchanges(plan: Plan) -> None:
+    """Check the exchanges as far as that is possible without the model."""
+    due = [] if plan.replicas == 1 else [(stage, WEIGHTS) for stage in range(plan.num_stages)]
+    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges if exchange.axis == REPLICAS]
     if got != due:
         raise PlanError(
             "exchanges of the plan",
@@ -161,12 +171,57 @@ def _check_replicas(plan: Plan) -> None:
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
     for i, exchange in enumerate(plan.exchanges):
-        if tuple(map(Phase.parse, exchange.phases)) != all_reduce() or len(exchange.dtypes) != len(exchange.elements):
+        phases = tuple(map(Phase.parse, exchange.phases))
+        known = (
+            exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
+        )
+        summed = phases == all_reduce() or exchange.kind != WEIGHTS
+        if not (known and phases and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
-                got=f"{', '.join(exchange.phases)} of {len(exchange.dtypes)} dtypes and {len(exchange.elements)} sizes",
-                expected=", ".join(map(str, all_reduce())) + ", and a size for each dtype",
+                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(exchange.phases)}, "
+                f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
+                expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
+                + ", ".join(map(str, all_reduce()))
+                + ", and a shape for each dtype",
                 remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
+
+
+def _check_mesh(plan: Plan) -> None:
+    """Check what a mesh can be combined with."""
+    if REPLICAS in plan.mesh or any(size < 1 for size in plan.mesh.values()):
+        raise PlanError(
+            "mesh of the plan",
+            got=", ".join(f"{axis} = {size}" for axis, size in plan.mesh.items()),
+            expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
+            remedy="Correct the plan.",
+        )
+    if plan.mesh_size == 1:
+        return
+    refused = {
+        "mesh": (len(plan.mesh) > 1, ", ".join(plan.mesh), "one axis: several are not carried out yet"),
+        "compile": (plan.compile, "true", "false: the parts of a stage between boxings are not compiled yet"),
+        "backward": (
+            plan.backward == "recompute",
+            plan.backward,
+            "stash or mixed: that mode runs a stage again as a whole, without its boxings",
+        ),
+        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "predictor": (plan.predictor == "partial", plan.predictor, "another: a worker knows its part of a sum only"),
+        "precision": (
+            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
+            plan.precision,
+            "fp32 or bf16: a worker of the mesh alone does not know whether a gradient is finite",
+        ),
+    }
+    for name, (wrong, got, expected) in refused.items():
+        if wrong:
+            raise PlanError(
+                f"{name} of the plan, with a mesh",
+                got=got,
+                expected=expected,
+                remedy="Change that, or remove --tensor-parallel or the plan's mesh.",
             )
 
 

@@ -48,7 +48,8 @@ def _without_times(plan: Plan) -> Plan:
         workers=tuple(replace(worker, device=CPU) for worker in plan.workers),
         stages=tuple(replace(even, workers=stage.workers) for stage in plan.stages),
         edges=tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges),
-        exchanges=tuple(replace(exchange, dtypes=(), elements=()) for exchange in plan.exchanges),
+        parameters={},
+        exchanges=tuple(replace(exchange, dtypes=(), shapes=()) for exchange in plan.exchanges),
     )
 
 
@@ -71,6 +72,9 @@ def _prove(plan: Plan) -> None:
 def fired(simulation: Simulation) -> list[list[Fired]]:
     """Return the instructions that each worker's machine fired, in order."""
     return [
-        [Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of) for i in simulation.intervals_of(k)]
+        [
+            Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of)
+            for i in simulation.intervals_of(k)
+        ]
         for k in range(len(simulation.workers))
     ]

@@ -30,6 +30,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
+from roundelay.reference.mesh import Each, backward, counted, forward, local, on
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.replica import Replica, total_count, total_gradients, total_missing
 from roundelay.reference.run_inputs import (
@@ -45,8 +46,8 @@ from roundelay.reference.run_inputs import (
 from roundelay.reference.trainer import Recipe, Trainer
 from roundelay.schedules import schedule_named
 
-Pass = tuple[Tensors, Any]
-"""The weights that a stage's forward read, and its tape."""
+Pass = tuple[Tensors, list[list[Any]]]
+"""The weights that a stage's forward read, and the tapes of its parts on every worker of the mesh."""
 
 
 def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers have them separately
@@ -74,8 +75,8 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
         optimizer: creates an optimizer over ``named``; called again to look ahead in the learning rate schedule.
         scheduler: creates a scheduler that is stepped after every update, or None.
         draw: a micro-batch's number among those of all replicas, to the key of its random numbers.
-        audit: called with (``forward``, k, r, g, outputs), (``backward``, k, r, g, gradients: those of inputs under
-            ``d NAME``) and (``update``, k, r, t, weights after it), in causal order.
+        audit: called with (``forward``, k, h, g, outputs), (``backward``, k, h, g, gradients: those of inputs under
+            ``d NAME``) and (``update``, k, h, t, weights after it) of every holder h, in causal order.
         start: loads the state at the start into an optimizer, after its scheduler has reached that version.
 
     Returns:
@@ -96,11 +97,6 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
         for dealt in chain([first] if first else [], headers):
             run.micro_batches(dealt)
         return run.result()
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """Return a tensor on the device, and other values unchanged."""
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @final
@@ -126,7 +122,8 @@ class _Run:
         self._done = 0  # micro-batches of this run that are done; while one runs, its number i = g - g_start
         self._batch_ends: list[int] = []  # micro-batches of this run up to the end of each finished batch
         self._gradients: Tensors = {}  # of the batch that is being updated
-        self._replicas = [Replica(r, own) for r, own in enumerate(buffers)]
+        self._workers = range(len(stages[0].functions))  # of the mesh
+        self._replicas = [Replica(r, own, len(self._workers)) for r, own in enumerate(buffers)]
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
         self._result = ReferenceResult()
@@ -153,7 +150,9 @@ class _Run:
 
     def _micro_batch(self, replica: Replica, header: MicroBatch, values: dict[str, Any], scale: float) -> None:
         """Run forward and backward of one micro-batch."""
-        passes = self._forward(replica, header, values)
+        each: Each = [dict(values) for _ in self._workers]
+        passes = self._forward(replica, header, each)
+        values = each[0]
         self._result.losses[header.number] = float(values[LOSS])
         self._result.metrics[header.number] = {
             name[len(METRIC) :]: (float(value), float(values.get(TERMS + name[len(METRIC) :], 0.0)))
@@ -253,21 +252,28 @@ class _Run:
         weights = self._trainer.versions[version].weights
         return {name: weights[name] for name in self._stages[stage].parameters}
 
-    def _forward(self, replica: Replica, header: MicroBatch, values: dict[str, Any]) -> list[Pass]:
-        """Run the forwards of all stages and add their outputs to ``values``."""
+    def _forward(self, replica: Replica, header: MicroBatch, values: Each) -> list[Pass]:
+        """Run the forwards of all stages and add their outputs to every worker's ``values``."""
         passes = []
         for k, stage in enumerate(self._stages):
             read = self._forward_weights(replica, header, k)
-            buffers = {name: _on(stage.device, replica.buffers[name]) for name in stage.buffers}
-            inputs = {name: _on(stage.device, values[name]) for name in stage.functions.inputs}
-            key = self._draw(header.number)
-            outputs, tape = stage.functions.forward(read, buffers, inputs, key, mode=self._setting.mode)
-            replica.buffers.update(buffers)
-            values.update(outputs)
-            tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
-            self._audit("forward", k, replica.number, header.g, tensors)
-            passes.append((read, tape))
+            buffers = [{name: on(stage.device, replica.buffers[name]) for name in stage.buffers} for _ in values]
+            key, weights = self._draw(header.number), self._local(stage, read)
+            tapes = forward(stage, weights, buffers, values, key, self._setting.mode)
+            replica.buffers.update(buffers[0])
+            for worker, own in enumerate(values):
+                outputs = {name: own[name] for name in stage.functions[worker].outputs}
+                tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
+                self._audit("forward", k, self._holder(replica, worker), header.g, tensors)
+            passes.append((read, tapes))
         return passes
+
+    def _local(self, stage: ReferenceStage, whole: Tensors) -> list[Tensors]:
+        """What every worker has of a stage's weights."""
+        return [local(stage, whole, worker) for worker in self._workers]
+
+    def _holder(self, replica: Replica, worker: int) -> int:
+        return replica.number * len(self._workers) + worker
 
     def _loss_gradient(self, replica: Replica, header: MicroBatch, values: dict[str, Any]) -> torch.Tensor:
         """Return the gradient of the loss: its weight in the batch's mean, or 1 if the update divides by the count."""
@@ -287,37 +293,36 @@ class _Run:
         self, replica: Replica, header: MicroBatch, passes: list[Pass], loss_gradient: torch.Tensor, scale: float
     ) -> None:
         """Run the backwards of all stages; gradients follow the chain of a value's readers, so none is summed here."""
-        gradients: Tensors = {LOSS: loss_gradient}
+        gradients: Each = [{LOSS: loss_gradient} for _ in self._workers]
         for k in reversed(range(len(self._stages))):
-            functions = self._stages[k].functions
-            device = self._stages[k].device
-            grad_outputs = {name: _on(device, gradients.pop(name, None)) for name in functions.outputs}
-            read, tape = passes[k]
+            stage, (read, tapes) = self._stages[k], passes[k]
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
                 read = self._backward_weights(replica, header, k)
-            of_inputs, of_parameters = functions.backward(tape, grad_outputs, read)
+            of_parameters = backward(stage, self._local(stage, read), tapes, gradients)
             if self._setting.loss_scale.on:
-                of_parameters = {name: gradient / scale for name, gradient in of_parameters.items()}
-            tensors = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
-            self._audit("backward", k, replica.number, header.g, tensors)
-            gradients.update(of_inputs)
+                of_parameters = [{n: gradient / scale for n, gradient in own.items()} for own in of_parameters]
+            for worker, own in enumerate(of_parameters):
+                inputs, known = stage.functions[worker].inputs, gradients[worker]
+                of_inputs = {f"d {n}": known[n] for n in inputs if known.get(n) is not None}
+                self._audit("backward", k, self._holder(replica, worker), header.g, {**of_inputs, **own})
             replica.add(of_parameters)
-        if gradients:
+        if left := [name for own in gradients for name in own]:
             raise InternalError(
                 f"the reference's backward of micro-batch {header.g}",
-                got=f"gradients of {', '.join(gradients)} that no stage took",
+                got=f"gradients of {', '.join(left)} that no stage took",
                 expected="every gradient to be that of an output of an earlier stage",
                 remedy="Report this as a bug: the stages' inputs and outputs do not match.",
             )
 
     def _update(self, batch: int, newest: int) -> None:
-        self._gradients, missing = total_gradients(self._replicas), total_missing(self._replicas)
+        self._gradients = total_gradients(self._replicas, self._stages)
+        missing = total_missing(self._replicas)
         divisor = 1.0 - missing if missing else total_count(self._replicas)
-        stage_norms = self._stage_norms(divisor)
-        whole = self._norms[batch] = whole_norm(stage_norms)
+        norms = self._norms_of_workers(divisor)
+        whole = self._norms[batch] = whole_norm(norms)
         if self._setting.loss_scale.on:
             self._scales.end(batch, math.isfinite(whole))
-            self._skip(batch, stage_norms)
+            self._skip(batch, norms)
         # if the losses of the batch summed no terms, the count is 0 and so are the gradients
         gradients = {n: torch.div(g, divisor) for n, g in self._gradients.items()} if divisor else self._gradients
         bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
@@ -333,8 +338,9 @@ class _Run:
         for replica in self._replicas:
             replica.begin_batch()
             replica.begun[self._done] = {}, 1.0
-            for k in reversed(range(len(self._stages))):
-                self._audit("update", k, replica.number, batch, self._weights(k, self._trainer.live))
+            for k, stage in reversed([*enumerate(self._stages)]):
+                for worker, own in enumerate(self._local(stage, self._weights(k, self._trainer.live))):
+                    self._audit("update", k, self._holder(replica, worker), batch, own)
 
     def _clipped(self, gradients: Tensors) -> Tensors:
         """Return every stage's gradients times min(1, bound / (their norm + epsilon)) if the plan clips by stage."""
@@ -350,16 +356,19 @@ class _Run:
                 result |= {name: gradient * factor for name, gradient in own.items()}
         return result
 
-    def _stage_norms(self, divisor: float | None) -> list[float]:
-        """Return the norm of every stage's gradients, if clipping or the loss scale needs it."""
+    def _norms_of_workers(self, divisor: float | None) -> list[float]:
+        """Return the norm of the gradients that every stage's workers have, if clipping or the loss scale needs it."""
         if not (self._setting.clip.whole or self._setting.loss_scale.on):
             return []
-        norms = [norm_of(self._gradients[n] for n in s.parameters if n in self._gradients) for s in self._stages]
+        owned = [counted(stage, self._gradients, worker) for stage in self._stages for worker in self._workers]
+        norms = [norm_of(own.values()) for own in owned]
         return [norm / divisor for norm in norms] if divisor else norms
 
-    def _skip(self, batch: int, stage_norms: list[float]) -> None:
+    def _skip(self, batch: int, norms: list[float]) -> None:
         """Discard gradients of stages where they are not finite; of all stages if the rule flushes."""
-        infinite = [not math.isfinite(norm) for norm in stage_norms]
+        size = len(self._workers)
+        of_stages = [norms[start : start + size] for start in range(0, len(norms), size)]
+        infinite = [not all(map(math.isfinite, own)) for own in of_stages]
         if any(infinite):
             self._norms[batch] = self._norms.get(batch - 1)
         for stage, skipped in zip(self._stages, infinite, strict=True):

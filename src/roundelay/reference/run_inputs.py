@@ -6,7 +6,7 @@ functions and on nothing else of the runtime.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.deduction import Box
 from roundelay.ir.loss_scale import NO_SCALE, LossScale
 from roundelay.ir.plan import NO_EMA
 from roundelay.ir.rule import Mode, UpdateRule
+from roundelay.ir.sbp import Split
 
 Tensors = dict[str, torch.Tensor]
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -25,7 +27,9 @@ OptimizerFactory = Callable[[Named], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 CPU = torch.device("cpu")
 Audit = Callable[[str, int, int, int, Mapping[str, torch.Tensor]], None]
-"""(kind, stage, replica, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t."""
+"""(kind, stage, holder, number, tensors): ``forward`` and ``backward`` with g, ``update`` with t.
+
+The holder is the replica's number times the workers of the mesh, and the worker's."""
 
 
 class StageFunctions(Protocol):
@@ -39,6 +43,11 @@ class StageFunctions(Protocol):
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the values that forward returns; on the last stage with ``loss`` and, if any, ``loss.count``."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[StageFunctions]:
+        """The parts between which values are boxed; itself alone without a mesh."""
         ...
 
     def forward(
@@ -66,16 +75,22 @@ class ReferenceStage:
     """One stage.
 
     Args:
-        functions: its forward and backward.
+        functions: its forward and backward, on every worker of the mesh.
         parameters: names of the parameters that it owns.
         buffers: names of the buffers that it reads or changes.
         device: the device of its worker in the plan; the same operation has different bits on another kind of device.
+        split: signatures of the parameters of which each worker has a part.
+        partial: names of the parameters whose gradient is the sum of what the workers compute.
+        boxes: what is boxed between the parts of the functions, by name of the boxed value.
     """
 
-    functions: StageFunctions
+    functions: Sequence[StageFunctions]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     device: torch.device = CPU
+    split: Mapping[str, Split] = field(default_factory=dict, hash=False)
+    partial: frozenset[str] = frozenset()
+    boxes: Mapping[str, Box] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 
 from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import REPLICAS
 from roundelay.runtime.gradient_bucket import GradientBucket
 
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +26,8 @@ class Gradients:
         scaled: whether losses are scaled, so that sums may not be finite.
         shares: what :meth:`count` counts: True for weights in the batch's mean that ignored labels would have had, so
             that the divisor is 1 minus their sum; False for terms that the losses have summed.
-        bucket: how they are exchanged with other replicas; None if there are none.
+        buckets: how they are exchanged with other holders of the stage, by axis.
+        counted: names of those that count in the norm; by default all.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class Gradients:
         *,
         scaled: bool = False,
         shares: bool = False,
-        bucket: GradientBucket | None = None,
+        buckets: Mapping[str, GradientBucket] | None = None,
+        counted: Sequence[str] | None = None,
     ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
-        self._bucket = bucket
+        self._buckets = buckets or {}
+        self._counted = names if counted is None else counted
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
         self._count = 0.0
@@ -66,16 +70,23 @@ class Gradients:
         """Add the number of terms that a micro-batch's loss has summed, or the weight that its ignored labels take."""
         self._count += count
 
-    def packed(self, room: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
-        """The sums of this replica, and what it has counted, in the bucket's flat tensors, or in those given."""
-        assert self._bucket is not None, "only what has a bucket is exchanged"
-        return self._bucket.pack(self._sums, self._count, room)
+    def packed(self, axis: str, room: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+        """This holder's sums, and what it has counted, in the flat tensors of an axis's bucket, or in those given.
 
-    def unpack(self, parts: tuple[torch.Tensor, ...]) -> None:
-        """Take the sums over all replicas, in the bucket's flat tensors, in place of this one's."""
-        assert self._bucket is not None, "only what has a bucket is exchanged"
-        self._sums, self._count = self._bucket.unpack(parts)
-        self._own = set()
+        Over the replicas all of them; over an axis of the mesh those that are partial.
+        """
+        bucket = self._buckets[axis]
+        sums = self._sums if axis == REPLICAS else {n: g for n, g in self._sums.items() if n in bucket.shapes}
+        return bucket.pack(sums, self._count, room)
+
+    def unpack(self, axis: str, parts: tuple[torch.Tensor, ...]) -> None:
+        """Take the sums over all holders along an axis, in its bucket's flat tensors, in place of this one's."""
+        sums, count = self._buckets[axis].unpack(parts)
+        if axis == REPLICAS:
+            self._sums, self._count, self._own = sums, count, set()
+        else:
+            self._sums |= sums
+            self._own -= sums.keys()
 
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""
@@ -83,7 +94,7 @@ class Gradients:
 
     def square(self) -> float:
         """Return the squared 2-norm of the complete batch's mean gradients, before clipping."""
-        grads = [self._sums[n] for n in self._names if n in self._sums]
+        grads = [self._sums[n] for n in self._counted if n in self._sums]
         norm = float(_norm_of(grads)) if grads else 0.0
         divisor = self._divisor()
         norm = norm / divisor if divisor else norm

@@ -17,6 +17,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
+from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.loss_scaler import LossScaler
@@ -43,6 +44,8 @@ class Context:
         data: micro-batches, one of each replica at a time, on the worker that reads them.
         read: names of the values that a micro-batch's data consist of.
         rooms: by channel, the memory from which it sends, where that is shared.
+        axes: by channel, the axis along which gradients of weights are exchanged.
+        boxings: by channel, what is boxed within the stage.
         edges: the edge of every channel, and the channel itself.
         report: called with reports to the launcher.
         audit: called with everything that is computed; None for no audit.
@@ -55,8 +58,10 @@ class Context:
         skipped: number of updates skipped because the gradients were not finite.
         inbox: unread messages by (channel, micro-batch).
         outbox: messages of the last instruction, by channel.
-        entered: values of micro-batches that stage 0 has read and not yet forwarded.
-        unaudited: gradients from the first half of a backward, by micro-batch, until its second half is audited too.
+        values: by micro-batch, what stage 0 has read and not yet forwarded, and what parts of a forward have computed.
+        grads: by micro-batch, the gradients of values that parts of a backward have computed.
+        shapes: of values that are being boxed, by channel.
+        unaudited: gradients from parts of a backward, by micro-batch, until its last part is audited too.
         losses: losses on the last stage, by micro-batch, until their backward.
         counts: by micro-batch, until its backward: terms summed by the loss, or the weight that ignored labels take
             from it.
@@ -68,6 +73,8 @@ class Context:
     data: Iterator[Sequence[Entry]]
     read: tuple[str, ...]
     rooms: Mapping[int, Parts]
+    axes: Mapping[int, str]
+    boxings: Mapping[int, Boxing]
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
@@ -79,7 +86,9 @@ class Context:
     skipped: int = 0
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
     outbox: dict[int, Message] = field(default_factory=dict)
-    entered: dict[int, dict[str, Any]] = field(default_factory=dict)
+    values: dict[int, dict[str, Any]] = field(default_factory=dict)
+    grads: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    shapes: dict[int, torch.Size] = field(default_factory=dict)
     unaudited: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
@@ -94,34 +103,40 @@ Handler = Callable[[Context, Run], MicroBatch | None]
 
 
 def do_read(context: Context, run: Run) -> MicroBatch | None:
-    """Read the next micro-batch and send the other replicas theirs, or take the one that was sent."""
+    """Read the next micro-batch and send the other holders theirs, or take the one that was sent."""
     if run.takes:
         message = context.inbox.pop((run.takes[0][0], run.g))
         header, came = MicroBatch.of(message.header), zip(context.read, message.values, strict=False)
         values = {name: value.to(context.stage.place) for name, value in came if isinstance(value, torch.Tensor)}
     else:
-        (header, values), *others = next(context.data)
+        dealt = next(context.data)
+        header, values = dealt[0]
         header = header if context.norms is None else context.norms.attach(header)
+        each = (len(run.gives) + 1) // len(dealt)  # workers of the mesh: all get the same
+        others = [entry for entry in dealt for _ in range(each)][1:]
         for (channel, _), (other, sent) in zip(run.gives, others, strict=True):
             carried = other._replace(scale_log2=header.scale_log2, norm_bits=header.norm_bits)
             parts = tuple([_value(sent[name]) for name in context.read]) if sent else ()
             context.outbox[channel] = Message(channel, carried.numbers(), parts)
-    context.entered[header.g] = dict(values)
+    context.values[header.g] = dict(values)
     return header
 
 
 def do_forward(context: Context, run: Run) -> MicroBatch | None:
-    """Run the forward of a micro-batch and send its outputs."""
-    header = _header(run)
-    values = context.entered.pop(run.g, None) or {}
+    """Run the forward of a micro-batch, or a part of it; the last part sends its outputs."""
+    header, function = _header(run), context.stage.function
+    values = context.values.pop(run.g, None) or {}
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
         values.update(zip(context.edges[channel][1].values, message.values, strict=True))
-    inputs = {name: values[name] for name in context.stage.function.inputs}
-    outputs = context.stage.forward(run, header, inputs, RngKey(context.seed, header.number))
+    inputs = {name: values[name] for name in context.stage.part_of(run).inputs}
+    values.update(context.stage.forward(run, header, inputs, RngKey(context.seed, header.number)))
+    if not run.instruction.runs_last:
+        context.values[run.g] = values
+        return None
+    outputs = {name: values[name] for name in function.outputs}
     if context.audit is not None:
         context.audit("forward", run.g, outputs)
-    values.update(outputs)
     for channel, _ in run.gives:
         sent = [_value(values[name]) for name in context.edges[channel][1].values]
         context.outbox[channel] = Message(channel, header.numbers(), tuple(sent))
@@ -131,28 +146,33 @@ def do_forward(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_backward(context: Context, run: Run) -> MicroBatch | None:
-    """Run the backward of a micro-batch, or its first half, and send the gradients of its inputs."""
-    header = _header(run)
-    grads: dict[str, torch.Tensor | None] = {}
+    """Run the backward of a micro-batch, or its first half, or a part; the last part sends its inputs' gradients."""
+    header, stage = _header(run), context.stage
+    grads = context.grads.pop(run.g, {})
     for channel, _ in run.takes:
         message = context.inbox.pop((channel, run.g))
         context.counts[run.g] = float(message.values[0] or 0.0)
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     scale = header.loss_scale
     if run.g in context.losses:
-        lacking = 0.0 if COUNT in context.stage.function.outputs else context.counts[run.g]
-        grads |= context.stage.seed(header, context.losses.pop(run.g), scale, lacking)
-    of_inputs, of_parameters = context.stage.backward(run, grads, scale)
-    count = context.counts.pop(run.g, 0.0)
-    context.stage.gradients.count(count)
+        lacking = 0.0 if COUNT in stage.function.outputs else context.counts[run.g]
+        grads |= stage.seed(header, context.losses.pop(run.g), scale, lacking)
+    entering = {name: grads.pop(name, None) for name in stage.part_of(run).outputs}
+    of_inputs, of_parameters = stage.backward(run, entering, scale)
     if context.audit is not None:
-        gradients = {**{f"d {n}": g for n, g in of_inputs.items()}, **of_parameters}
-        if context.stage.halved:
-            context.unaudited[run.g] = gradients
-        else:
-            context.audit("backward", run.g, gradients)
+        context.unaudited.setdefault(run.g, {}).update(of_parameters)
+    grads.update(of_inputs)
+    if not run.instruction.runs_first:
+        context.grads[run.g] = grads
+        return None
+    count = context.counts.pop(run.g, 0.0)
+    stage.gradients.count(count)
+    if context.audit is not None:
+        context.unaudited[run.g] |= {f"d {n}": g for n in stage.function.inputs if (g := grads.get(n)) is not None}
+        if not stage.halved:
+            context.audit("backward", run.g, context.unaudited.pop(run.g))
     for channel, _ in run.gives:
-        values = [of_inputs.get(name) for name in context.edges[channel][1].gradients]
+        values = [grads.get(name) for name in context.edges[channel][1].gradients]
         context.outbox[channel] = Message(channel, header.numbers(), (count, *values))
     return None
 
@@ -166,19 +186,37 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_box(context: Context, run: Run) -> MicroBatch | None:
-    """Start the exchange of a batch's gradients with the other replicas."""
+    """Start an exchange with other holders of the stage: of a batch's gradients, or of a value within the stage."""
     for channel, _ in run.gives:
-        packed = context.stage.gradients.packed(context.rooms.get(channel))
+        if run.instruction.of:
+            packed = _boxed(context, run, channel)
+        else:
+            packed = context.stage.gradients.packed(context.axes[channel], context.rooms.get(channel))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
     return None
 
 
 def do_unbox(context: Context, run: Run) -> MicroBatch | None:
-    """Take the sums of all replicas' gradients in place of the own."""
+    """Take what an exchange gives in place of what this holder had."""
     for channel, _ in run.takes:
-        message = context.inbox.pop((channel, run.g))
-        context.stage.gradients.unpack(message.values)  # type: ignore[arg-type]
+        parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
+        if not run.instruction.of:
+            context.stage.gradients.unpack(context.axes[channel], parts)
+        elif parts:
+            boxing = context.boxings[channel]
+            held = context.values if boxing.forward else context.grads
+            held[run.g][boxing.name] = boxing.unpacked(parts, context.shapes.pop(channel))
     return None
+
+
+def _boxed(context: Context, run: Run, channel: int) -> Parts:
+    """What a holder gives of a value, or of its gradient; nothing if the micro-batch has no rows or it no gradient."""
+    boxing = context.boxings[channel]
+    value = (context.values if boxing.forward else context.grads).get(run.g, {}).get(boxing.name)
+    if value is None:
+        return ()
+    context.shapes[channel] = value.shape
+    return boxing.packed(value)
 
 
 def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
@@ -229,8 +267,8 @@ def pass_over(context: Context, run: Run) -> MicroBatch | None:
     """Pass on a micro-batch without rows: its messages are empty."""
     for channel, _ in run.takes:
         del context.inbox[channel, run.g]
-    context.entered.pop(run.g, None)
-    if run.instruction.opcode == "forward":
+    context.values.pop(run.g, None)
+    if run.instruction.opcode == "forward" and run.instruction.runs_last:
         context.stage.pass_over(run, _header(run))
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, _header(run).numbers(), ())
@@ -286,6 +324,8 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
     lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
     context.counts[header.g] = count or lacking
     data: dict[str, Any] = {"g": header.number, "loss": loss, "count": count, "header": header.numbers()}
+    if context.stage.part:  # the first worker of the mesh reports it
+        return
     if lacking:
         data["lacking"] = lacking
     if context.scaled:

@@ -11,8 +11,9 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import Flights, StageInFlight, Weights
+from roundelay.checkpoint.shards import Ranges
 from roundelay.errors import JobError
-from roundelay.frontend import Captured, Mode, RngKey, StageTape
+from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.segment import Leaves
 from roundelay.frontend.stage_function import Debt, debt_bytes
@@ -20,7 +21,7 @@ from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
@@ -52,7 +53,7 @@ class Initial:
         buffers: by name.
         optimizer: optimizer state by parameter name, and that of the optimizer as a whole; empty for a new run.
         updates: updates made before.
-        flight: what every stage had in flight, by (stage, replica); None if the stages start empty.
+        flight: what every stage had in flight, by (stage, holder); None if the stages start empty.
         loss_scale: a dynamic loss scale, and the finite batches in a row so far; None for a new run.
         numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
         replica_buffers: the buffers of the replicas after the first, where they have their own; by name.
@@ -67,9 +68,9 @@ class Initial:
     numbers: tuple[float, ...] = ()
     replica_buffers: tuple[Mapping[str, torch.Tensor], ...] = ()
 
-    def flight_of(self, stage: int, replica: int = 0) -> StageInFlight | None:
-        """Return what one stage of a replica had in flight."""
-        return None if self.flight is None else self.flight[stage, replica]
+    def flight_of(self, stage: int, holder: int = 0) -> StageInFlight | None:
+        """Return what one holder of a stage had in flight."""
+        return None if self.flight is None else self.flight[stage, holder]
 
     @property
     def every_buffers(self) -> list[Mapping[str, torch.Tensor]]:
@@ -93,6 +94,7 @@ class Stage:
         initial: the state to start from, on the CPU; copied.
         place: the device where it computes and keeps its tensors.
         replica: which of the replicas it is of.
+        part: which worker of the mesh.
     """
 
     def __init__(
@@ -104,18 +106,25 @@ class Stage:
         initial: Initial,
         place: torch.device = CPU,
         replica: int = 0,
+        part: int = 0,
     ) -> None:
-        self.spec, self.place, self.replica = spec, place, replica
+        self.spec, self.place, self.replica, self.part = spec, place, replica, part
+        self.holder = replica * plan.mesh_size + part
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
-        self.function = captured.stage(spec, place, halved=self.halved)
+        self.function = captured.stage(spec, place, halved=self.halved, part=part)
+        self._parts = {"": self.function}
+        #: names of parameters of which this worker has a part of its own
+        self.split = {n for n in spec.parameters if captured.is_split(n)}
         self.clip = Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
-                initial.parameters[n].detach().to(place, copy=True), captured.graph.parameters[n].trainable
+                captured.local(n, initial.parameters[n].detach(), part).to(place, copy=True),
+                captured.graph.parameters[n].trainable,
             )
             for n in spec.parameters
         }
-        flight = initial.flight_of(spec.stage, replica)
+        flight = initial.flight_of(spec.stage, self.holder)
+        state = {n: _local_state(captured, initial, n, part) for n in initial.optimizer}
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
         named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
@@ -127,9 +136,10 @@ class Stage:
             with no_group_empty(self.optimizer):
                 self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
             self.scheduler.step()  # type: ignore[union-attr]
-        self._kept_state.restore(self.parameters, initial.optimizer)
-        self._averages = WeightAverages(plan.ema, self.parameters, initial.optimizer)
-        self.tapes: dict[int, StageTape] = {}
+        self._kept_state.restore(self.parameters, state)
+        self._averages = WeightAverages(plan.ema, self.parameters, state)
+        #: by micro-batch, the tapes of the parts of its forward
+        self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
         self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads in place of the rule's; set only to tamper with a run
@@ -140,8 +150,10 @@ class Stage:
             self.clip,
             scaled=LossScale.parse(plan.loss_scale).on,
             shares=not captured.graph.loss_counts,
-            bucket=self._bucket(plan),
+            buckets=self._buckets(plan, captured),
+            counted=spec.parameters if part == 0 else [n for n in spec.parameters if n in self.split],
         )
+        self._ranges = {n: captured.ranges(n, part) for n in spec.parameters}
         self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
@@ -154,10 +166,18 @@ class Stage:
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
-        self._leaves: tuple[Mapping[str, torch.Tensor], Sequence[Leaves]] | None = None
+        self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._known_state = False
-        self._tape_bytes: dict[tuple[Any, ...], int] = {}
+        self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
+
+    def part_of(self, run: Run) -> StageFunction:
+        """What an instruction runs: all of the stage, or the segments between two boxings."""
+        segments = run.instruction.segments
+        if segments not in self._parts:
+            start, stop = map(int, segments.split(":"))
+            self._parts[segments] = self.function.part(start, stop)
+        return self._parts[segments]
 
     def forward(self, run: Run, header: MicroBatch, inputs: Mapping[str, Any], draw: RngKey) -> dict[str, Any]:
         """Run the forward of one micro-batch, keep its tape for :meth:`backward`, and return its outputs by name.
@@ -165,22 +185,23 @@ class Stage:
         Args:
             run: the instruction, with the version that it reads and the distance of the prediction.
             header: header of the micro-batch.
-            inputs: the stage's inputs by name.
+            inputs: the inputs of :meth:`part_of` by name.
             draw: key of the random numbers.
         """
         mode: Mode = run.instruction.mode  # type: ignore[assignment]
         key = tuple([v.shape for v in inputs.values() if isinstance(v, torch.Tensor)])
         weights = self.forward_weights or self.weights(run)
-        measure = key not in self._tape_bytes
-        kept = self._leaves_of(weights) if mode == "stash" else ()  # other tapes hold no weights
-        outputs, tape = self.function.forward(
-            weights, self.buffers, inputs, draw, mode=mode, measure=measure, cached_leaves=kept
+        known = self._tape_bytes.setdefault(run.instruction.segments, {})
+        kept = self._leaves_of(weights, run.instruction.segments) if mode == "stash" else ()  # others hold no weights
+        outputs, tape = self.part_of(run).forward(
+            weights, self.buffers, inputs, draw, mode=mode, measure=key not in known, cached_leaves=kept
         )
-        tape.num_bytes = self._tape_bytes.setdefault(key, tape.num_bytes)
-        self.tapes[header.g] = tape
-        self._hold_from(run.keep)
-        self.in_flight.record_forward(run, header, weights)
-        self.in_flight.record_buffers(header, self.buffers)
+        tape.num_bytes = known.setdefault(key, tape.num_bytes)
+        self.tapes.setdefault(header.g, []).append(tape)
+        if run.instruction.runs_last:
+            self._hold_from(run.keep)
+            self.in_flight.record_forward(run, header, weights)
+            self.in_flight.record_buffers(header, self.buffers)
         return outputs
 
     def pass_over(self, run: Run, header: MicroBatch) -> None:
@@ -195,21 +216,24 @@ class Stage:
 
         Args:
             run: the instruction.
-            grads: gradients of the stage's outputs, by name.
+            grads: gradients of the outputs of :meth:`part_of`, by name.
             scale: loss scale of the micro-batch, by which its parameters' gradients are divided.
 
         Returns:
-            Gradients of the stage's inputs, still scaled, and of its parameters, by name.
+            Gradients of the inputs, still scaled, and of the parameters, by name.
         """
-        tape = self.tapes.pop(run.g)
-        of_inputs, of_parameters = self.function.backward(tape, grads, self.weights(run))
+        tape = self.tapes[run.g].pop()
+        of_inputs, of_parameters = self.part_of(run).backward(tape, grads, self.weights(run))
         of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters)
         if self.halved:
-            self.debts[run.g] = tape.debt
-            self._owed_bytes = self._owed_bytes or debt_bytes(tape.debt)
-        if run.header is not None:
-            self.gradients.note(run.header)
+            self.debts.setdefault(run.g, []).extend(tape.debt)
+        if run.instruction.runs_first:
+            del self.tapes[run.g]
+            if self.halved:
+                self._owed_bytes = self._owed_bytes or debt_bytes(self.debts[run.g])
+            if run.header is not None:
+                self.gradients.note(run.header)
         return of_inputs, of_parameters
 
     def weight_half(self, g: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -298,15 +322,18 @@ class Stage:
         self.gradients.clear()
         self._predictions.clear()
 
-    def _leaves_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Leaves]:
+    def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
         if self._leaves is None or self._leaves[0] is not weights:
-            self._leaves = weights, self.function.leaves(weights)
-        return self._leaves[1]
+            self._leaves = weights, {}
+        if segments not in self._leaves[1]:
+            self._leaves[1][segments] = self._parts[segments].leaves(weights)
+        return self._leaves[1][segments]
 
     def _held(self) -> set[int]:
         """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
-        stashed = [part for tape in self.tapes.values() if tape.mode == "stash" for part in tape.tapes]
+        tapes = [tape for of_parts in self.tapes.values() for tape in of_parts if tape.mode == "stash"]
+        stashed = [part for tape in tapes for part in tape.tapes]
         kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
         return (
             kept
@@ -334,16 +361,26 @@ class Stage:
             return self.live()
         return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
 
-    def _bucket(self, plan: Plan) -> GradientBucket | None:
-        """How gradients are exchanged with other replicas; None if there are none."""
-        unused = [exchange.unused for exchange in plan.exchanges if exchange.stage == self.spec.stage]
-        if not unused:
-            return None
-        return GradientBucket.of((n, p) for n, p in self.parameters.items() if p.requires_grad and n not in unused[0])
+    def _buckets(self, plan: Plan, captured: Captured) -> dict[str, GradientBucket]:
+        """How gradients are exchanged with other holders, by axis."""
+        exchanges = [e for e in plan.exchanges if e.stage == self.spec.stage and e.kind == "weight-gradient"]
+        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        return {
+            exchange.axis: GradientBucket.of(
+                (n, p)
+                for n, p in trained.items()
+                if n not in exchange.unused and (exchange.axis == REPLICAS or captured.has_partial_gradient(n))
+            )
+            for exchange in exchanges
+        }
+
+    def ranges(self, name: str) -> Ranges:
+        """Where this holder's part of a parameter lies in the whole."""
+        return self._ranges[name]
 
     def tape_bytes(self) -> int:
         """Return the most bytes that one forward has left for its backward, without parameters."""
-        return max(self._tape_bytes.values(), default=0)
+        return sum(max(known.values()) for known in self._tape_bytes.values())
 
     def owed_bytes(self) -> int:
         """Return the bytes that the first half of a backward leaves for the second."""
@@ -374,3 +411,15 @@ class Stage:
 
 def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     return gradients if scale == 1.0 else {name: torch.div(grad, scale) for name, grad in gradients.items()}
+
+
+def _local_state(captured: Captured, initial: Initial, name: str, part: int) -> Mapping[str, Any]:
+    """What one worker of a mesh has of a parameter's optimizer state: entries with its shape are split as it is."""
+    state = initial.optimizer[name]
+    if name not in initial.parameters:  # that of the optimizer as a whole
+        return state
+    shape = initial.parameters[name].shape
+    return {
+        key: captured.local(name, value, part) if isinstance(value, torch.Tensor) and value.shape == shape else value
+        for key, value in state.items()
+    }

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from roundelay.checkpoint.atomic_files import reason_of
 from roundelay.checkpoint.held_state import HeldState, StateTable, encode
-from roundelay.checkpoint.shards import Shard, whole_ranges
+from roundelay.checkpoint.shards import Shard
 from roundelay.checkpoint.stored_files import StoredState, unfinished_bytes, write_state
 from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.ir.micro_batch import MicroBatch
@@ -115,7 +115,8 @@ class StateReporter:
         elif saves or gathers:
             self._send(_held(stage, header, norms), header)
         elif header.final:
-            self._send(HeldState(stage.spec.stage, {}, {}, {}, replica=stage.replica), header)
+            own = HeldState(stage.spec.stage, {}, {}, {}, replica=stage.replica, holder=stage.holder)
+            self._send(own, header)
 
     def finish(self, deadline_s: float) -> None:
         """Return when everything is written and reported.
@@ -202,16 +203,21 @@ def _held(stage: Stage, header: MicroBatch, norms: GradNorms | None) -> HeldStat
     updates = header.batch + 1
     if stage.replica:
         flight = stage.flight(updates) if header.saved else None
-        return HeldState(stage.spec.stage, {}, stage.own_buffers(updates), {}, flight, replica=stage.replica)
+        buffers = stage.own_buffers(updates)
+        return HeldState(stage.spec.stage, {}, buffers, {}, flight, replica=stage.replica, holder=stage.holder)
     weights, states, buffers = stage.state(updates)
+    if stage.part:  # what all workers of the mesh have is the first one's to report
+        weights = {name: weight for name, weight in weights.items() if name in stage.split}
+        states = {name: state for name, state in states.items() if name in weights}
     flight = stage.flight(updates) if header.saved else None
     if flight is not None and norms is not None:
         flight = norms.in_flight(flight)
     return HeldState(
         stage.spec.stage,
-        {name: Shard(whole_ranges(weight.shape), weight) for name, weight in weights.items()},
+        {name: Shard(stage.ranges(name), weight) for name, weight in weights.items()},
         buffers,
         states,
         flight,
         None if norms is None or norms.scaler is None else norms.scaler.state,
+        holder=stage.holder,
     )

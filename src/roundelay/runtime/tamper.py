@@ -56,13 +56,14 @@ class _Stash(_Worker):
     def forward(self, context: Context, run: Run) -> MicroBatch | None:
         stage = context.stage
         buffers = dict(stage.buffers)
-        inputs: dict[str, object] = dict(context.entered.get(run.g, {}))
+        inputs: dict[str, object] = dict(context.values.get(run.g, {}))
         for channel, _ in run.takes:
             inputs |= zip(context.edges[channel][1].values, context.inbox[channel, run.g].values, strict=True)
         result = do_forward(context, run)
         if self.before:
-            known = {name: inputs[name] for name in stage.function.inputs}
-            _, stage.tapes[run.g] = stage.function.forward(
+            part = stage.part_of(run)
+            known = {name: inputs[name] for name in part.inputs}
+            _, stage.tapes[run.g][-1] = part.forward(
                 self.before, buffers, known, RngKey(context.seed, _number(run)), mode="stash"
             )
         return result

@@ -17,14 +17,15 @@ from roundelay.frontend import Captured
 from roundelay.ir.exchange import all_reduce
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import ExchangePlan, Plan
 from roundelay.ir.program import EDGES, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.emit import awaits_grad_norm, uses_grad_norm
+from roundelay.lower.emit import awaits_grad_norm, exchanges_of, uses_grad_norm
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import read
+from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
@@ -33,7 +34,7 @@ from roundelay.runtime.instruction_log import InstructionLog
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
-from roundelay.runtime.shared_sums import block_of, exchange_of
+from roundelay.runtime.shared_sums import block_of
 from roundelay.runtime.stage_state import Initial, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
@@ -146,8 +147,8 @@ class _Worker:
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
-        self.replica = task.plan.replica_of(worker)
-        redone = _in_flight(task.initial, program, self.replica)
+        self.holder = task.plan.holder_of(worker)
+        redone = _in_flight(task.initial, program, self.holder)
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
         self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
         self.links = {c.id: self._link(c) for c in program.channels}
@@ -178,7 +179,9 @@ class _Worker:
     def _context(self, number: int, program: Program) -> Context:
         """Create the context of the handlers of one stage."""
         task = self.task
-        spec, first = task.partition.stages[number], (number, self.replica) == (0, 0)
+        spec, first = task.partition.stages[number], (number, self.holder) == (0, 0)
+        replica, part = divmod(self.holder, task.plan.mesh_size)
+        exchanges = exchanges_of(task.plan)
         scale = LossScale.parse(task.plan.loss_scale)
         scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
         norms = None
@@ -186,11 +189,13 @@ class _Worker:
             norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
-            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.replica),
+            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, replica, part),
             task.seed,
             self.data,
             (*task.captured.graph.inputs, *task.captured.graph.batch),
             {channel: room for channel, link in self.links.items() if (room := link.room) is not None},
+            {channel: exchange.axis for channel, exchange in exchanges.items()},
+            _boxings(task.captured, exchanges),
             _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
@@ -207,7 +212,7 @@ class _Worker:
             own = channel, self.worker, self.endpoint, self.deliver, self.machine.grant
             if memory is None or channel.phases != all_reduce():
                 return ExchangeLink(*own)
-            planned, holders = exchange_of(self.task.plan, channel), [port.worker for port in channel.sources]
+            planned, holders = exchanges_of(self.task.plan)[channel.id], [port.worker for port in channel.sources]
             blocks = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
             sent = planned.bytes_sent(len(holders), holders.index(self.worker))
             return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
@@ -306,7 +311,7 @@ class _Worker:
         )
 
     def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        self.digests.append([kind, stage, self.replica, number, digest(tensors)])
+        self.digests.append([kind, stage, self.holder, number, digest(tensors)])
 
     def _report_progress(self, run: Run, now: float) -> None:
         """Report the busy seconds after an update, at most ten times a second."""
@@ -350,9 +355,9 @@ class _Worker:
         }
 
 
-def _in_flight(initial: Initial, program: Program, replica: int) -> dict[int, int] | None:
+def _in_flight(initial: Initial, program: Program, holder: int) -> dict[int, int] | None:
     """Return micro-batch to version of the forwards to redo; None if the stages start empty."""
-    flights = [initial.flight_of(stage, replica) for stage in program.stages]
+    flights = [initial.flight_of(stage, holder) for stage in program.stages]
     resumed = [flight for flight in flights if flight is not None]
     return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
 
@@ -385,3 +390,14 @@ def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple
             ends = channel.sources[0].stage, channel.targets[0].stage
             edges[channel.id] = (channel, by_ends[ends if channel.kind == "forward" else ends[::-1]])
     return edges
+
+
+def _boxings(captured: Captured, exchanges: Mapping[int, ExchangePlan]) -> dict[int, Boxing]:
+    """What is boxed within stages, by channel."""
+    found = {}
+    for channel, exchange in exchanges.items():
+        if exchange.value:
+            forward = exchange.kind == "boxed"
+            source, target = captured.boxing(exchange.value, gradient=not forward)
+            found[channel] = Boxing(exchange.value, forward, source, target)
+    return found
