@@ -77,7 +77,8 @@ class StageFunction:
             made |= dict.fromkeys(segment.spec.outputs)
         borders = tuple(border - start for border in self.borders if start <= border < stop)
         outputs = tuple(name for name in made if name in wanted)
-        return StageFunction(own, tuple(read), outputs, borders, {n: f for n, f in self.narrowed.items() if n in made})
+        narrowed = {n: self.narrowed[n] for n in self.narrowed.keys() & made.keys() - read.keys()}
+        return StageFunction(own, tuple(read), outputs, borders, narrowed)
 
     @property
     def parts(self) -> tuple[StageFunction, ...]:

@@ -185,7 +185,8 @@ def _forward(
         outputs, tape = part.forward(stage.parameters, buffers, inputs, RngKey(0, 0), mode=mode, measure=True)
         seconds += stage.now_s() - start
         tapes.append(tape)
-        values.update({n: captured.as_boxed(n, value, gradient=False) for n, value in outputs.items()})
+        values.update(outputs)
+        values.update({n: captured.as_boxed(n, outputs[n], gradient=False) for n in outputs if n not in part.inputs})
     return seconds, tapes
 
 
@@ -196,7 +197,8 @@ def _backward(
     seconds, of_parameters = 0.0, {}
     for part, tape in zip(reversed(stage.function.parts), reversed(tapes), strict=True):
         taken = {n: stage.to_device(grads.pop(n, None)) for n in part.outputs}
-        taken = {n: g if g is None else captured.as_boxed(n, g, gradient=True) for n, g in taken.items()}
+        boxed = {n: g for n, g in taken.items() if n not in part.inputs and g is not None}
+        taken |= {n: captured.as_boxed(n, g, gradient=True) for n, g in boxed.items()}
         start = stage.now_s()
         of_inputs, own = part.backward(tape, taken, stage.parameters)
         seconds += stage.now_s() - start

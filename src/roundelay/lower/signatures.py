@@ -131,12 +131,13 @@ def _backward(
     for op in reversed(ops):
         gradient = settled.settle(op.name, op.differentiable, _reduces(op, values, sizes, weights))
         if op.takes is not None:
-            several.setdefault(op.takes[0], []).append(gradient or B)
+            several.setdefault(op.takes[0], []).extend([] if gradient is None else [gradient])
             continue
         of_results = P if P in several.get(op.name, ()) or gradient == P else B
+        differentiable = op.differentiable or bool(several.get(op.name))
         row = rows[op.name]
         for name, wanted in row.args.items():
-            given = row.gradient_of(name, of_results) if op.differentiable else None
+            given = row.gradient_of(name, of_results) if differentiable else None
             settled.readings.setdefault(name, []).append(_Reading(op.name, wanted, given))
     for name in sorted(settled.readings.keys() - made):
         settled.settle(name, name in weights, False)

@@ -17,7 +17,7 @@ import torch
 
 from roundelay.ir.rule import Mode
 from roundelay.ir.sbp import B, Broadcast, Signature, Split
-from roundelay.reference.run_inputs import ReferenceStage, Tensors
+from roundelay.reference.run_inputs import ReferenceStage, StageFunctions, Tensors
 
 Each = list[dict[str, Any]]
 """Values or gradients by name, of every worker."""
@@ -70,7 +70,7 @@ def forward(
             outputs, tape = part.forward(own, at, inputs, key, mode=mode)
             known.update(outputs)
             tapes[-1].append(tape)
-        for name in stage.boxes.keys() & set(parts[0].outputs):
+        for name in stage.boxes.keys() & _made(parts[0]):
             box = stage.boxes[name]
             after = _boxed([known[name] for known in values], box.source, box.target)
             for known, value in zip(values, after, strict=True):
@@ -89,7 +89,7 @@ def backward(
     of_parameters: list[Tensors] = [{} for _ in weights]
     each = list(zip(*(function.parts for function in stage.functions), strict=True))
     for parts, taped in zip(reversed(each), reversed(tapes), strict=True):
-        for name in stage.boxes.keys() & set(parts[0].outputs):
+        for name in stage.boxes.keys() & _made(parts[0]):
             box = stage.boxes[name]
             if box.given is not None and box.needed is not None and gradients[0].get(name) is not None:
                 after = _boxed([known[name] for known in gradients], box.given, box.needed)
@@ -102,6 +102,11 @@ def backward(
             known.update(of_inputs)
             of_parameters[worker].update(own)
     return of_parameters
+
+
+def _made(part: StageFunctions) -> set[str]:
+    """What a part does not only pass on."""
+    return {*part.outputs} - {*part.inputs}
 
 
 def local(stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int) -> Tensors:
