@@ -203,7 +203,7 @@ def replicas() -> Plan:
 
 def planned_elements() -> int:
     """Elements of the gradients that two replicas exchange."""
-    return replicas().exchanges[0].elements[0]
+    return replicas().exchanges[0].shapes[0][0]
 
 
 def exchanges_slower(**fields: Any) -> bool:
@@ -288,7 +288,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "exchanges.kind": lambda _: exchanges_refused(kind="ring"),
     "exchanges.phases": lambda _: exchanges_refused(phases=("all-gather(0)",)),
     "exchanges.dtypes": lambda _: exchanges_slower(dtypes=("float64", "float64")) and exchanges_refused(dtypes=()),
-    "exchanges.elements": lambda _: exchanges_slower(elements=(9000, 1)) and exchanges_refused(elements=(9000, 1)),
+    "exchanges.shapes": lambda _: exchanges_slower(shapes=((9000,), (1,))) and exchanges_refused(shapes=((9000,), (1,))),
     "exchanges.unused": lambda _: leaves_out(),
 }
 

@@ -294,7 +294,7 @@ def test_a_loader_s_own_processes_are_what_loads(transport: str, tmp_path: Path)
     def noting(context: Context, run: Run) -> MicroBatch | None:
         header = do_read(context, run)
         assert header is not None
-        numbers = [int(value[0, 0]) for value in context.entered[header.g].values() if value.ndim == 2]
+        numbers = [int(value[0, 0]) for value in context.values[header.g].values() if value.ndim == 2]
         with (tmp_path / "seen").open("a") as file:  # the worker may be a process
             file.write(f"{numbers}\n")
         return header

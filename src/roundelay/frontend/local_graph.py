@@ -134,7 +134,7 @@ def _localise(local: Node, node: Node, form: OpForm, args: Mapping[str, Signatur
     if own is not None:
         size = _static(node, (shape_of(node) or ())[split.dim])
         local.target = own
-        local.kwargs = {**local.kwargs, "split": astuple(split), "at": tuple(at), "size": size}
+        local.kwargs = {**local.kwargs, "of": (astuple(split), tuple(at), size)}
     for position in form.sizes:
         sizes = list(local.args[position])  # type: ignore[arg-type]
         sizes[split.dim] = _local(node, split, (shape_of(node) or ())[split.dim], at)
@@ -210,11 +210,12 @@ def count_once(x: torch.Tensor, *, first: bool) -> torch.Tensor:
 
 
 def split_dropout(
-    x: torch.Tensor, p: float, train: bool, *, draw: RngKey, position: int, split: Place, at: tuple[int, int], size: int
+    x: torch.Tensor, p: float, train: bool, *, draw: RngKey, position: int, of: tuple[Place, tuple[int, int], int]
 ) -> torch.Tensor:
     """``keyed_dropout`` of a part, with that part of the whole tensor's mask."""
     if not train or p == 0.0 or x.numel() == 0:
         return x
+    split, at, size = of
     shape = list(x.shape)
     shape[split[0]] = size
     noise = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -223,9 +224,9 @@ def split_dropout(
     return x * (own.div_(1.0 - p) if p < 1.0 else own)
 
 
-def split_attention(*args: Any, split: Place, at: tuple[int, int], size: int, **options: Any) -> torch.Tensor:
+def split_attention(*args: Any, of: tuple[Place, tuple[int, int], int], **options: Any) -> torch.Tensor:
     """``keyed_attention`` of some heads, with their part of the whole mask."""
-    return keyed_attention(*args, dropout=partial(split_dropout, split=split, at=at, size=size), **options)
+    return keyed_attention(*args, dropout=partial(split_dropout, of=of), **options)
 
 
 _OF_A_PART: dict[Any, Callable[..., Any]] = {keyed_dropout: split_dropout, keyed_attention: split_attention}

@@ -1,4 +1,4 @@
-"""The signatures of a model over one mesh axis, as data: how each operation is computed, what is boxed, who reads what."""
+"""The signatures of a model over one mesh axis, as data: how operations are computed, what is boxed, who reads what."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ stage 1 on worker 1. Where several workers hold a stage, an *exchange* is a chan
 
 ``box 0 g gives 4`` starts it with what this worker has, and ``unbox 0 g takes 4`` waits for what it has afterwards
 (OneFlow, Sect. 3.2). Where a value is boxed within a stage, ``box 0 g of add_5_box gives 7`` stands between
-``forward 0 g segments 0:3`` and ``forward 0 g segments 3:6``, and the like in the backward. Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds
-g's message and each channel it gives to has a free slot; a slot is its register, and a consumer without a free one
-stops its producer.
+``forward 0 g segments 0:3`` and ``forward 0 g segments 3:6``, and the like in the backward.
+
+Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and each
+channel it gives to has a free slot; a slot is its register, and a consumer without a free one stops its producer.
 """
 
 from __future__ import annotations

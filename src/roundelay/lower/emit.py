@@ -210,8 +210,8 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind == "S":
-            made = [line for channel in exchanged for line in _exchanged(stage, offset, channel)]
-            return [*made, Instruction("grad-norm-sq", stage, offset, *squares)] if summed else made
+            ran = Instruction("grad-norm-sq", stage, offset, *squares)
+            return [*(line for channel in exchanged for line in _exchanged(ran, channel)), *([ran] if summed else [])]
         return [Instruction("update", stage, offset, *norms)]
 
     return lines
@@ -227,35 +227,28 @@ def _boxes(plan: Plan, stage: int, kind: str, channels: Sequence[int]) -> list[_
     return [(e.value, e.segment, channel) for e, channel in zip(planned, channels, strict=True)]
 
 
-def _exchanged(stage: int, offset: int, channel: int, of: str = "") -> list[Instruction]:
-    return [
-        Instruction("box", stage, offset, gives=(channel,), of=of),
-        Instruction("unbox", stage, offset, takes=(channel,), of=of),
-    ]
+def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instruction]:
+    box = Instruction("box", after.stage, after.offset, gives=(channel,), of=of)
+    return [box, replace(box, opcode="unbox", gives=(), takes=(channel,))]
 
 
 def _in_parts(whole: Instruction, borders: Sequence[int], boxings: Sequence[_Boxing]) -> list[Instruction]:
-    """A forward or a backward in parts, with boxings between them."""
+    """A forward or a backward in parts, with boxings between them.
+
+    Args:
+        whole: the instruction.
+        borders: numbers of the segments behind which something is boxed, forward or backward.
+        boxings: those of this direction.
+    """
     if not borders:
         return [whole]
-    places = [0, *(segment + 1 for segment in borders), END]
-    spans = [f"{start}:{stop}" for start, stop in pairwise(places)]
-    forward, made = whole.opcode == "forward", []
-    for segment, span in (
-        zip([*borders, -1], spans, strict=True) if forward else zip([-1, *borders[::-1]], spans[::-1], strict=True)
-    ):
-        boxed = [
-            line
-            for value, at, channel in boxings
-            if at == segment
-            for line in _exchanged(whole.stage, whole.offset, channel, value)
-        ]
-        part = replace(whole, segments=span)
-        made.append([part, *boxed] if forward else [*boxed, part])
-    lines = [line for part in made for line in part]
-    parts = [i for i, line in enumerate(lines) if line.opcode == whole.opcode]
-    for i in parts:
-        lines[i] = replace(
-            lines[i], takes=whole.takes if i == parts[0] else (), gives=whole.gives if i == parts[-1] else ()
-        )
-    return lines
+    spans = [f"{start}:{stop}" for start, stop in pairwise([0, *(segment + 1 for segment in borders), END])]
+    between = [
+        [line for value, at, channel in boxings if at == segment for line in _exchanged(whole, channel, value)]
+        for segment in borders
+    ]
+    if whole.opcode == "backward":
+        spans, between = spans[::-1], between[::-1]
+    parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
+    parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
+    return [line for boxed, part in zip([[], *between], parts, strict=True) for line in (*boxed, part)]

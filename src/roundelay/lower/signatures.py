@@ -23,7 +23,7 @@ FLOPS_PER_BYTE = 25.0
 
 def is_local(source: Signature, target: Signature) -> bool:
     """Whether a worker makes the one from the other alone: a slice, a mask, zeros around a part."""
-    return source == target or source == B or target == P
+    return source in (target, B) or target == P
 
 
 def moved(source: Signature, target: Signature, num_bytes: float, workers: int) -> float:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from roundelay.errors import PlanError
 from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
-from roundelay.ir.plan import FORMAT, REPLICAS, Plan, check_ema
-from roundelay.ir.program import EXCHANGES
+from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.ir.transports import TRANSPORTS, transport_named
 from roundelay.lower.emit import schedule_of
+from roundelay.lower.validate_mesh import check_exchanges, check_holders, check_mesh
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = "fp16"
@@ -26,9 +25,6 @@ DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 
 LONGEST_S = 3.2e7
 """Longest deadline of a plan, in seconds."""
-
-WEIGHTS = "weight-gradient"
-"""The exchange that every stage has where there are several replicas."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -57,7 +53,7 @@ def check_plan(plan: Plan) -> None:
     _above_zero("bytes_per_s", plan.bytes_per_s)
     if schedule_of(plan).halved:
         _check_halves(plan)
-    _check_mesh(plan)
+    check_mesh(plan)
     _check_workers(plan)
     _check_devices(plan)
     for i, edge in enumerate(plan.edges):
@@ -123,8 +119,8 @@ def _check_workers(plan: Plan) -> None:
         )
     schedule = schedule_of(plan)
     placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
-    _check_replicas(plan)
-    _check_exchanges(plan)
+    check_holders(plan)
+    check_exchanges(plan)
     if plan.num_stages % schedule.stages_per_worker or set(placed) != schedule.groups(plan.num_stages):
         groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % schedule.stages_per_worker))
         raise PlanError(
@@ -134,95 +130,6 @@ def _check_workers(plan: Plan) -> None:
             + "; ".join(_numbers(group) for group in groups),
             remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
         )
-
-
-def _check_replicas(plan: Plan) -> None:
-    """Check that a worker has stages of one replica, that replicas have like devices, and what they exchange."""
-    for worker, stages in enumerate(plan.worker_stages):
-        places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
-        if len({r for _, r in places}) > 1:
-            raise PlanError(
-                f"workers of the plan's stages: {plan.workers[worker].name}",
-                got="stages of several replicas: "
-                + ", ".join(f"stage {stage} of replica {r}" for stage, r in sorted(places)),
-                expected="those of one replica, which a worker alternates",
-                remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
-            )
-    for stage in range(plan.num_stages):
-        kinds = {plan.workers[worker].device.split(":")[0] for worker in plan.holders(stage)}
-        if len(kinds) > 1:
-            raise PlanError(
-                f"stages[{stage}].workers of the plan",
-                got="replicas on " + " and ".join(sorted(kinds)),
-                expected="one kind of device for all replicas of a stage: the same operation has other bits on another",
-                remedy="Correct --devices, or `device` of the plan's workers.",
-            )
-
-
-def _check_exchanges(plan: Plan) -> None:
-    """Check the exchanges as far as that is possible without the model."""
-    due = [] if plan.replicas == 1 else [(stage, WEIGHTS) for stage in range(plan.num_stages)]
-    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges if exchange.axis == REPLICAS]
-    if got != due:
-        raise PlanError(
-            "exchanges of the plan",
-            got=", ".join(f"{kind} of stage {stage}" for stage, kind in got) or "none",
-            expected=", ".join(f"{kind} of stage {stage}" for stage, kind in due) or "none, with one replica",
-            remedy="Correct the plan, or write a new one with `roundelay plan`.",
-        )
-    for i, exchange in enumerate(plan.exchanges):
-        phases = tuple(map(Phase.parse, exchange.phases))
-        known = (
-            exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
-        )
-        summed = phases == all_reduce() or exchange.kind != WEIGHTS
-        if not (known and phases and summed) or len(exchange.dtypes) != len(exchange.shapes):
-            raise PlanError(
-                f"exchanges[{i}] of the plan",
-                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(exchange.phases)}, "
-                f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
-                expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
-                + ", ".join(map(str, all_reduce()))
-                + ", and a shape for each dtype",
-                remedy="Correct the plan, or write a new one with `roundelay plan`.",
-            )
-
-
-def _check_mesh(plan: Plan) -> None:
-    """Check what a mesh can be combined with."""
-    if REPLICAS in plan.mesh or any(size < 1 for size in plan.mesh.values()):
-        raise PlanError(
-            "mesh of the plan",
-            got=", ".join(f"{axis} = {size}" for axis, size in plan.mesh.items()),
-            expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
-            remedy="Correct the plan.",
-        )
-    if plan.mesh_size == 1:
-        return
-    refused = {
-        "mesh": (len(plan.mesh) > 1, ", ".join(plan.mesh), "one axis: several are not carried out yet"),
-        "compile": (plan.compile, "true", "false: the parts of a stage between boxings are not compiled yet"),
-        "backward": (
-            plan.backward == "recompute",
-            plan.backward,
-            "stash or mixed: that mode runs a stage again as a whole, without its boxings",
-        ),
-        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
-        "predictor": (plan.predictor == "partial", plan.predictor, "another: a worker knows its part of a sum only"),
-        "precision": (
-            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
-            plan.precision,
-            "fp32 or bf16: a worker of the mesh alone does not know whether a gradient is finite",
-        ),
-    }
-    for name, (wrong, got, expected) in refused.items():
-        if wrong:
-            raise PlanError(
-                f"{name} of the plan, with a mesh",
-                got=got,
-                expected=expected,
-                remedy="Change that, or remove --tensor-parallel or the plan's mesh.",
-            )
 
 
 def _numbers(stages: Sequence[int]) -> str:

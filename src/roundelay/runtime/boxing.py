@@ -1,4 +1,4 @@
-"""Boxings within a stage: a value, or its gradient, as its exchange takes it, and what the exchange gives as a value."""
+"""Boxings within a stage: a value, or its gradient, as its exchange takes it, and as it is afterwards."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ class Stage:
         plan: has the rule, the predictor and the clipping.
         initial: the state to start from, on the CPU; copied.
         place: the device where it computes and keeps its tensors.
-        replica: which of the replicas it is of.
-        part: which worker of the mesh.
+        holder: its number among the holders of the stage, in the order of the replicas and then of the mesh.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class Stage:
         plan: Plan,
         initial: Initial,
         place: torch.device = CPU,
-        replica: int = 0,
-        part: int = 0,
+        holder: int = 0,
     ) -> None:
-        self.spec, self.place, self.replica, self.part = spec, place, replica, part
-        self.holder = replica * plan.mesh_size + part
+        self.spec, self.place, self.holder = spec, place, holder
+        #: which of the replicas it is of, and which worker of the mesh
+        self.replica, self.part = replica, part = divmod(holder, plan.mesh_size)
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
         self.function = captured.stage(spec, place, halved=self.halved, part=part)
         self._parts = {"": self.function}

@@ -180,7 +180,6 @@ class _Worker:
         """Create the context of the handlers of one stage."""
         task = self.task
         spec, first = task.partition.stages[number], (number, self.holder) == (0, 0)
-        replica, part = divmod(self.holder, task.plan.mesh_size)
         exchanges = exchanges_of(task.plan)
         scale = LossScale.parse(task.plan.loss_scale)
         scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
@@ -189,7 +188,7 @@ class _Worker:
             norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
-            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, replica, part),
+            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.holder),
             task.seed,
             self.data,
             (*task.captured.graph.inputs, *task.captured.graph.batch),

@@ -1,0 +1,103 @@
+"""Validates what a plan says of the holders of its stages: replicas, the mesh, and what they exchange."""
+
+from __future__ import annotations
+
+from roundelay.errors import PlanError
+from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import Phase, all_reduce
+from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.program import EXCHANGES
+from roundelay.lower.emit import schedule_of
+
+WEIGHTS = "weight-gradient"
+"""The exchange that every stage has where there are several replicas."""
+
+
+def check_holders(plan: Plan) -> None:
+    """Check that a worker is one holder of all its stages, and that the holders of a stage have like devices."""
+    for worker, stages in enumerate(plan.worker_stages):
+        places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
+        if len({r for _, r in places}) > 1:
+            raise PlanError(
+                f"workers of the plan's stages: {plan.workers[worker].name}",
+                got="stages of several holders: "
+                + ", ".join(f"stage {stage} as holder {r}" for stage, r in sorted(places)),
+                expected="the same place in each stage that it alternates",
+                remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
+            )
+    for stage in range(plan.num_stages):
+        kinds = {plan.workers[worker].device.split(":")[0] for worker in plan.holders(stage)}
+        if len(kinds) > 1:
+            raise PlanError(
+                f"stages[{stage}].workers of the plan",
+                got="holders on " + " and ".join(sorted(kinds)),
+                expected="one kind of device for all holders of a stage: the same operation has other bits on another",
+                remedy="Correct --devices, or `device` of the plan's workers.",
+            )
+
+
+def check_exchanges(plan: Plan) -> None:
+    """Check the exchanges as far as that is possible without the model."""
+    due = [] if plan.replicas == 1 else [(stage, WEIGHTS) for stage in range(plan.num_stages)]
+    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges if exchange.axis == REPLICAS]
+    if got != due:
+        raise PlanError(
+            "exchanges of the plan",
+            got=", ".join(f"{kind} of stage {stage}" for stage, kind in got) or "none",
+            expected=", ".join(f"{kind} of stage {stage}" for stage, kind in due) or "none, with one replica",
+            remedy="Correct the plan, or write a new one with `roundelay plan`.",
+        )
+    for i, exchange in enumerate(plan.exchanges):
+        phases = tuple(map(Phase.parse, exchange.phases))
+        known = (
+            exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
+        )
+        summed = phases == all_reduce() or exchange.kind != WEIGHTS
+        if not (known and phases and summed) or len(exchange.dtypes) != len(exchange.shapes):
+            raise PlanError(
+                f"exchanges[{i}] of the plan",
+                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(exchange.phases)}, "
+                f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
+                expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
+                + ", ".join(map(str, all_reduce()))
+                + ", and a shape for each dtype",
+                remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
+
+
+def check_mesh(plan: Plan) -> None:
+    """Check what a mesh can be combined with."""
+    if REPLICAS in plan.mesh or any(size < 1 for size in plan.mesh.values()):
+        raise PlanError(
+            "mesh of the plan",
+            got=", ".join(f"{axis} = {size}" for axis, size in plan.mesh.items()),
+            expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
+            remedy="Correct the plan.",
+        )
+    if plan.mesh_size == 1:
+        return
+    refused = {
+        "mesh": (len(plan.mesh) > 1, ", ".join(plan.mesh), "one axis: several are not carried out yet"),
+        "compile": (plan.compile, "true", "false: the parts of a stage between boxings are not compiled yet"),
+        "backward": (
+            plan.backward == "recompute",
+            plan.backward,
+            "stash or mixed: that mode runs a stage again as a whole, without its boxings",
+        ),
+        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "predictor": (plan.predictor == "partial", plan.predictor, "another: a worker knows its part of a sum only"),
+        "precision": (
+            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
+            plan.precision,
+            "fp32 or bf16: a worker of the mesh alone does not know whether a gradient is finite",
+        ),
+    }
+    for name, (wrong, got, expected) in refused.items():
+        if wrong:
+            raise PlanError(
+                f"{name} of the plan, with a mesh",
+                got=got,
+                expected=expected,
+                remedy="Change that, or remove --tensor-parallel or the plan's mesh.",
+            )
