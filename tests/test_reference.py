@@ -42,6 +42,10 @@ class Counting:
     outputs: tuple[str, ...]
     seen: dict[tuple[str, int], int] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> tuple[Counting, ...]:
+        return (self,)
+
     def forward(
         self, params: Any, buffers: Any, inputs: Any, draw: int, *, mode: Mode, measure: bool = False
     ) -> tuple[dict[str, Tensor], int]:
@@ -87,7 +91,7 @@ def trained(
     functions: list[Any], named: Named, stream: Stream, rule: str, *, mode: Mode = "stash", **options: Any
 ) -> ReferenceResult:
     """A run over stages of scalars."""
-    stages = [ReferenceStage(f, (f"w{k}",), ()) for k, f in enumerate(functions)]
+    stages = [ReferenceStage([f], (f"w{k}",), ()) for k, f in enumerate(functions)]
     setting = Setting(rule_named(rule), options.pop("predictor", "none"), mode)
     optimizer = options.pop("optimizer", lambda params: SGD(params, lr=1.0))
     scheduler = options.pop("scheduler", None)

@@ -44,7 +44,7 @@ class _ByHand:
     def forward(self, context: Context, run: Run) -> None:
         g, header = run.g, run.header
         assert header is not None
-        values: dict[str, Any] = context.entered.pop(g, {})
+        values: dict[str, Any] = context.values.pop(g, {})
         for channel, _ in run.takes:
             values.update(zip(context.edges[channel][1].values, context.inbox.pop((channel, g)).values, strict=True))
         (name,) = (name for name in values if name != "batch.y")

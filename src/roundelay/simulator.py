@@ -37,6 +37,7 @@ class Interval:
     start_s: float
     end_s: float
     of: str = ""
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +211,10 @@ class _Clock:
             self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
-        opcode = run.instruction.opcode
-        times = self.now, self.now + seconds
-        self.intervals.append(Interval(worker, run.stage, opcode, run.g, *weights, *times, run.instruction.of))
+        line, times = run.instruction, (self.now, self.now + seconds)
+        self.intervals.append(
+            Interval(worker, run.stage, line.opcode, run.g, *weights, *times, line.of, line.continues)
+        )
         self.push(seconds, worker, partial(self.finish, worker, run))
 
     def finish(self, worker: int, run: Run) -> None:

@@ -220,12 +220,42 @@ def exchanges_refused(**fields: Any) -> bool:
     return refused({}, lambda _: session(Plan.parse(other.text())))
 
 
+@functools.cache
+def on_mesh() -> Plan:
+    """A plan of one stage on a mesh of two workers."""
+    job, captured, _ = given()
+    return roundelay.plan(job, captured=captured, tensor_parallel=2, workers=1, rule="1f1b", micro_batches=2)
+
+
+def boxes_refused(**fields: Any) -> bool:
+    """Whether the plan on a mesh is refused with another boxing."""
+    plan = on_mesh()
+    other = (dataclasses.replace(plan.exchanges[0], **fields), *plan.exchanges[1:])
+    text = dataclasses.replace(plan, exchanges=other).text()
+    return refused({}, lambda _: session(Plan.parse(text)))
+
+
+def divides() -> bool:
+    """Each worker of the mesh has its part of the split weights; a mesh that the workers do not fill is refused."""
+    plan = on_mesh()
+    whole = sum(weight.numel() * 4 for weight in plain().snapshot.parameters.values())
+    larger = dataclasses.replace(plan, mesh={"tensor": 3})
+    return plan.stages[0].parameter_bytes < whole and refused({}, lambda _: session(Plan.parse(larger.text())))
+
+
+def splits() -> bool:
+    """What a plan says of a parameter is what its workers have; a pattern that matches nothing is refused."""
+    plan = on_mesh()
+    odd = dataclasses.replace(plan, parameters={"nothing.*": (("tensor", "S(0)"),)})
+    return bool(plan.parameters) and refused({}, lambda _: session(Plan.parse(odd.text())))
+
+
 def leaves_out() -> bool:
     """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
     plan = replicas()
     name, weight = next(iter(plain().snapshot.parameters.items()))
     fewer = planned_elements() - weight.numel()
-    odd = dataclasses.replace(plan.exchanges[0], unused=(name,), elements=(fewer, 1))
+    odd = dataclasses.replace(plan.exchanges[0], unused=(name,), shapes=((fewer,), (1,)))
     with pytest.raises(InternalError, match="as `unused`"):
         run(dataclasses.replace(plan, exchanges=(odd,)))
     return True
@@ -258,6 +288,8 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
     "ema": lambda _: averages(),
     "replicas": deals_out,
+    "mesh": lambda _: divides(),
+    "parameters": lambda _: splits(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,
@@ -286,9 +318,14 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "edges.gradient": lambda _: refused({"edges.gradient": False}),
     "exchanges.stage": lambda _: exchanges_refused(stage=1),
     "exchanges.kind": lambda _: exchanges_refused(kind="ring"),
+    "exchanges.axis": lambda _: exchanges_refused(axis="rows"),
+    "exchanges.value": lambda _: boxes_refused(value="nothing"),
+    "exchanges.segment": lambda _: boxes_refused(segment=2),
     "exchanges.phases": lambda _: exchanges_refused(phases=("all-gather(0)",)),
     "exchanges.dtypes": lambda _: exchanges_slower(dtypes=("float64", "float64")) and exchanges_refused(dtypes=()),
-    "exchanges.shapes": lambda _: exchanges_slower(shapes=((9000,), (1,))) and exchanges_refused(shapes=((9000,), (1,))),
+    "exchanges.shapes": lambda _: (
+        exchanges_slower(shapes=((9000,), (1,))) and exchanges_refused(shapes=((9000,), (1,)))
+    ),
     "exchanges.unused": lambda _: leaves_out(),
 }
 

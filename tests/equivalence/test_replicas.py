@@ -210,7 +210,7 @@ def _moved(plan: Plan) -> Plan:
 
 def test_stages_of_several_replicas_on_one_worker_are_refused() -> None:
     place = bench("mlp")
-    with pytest.raises(PlanError, match="stages of several replicas: stage 0 of replica 1, stage 3 of replica 0"):
+    with pytest.raises(PlanError, match="stages of several holders: stage 0 as holder 1, stage 3 as holder 0"):
         place.verify(_moved(plan_of(place, "zb-v", 4, 2, 2)))
     held(place, _moved(plan_of(place, "1f1b", 2, 2, 2)))
 

@@ -21,6 +21,16 @@ RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
 FEW = settings(max_examples=25)
 
 PHASES = tuple(map(str, all_reduce()))
+OF_WEIGHTS: dict[str, Any] = {
+    "stage": 0,
+    "kind": "weight-gradient",
+    "axis": "replicas",
+    "value": "",
+    "segment": 0,
+    "phases": PHASES,
+    "unused": (),
+}
+"""What an exchange of gradients says of itself."""
 
 STAGE: dict[str, Any] = {
     "forward_s": 1.0,
@@ -63,6 +73,8 @@ def plan_of(
         "ema": 0.0,
         "replicas": 1,
         "micro_batches": micro_batches,
+        "mesh": {},
+        "parameters": {},
         "transport": "memory",
         "deadline_s": 60.0,
         "latency_s": 0.0,
@@ -83,9 +95,7 @@ def replicated(plan: Plan, replicas: int) -> Plan:
     """The plan with so many replicas of its workers, which exchange ten numbers of each stage."""
     count = plan.num_workers
     home = [plan.worker_of(stage) for stage in range(plan.num_stages)]
-    exchange = ExchangePlan(
-        stage=0, kind="weight-gradient", phases=PHASES, dtypes=("float32", "float64"), elements=(10, 1), unused=()
-    )
+    exchange = ExchangePlan(**OF_WEIGHTS, dtypes=("float32", "float64"), shapes=((10,), (1,)))
     return replace(
         plan,
         replicas=replicas,

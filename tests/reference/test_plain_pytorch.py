@@ -64,7 +64,7 @@ def by_reference(cap: Captured, depth: int, micro_batches: int, rule: str, **opt
     ops, cuts = cap.graph.ops, cap.graph.cuts
     ends = [*(cuts[k * len(cuts) // depth] for k in range(1, depth)), len(ops) - 1]
     specs = partition(cap.graph, [[ops[end].name] for end in ends]).stages
-    stages = [ReferenceStage(cap.stage(spec), spec.parameters, spec.buffers) for spec in specs]
+    stages = [ReferenceStage([cap.stage(spec)], spec.parameters, spec.buffers) for spec in specs]
     stream = []
     for t, batch in enumerate(batches(SIZES)):
         parts = split(batch, micro_batches)

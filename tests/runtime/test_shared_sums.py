@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundelay.errors import InternalError
 from roundelay.ir.plan import ExchangePlan
 from roundelay.runtime.shared_sums import ALIGNMENT, SharedSum, Told, block_of, shared_bytes
-from tests.lower.plans import PHASES, plan_of, replicated
+from tests.lower.plans import OF_WEIGHTS, plan_of, replicated
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -23,9 +23,7 @@ class Run:
     def __init__(self, holders: int, sizes: list[int], seed: int) -> None:
         names = ["float32", "float64"]
         dtypes = tuple(names[i % 2] for i in range(len(sizes)))
-        plan = ExchangePlan(
-            stage=0, kind="weight-gradient", phases=PHASES, dtypes=dtypes, elements=tuple(sizes), unused=()
-        )
+        plan = ExchangePlan(**OF_WEIGHTS, dtypes=dtypes, shapes=tuple((size,) for size in sizes))
         memory = torch.empty((holders + 1) * (sum(plan.sizes) + ALIGNMENT * len(sizes)), dtype=torch.uint8)
         blocks = [block_of(memory, plan, number) for number in range(holders + 1)]
         self.dtypes = [DTYPES[name] for name in dtypes]

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from roundelay.api.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
+from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import fitted, without_mesh
 from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.errors import RoundelayError, counted
@@ -48,7 +49,7 @@ class Fidelity:
         tensors: number of compared tensors, over all updates.
         parts: what was compared: losses, gradients, buffers, weights, results of ``evaluate``.
         difference: the first difference, with its subject, update and size; empty if there is none.
-        kind: ``forward``, ``backward``, ``buffer``, ``optimizer`` or ``evaluate``; empty if there is no difference.
+        kind: ``forward``, ``backward``, ``buffer``, ``optimizer``, ``evaluate`` or ``mesh``; empty if there is none.
         operator: if bits differ within rounding, the operation nearest the loss at which they do.
         notes: what was computed differently from a run, or was not compared.
         unchecked: why nothing could be compared; empty if it was.
@@ -122,11 +123,14 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
     began = time.monotonic()
     if why := unchecked_reason(job, plan):
         return Fidelity(unchecked=why)
-    if plan.mesh_size > 1:  # sums over parts have other last bits
-        captured = captured.whole or captured
-        plan, stages = without_mesh(captured, plan), None
     if not batches:
         return Fidelity(unchecked="the loader gives no batch")
+    if plan.mesh_size > 1:
+        captured = captured.whole or captured
+        check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
+        if difference := isolated(check, "the model on its mesh", limit_s=limit_s):
+            return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
+        plan, stages = without_mesh(captured, plan), None
     case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates and job.evaluate is not None)
     shared = _shared_memory(case)
     try:

@@ -40,6 +40,7 @@ REMEDIES = {
     "buffer": "Write it in the forward, in place: self.buffer.copy_(new).",
     "optimizer": "Look for what the optimizer does with more than one parameter at once, in hooks of its step too: "
     "every stage has an optimizer over its own parameters.",
+    "mesh": "Report this as a bug of Roundelay, with the model; train without --tensor-parallel meanwhile.",
     "evaluate": "Let evaluate read only the model that it gets, and nothing that the training stores elsewhere.",
 }
 

@@ -48,6 +48,7 @@ from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
 from roundelay.runtime.loader_epoch import forget
 from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.runtime.split_optimizer_check import check_split
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 from roundelay.runtime.stage_optimizer_check import check_narrowing
 from roundelay.runtime.stage_state import Initial
@@ -198,6 +199,9 @@ class Session:
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
+        if (sharding := self.captured.sharding) is not None:
+            dims = {name: split.dim for name, split in sharding.parameters.items()}
+            check_split(job, list(captured.model.named_parameters()), dims)
         if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
         self.extent = extent(job, length, start, plan.replicas)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
+from roundelay.api.fidelity_on_mesh import reference_stage
 from roundelay.api.fidelity_precheck import batches_to_verify
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.reference_start import (
@@ -35,11 +36,10 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
-from roundelay.ir.stage import StageSpec
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
 from roundelay.observe.digest import digest
-from roundelay.reference import ReferenceResult, ReferenceStage, Setting, run_reference
+from roundelay.reference import ReferenceResult, Setting, run_reference
 from roundelay.runtime.batch_reader import read
 from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.device import deterministic
@@ -260,8 +260,7 @@ def _reference(
     for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         device = torch.device(plan.device_of(spec.stage))
-        workers = [captured.stage(stored, device, part=part) for part in range(plan.mesh_size)]
-        stages.append(ReferenceStage(workers, spec.parameters, spec.buffers, device, **_lying(captured, spec)))
+        stages.append(reference_stage(captured, stored, plan.mesh_size, device))
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
@@ -322,18 +321,6 @@ def _reference(
             last.batch + 1 - result.updates,
             None,
         )
-
-
-def _lying(captured: Captured, spec: StageSpec) -> dict[str, Any]:
-    """How a stage's tensors lie on the mesh, as fields of a :class:`ReferenceStage`."""
-    if captured.sharding is None:
-        return {}
-    sharding = captured.sharding
-    return {
-        "split": {name: sharding.parameters[name] for name in spec.parameters if name in sharding.parameters},
-        "partial": frozenset(name for name in spec.parameters if captured.has_partial_gradient(name)),
-        "boxes": sharding.boxes,
-    }
 
 
 def _setting(

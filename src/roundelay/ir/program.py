@@ -195,6 +195,11 @@ class Instruction:
         return not self.segments or self.segments.endswith(f":{END}")
 
     @property
+    def continues(self) -> bool:
+        """Whether it is a part of a forward or backward that another part has begun."""
+        return not (self.runs_last if self.opcode == "backward" else self.runs_first)
+
+    @property
     def once_a_batch(self) -> bool:
         """Whether it acts only on the last micro-batch of a batch."""
         return OPCODES[self.opcode].once_a_batch and not self.of

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
@@ -51,6 +51,7 @@ class Fired:
     entry: int
     stage: int
     of: str = ""
+    continues: bool = False
 
 
 def runs_to_check(plan: Plan) -> list[list[int]]:
@@ -82,8 +83,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     for k, executed in enumerate(fired):
         stages, together = plan.stages_of(k), awaits_grad_norm(plan)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
-        every = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS]
-        done = [action for action, _ in groupby(every)]  # a forward or a backward may have parts
+        done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS and not f.continues]
         if done != due:
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"

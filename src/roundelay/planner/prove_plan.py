@@ -73,7 +73,7 @@ def fired(simulation: Simulation) -> list[list[Fired]]:
     """Return the instructions that each worker's machine fired, in order."""
     return [
         [
-            Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of)
+            Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of, i.continues)
             for i in simulation.intervals_of(k)
         ]
         for k in range(len(simulation.workers))
