@@ -186,6 +186,7 @@ class Bench:
         self.state = {n: t.detach().clone() for n, t in self._tensors()}
         self.captured: Captured = capture(self.job())
         self._templates: dict[int, Plan] = {}
+        self._on_mesh: dict[tuple[Any, ...], Plan] = {}
 
     def job(self, optimizer: Callable[[Named], Optimizer] = _adamw, **more: Any) -> Job:
         """The model's job with an optimizer; ``more`` are further fields of a job."""
@@ -231,6 +232,30 @@ class Bench:
             ),
             exchanges=plan_exchanges(self.captured, stages, dataclasses.replace(plan, replicas=replicas), unused),
         )
+
+    def on_mesh(
+        self, name: str, stages: int, micro_batches: int, parts: int, replicas: int = 1, transport: str = "memory"
+    ) -> Plan:
+        """A plan of a variant with the stages on a mesh of so many workers, as planned and read from a file."""
+        variant = VARIANTS[name]
+        asked = variant, stages, micro_batches, parts, replicas, transport
+        if asked not in self._on_mesh:
+            stages += stages % stages_per_worker(variant)
+            self._on_mesh[asked] = plan(
+                self.job(),
+                workers=stages // stages_per_worker(variant),
+                micro_batches=allowed(variant, stages, micro_batches),
+                tensor_parallel=parts,
+                data_parallel=replicas,
+                captured=self.captured,
+                deadline_s=DEADLINE_S,
+                cuts="roofline",
+                transport=transport,
+                rule=variant.rule,
+                backward=variant.backward,
+                **({} if variant.predictor == "none" else {"predictor": variant.predictor}),
+            )
+        return Plan.parse(self._on_mesh[asked].text())
 
     def restore(self) -> None:
         """The weights and buffers that the model was built with."""

@@ -198,7 +198,7 @@ def test_tampering_with_one_replica_is_found(name: str, way: str) -> None:
 def test_without_replicas_no_exchange_can_be_tampered_with() -> None:
     place = bench("mlp")
     for way, replicas in (("box", 1), ("stale-shard", 1), ("exchange-order", 2)):
-        with pytest.raises(UsageError, match=r"at least [23], whose gradients are summed"):
+        with pytest.raises(UsageError, match=r"at least [23], whose tensors are summed"):
             place.verify(plan_of(place, "1f1b", 2, 2, replicas), tamper=way)
 
 

@@ -152,7 +152,8 @@ def _exchange(
 
 
 def _on_a_micro_batch(captured: Captured, name: str, batch_parts: int) -> tuple[int, ...]:
-    """The whole shape of a value on a full micro-batch: the sample's, with its share of the rows."""
-    shape = captured.graph.values[name].shape
-    count = sample_micro_batches(captured.graph, batch_parts)
-    return shape if not shape or shape[0] % count else (shape[0] // count, *shape[1:])
+    """The whole shape of a value on a full micro-batch: the sample's, with as many of its rows."""
+    shape, rows = captured.graph.values[name].shape, captured.graph.sample_rows
+    if not shape or shape[0] % rows:
+        return shape
+    return (shape[0] // rows * -(-rows // sample_micro_batches(captured.graph, batch_parts)), *shape[1:])

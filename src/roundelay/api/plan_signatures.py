@@ -12,6 +12,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import B, Signature, Split, parse
 from roundelay.lower.boxed_graph import boxed_graph
 from roundelay.lower.signatures import deduce, megatron
+from roundelay.lower.validate_mesh import check_mesh
 
 
 def on_mesh(captured: Captured, plan: Plan) -> Captured:
@@ -20,6 +21,7 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     Raises:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
+    check_mesh(plan)
     if plan.mesh_size == 1:
         signatures_of(plan, captured.graph)
         return captured

@@ -193,9 +193,10 @@ def verify_session(
     origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
     handlers: dict[int, dict[str, Handler]] = {}
     if tamper is not None:
-        graph, batches, replicas = session.captured.graph, session.extent.batches, session.plan.replicas
-        victim = tampered_stage(tamper, graph, session.partition, batches, replicas)
-        handlers[victim] = tampered_handlers(tamper, replicas)
+        graph, batches, plan = session.captured.graph, session.extent.batches, session.plan
+        along = max(plan.replicas, *plan.mesh.values(), 1)
+        victim = tampered_stage(tamper, graph, session.partition, batches, along)
+        handlers[victim] = tampered_handlers(tamper, plan.replicas * plan.mesh_size)
         session.programs = tampered_programs(tamper, session.programs, victim)
     kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
     with deterministic(session.plan.devices):
@@ -416,13 +417,19 @@ def _compare(
     }
 
 
+def _holder_text(plan: Plan, holder: int) -> str:
+    replica, part = divmod(holder, plan.mesh_size)
+    in_replica = f" in replica {replica}" if plan.replicas > 1 else ""
+    return in_replica + (f" at place {part} of the mesh" if plan.mesh_size > 1 else "")
+
+
 def _first_in_time(trained: Trained, notes: list[Note]) -> tuple[int, str]:
     """(stage, text) of the first computation, in the reference's order, whose digest differs in the run."""
     for key, expected in notes:
-        kind, stage, replica, number = key
+        kind, stage, holder, number = key
         if trained.digests.get(key) != expected:
             of = f"update {number}" if kind == "update" else f"{kind} of micro-batch {number}"
-            of += f" in replica {replica}" if trained.plan.replicas > 1 else ""
+            of += _holder_text(trained.plan, holder)
             missing = " (it never happened)" if key not in trained.digests else ""
             return stage, f"stage {stage}: {of} differs{missing}"
     extra = set(trained.digests) - {key for key, _ in notes}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported
@@ -126,10 +127,13 @@ def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
 
 def _localise(local: Node, node: Node, form: OpForm, args: Mapping[str, Signature], split: Split, at: Part) -> None:
     """Give an operation whose result is split the sizes of its part."""
-    if node.target in (aten.split.Tensor,):
-        block = node.meta["val"][0].shape[split.dim]
-        local.args = (local.args[0], _local(node, split, block, at), *local.args[2:])
+    if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        _localise_blocks(local, node, split, at)
         return
+    if node.target in _SQUEEZES:
+        ones = [d for d, size in enumerate(shape_of(node.args[0]) or ()) if size == 1]  # type: ignore[arg-type]
+        local.target, local.args = aten.squeeze.dims, (local.args[0], _squeezed(node, ones))
+    local.target = _OF_ANY_STRIDES.get(node.target, local.target)
     own = _OF_A_PART.get(node.target)
     if own is not None:
         size = _static(node, (shape_of(node) or ())[split.dim])
@@ -137,8 +141,45 @@ def _localise(local: Node, node: Node, form: OpForm, args: Mapping[str, Signatur
         local.kwargs = {**local.kwargs, "of": (astuple(split), tuple(at), size)}
     for position in form.sizes:
         sizes = list(local.args[position])  # type: ignore[arg-type]
-        sizes[split.dim] = _local(node, split, (shape_of(node) or ())[split.dim], at)
-        local.args = (*local.args[:position], sizes, *local.args[position + 1 :])
+        place = split.dim - _first_of_sizes(node)
+        if 0 <= place < len(sizes):
+            sizes[place] = _local(node, split, (shape_of(node) or ())[split.dim], at)
+            local.args = (*local.args[:position], sizes, *local.args[position + 1 :])
+
+
+_OF_ANY_STRIDES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+"""What does the same for a part of a tensor, which need not be contiguous."""
+
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+
+
+def _squeezed(node: Node, ones: list[int]) -> list[int]:
+    """The dimensions that go: a part of another may have size 1 as well."""
+    rank, given = len(shape_of(node.args[0]) or ()), node.args[1:2]  # type: ignore[arg-type]
+    asked = {int(d) % rank for d in tree_leaves(given)} if given else ones
+    return [d for d in ones if d in asked]
+
+
+def _first_of_sizes(node: Node) -> int:
+    """The dimension of the result whose size comes first among the sizes."""
+    if node.target is not aten.unflatten.int:
+        return 0
+    return int(node.args[1]) % len(shape_of(node.args[0]) or ())  # type: ignore[arg-type]
+
+
+def _localise_blocks(local: Node, node: Node, split: Split, at: Part) -> None:
+    """Where the blocks themselves are split, they become smaller."""
+    shape = shape_of(node.args[0]) or ()  # type: ignore[arg-type]
+    dim = int(node.args[2] if len(node.args) > 2 else 0) % len(shape)  # type: ignore[arg-type]
+    if dim != split.dim:
+        return
+    blocks = node.meta["val"]
+    size = _local(node, split, blocks[0].shape[dim], at)
+    sizes = size if node.target is aten.split.Tensor else [size] * len(blocks)
+    local.args = (local.args[0], sizes, *local.args[2:])
 
 
 def _local(node: Node, split: Split, size: Any, at: Part) -> int:

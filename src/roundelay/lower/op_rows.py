@@ -52,7 +52,14 @@ def split_row(form: OpForm, place: str | int, split: Split) -> Row | Coarser | N
         added = any(name in group and group & labelled for group in form.linear)
         if summed and name not in labelled and added:  # or it would be added once by every worker
             args[name] = P
+    if not all(_is_known(own) for own in (*args.values(), *results)):
+        return None
     return Row("split", args, results)
+
+
+def _is_known(signature: Signature) -> bool:
+    """Whether it says as numbers how a dimension is read: blocks of the batch's size it cannot tell."""
+    return not isinstance(signature, Split) or isinstance(signature.outer * signature.unit, int)
 
 
 def _within(dims: Dims, split: Split) -> tuple[int, int, int] | Coarser | None:
@@ -60,7 +67,8 @@ def _within(dims: Dims, split: Split) -> tuple[int, int, int] | Coarser | None:
     factors = dims[split.dim]
     sizes = [size for _, size in factors]
     if not all(isinstance(size, int) for size in sizes):
-        return (factors[0][0], 1, 1) if len(factors) == 1 and factors[0][0] is not None and split.unit == 1 else None
+        plain = len(factors) == 1 and split.outer == split.unit == 1
+        return (factors[0][0], 1, 1) if plain and factors[0][0] is not None else None
     for i, (label, size) in enumerate(factors):
         left, right = _product(sizes[:i]), _product(sizes[i + 1 :])
         if split.outer % left or (left * size) % split.outer:

@@ -9,6 +9,7 @@ has two reductions forward and two backward (Megatron-LM, Sect. 3), and small pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ def _forward(
     values: dict[str, Signature] = dict(given)
     rows: dict[str, Row] = {}
     boxed: dict[str, list[Signature]] = {}  # what a value has been boxed to for an earlier consumer
+    price = {**sizes, **dict.fromkeys(given, math.inf)}  # what a worker holds of a parameter is not moved
     for op in ops:
         if op.takes is not None:
             source, number = op.takes
@@ -74,7 +76,10 @@ def _forward(
 
         def cost(row: Row, op: ShardedOp = op, have: Mapping[str, Sequence[Signature]] = have) -> tuple[float, str]:
             bytes_moved = sum(
-                min(moved(own, row.args[name], sizes.get(name, 0.0), workers) for own in owned)
+                min(
+                    moved(own, row.args[name], math.inf if name in fixed else sizes.get(name, 0.0), workers)
+                    for own in owned
+                )
                 for name, owned in have.items()
             )
             shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)

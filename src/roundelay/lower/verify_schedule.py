@@ -99,16 +99,19 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
 
 def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
     """Check that updates use complete gradients: exchanged and squared between the batch's last backward and it."""
-    chain = [last]
-    chain += ["box", "unbox"] if any(not exchange.value for exchange in plan.exchanges) else []
-    chain += ["grad-norm-sq"] if uses_grad_norm(plan) else []
-    before_of = {after: before for before, after in pairwise([*chain, "update"])}
+    exchanging = {exchange.stage for exchange in plan.exchanges if not exchange.value}
+    squared = ["grad-norm-sq"] if uses_grad_norm(plan) else []
+    before_of = {
+        (stage, after): before
+        for stage in {f.stage for f in executed}
+        for before, after in pairwise([last, *(["box", "unbox"] if stage in exchanging else []), *squared, "update"])
+    }
     done: dict[tuple[int, str], int] = {}
     for f in executed:
         if f.of:
             continue
         done[f.stage, f.opcode] = f.g
-        if (before := before_of.get(f.opcode)) and done.get((f.stage, before)) != f.g:
+        if (before := before_of.get((f.stage, f.opcode))) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
             raise _violation(plan, place, f"no {before} of that micro-batch before it", "one")
 

@@ -1,6 +1,6 @@
 """Breaks a run on purpose, to show that ``verify`` reports it.
 
-Each way but ``exchange-order`` replaces handlers of one stage, in the last replica, by ones that do something wrong:
+Each way but ``exchange-order`` replaces handlers of one stage, of its last holder, by ones that do something wrong:
 
 ==================  ==========================================================================
 ``stash``           backward differentiates at the weights of the version before
@@ -8,9 +8,9 @@ Each way but ``exchange-order`` replaces handlers of one stage, in the last repl
 ``order``           the update happens after the next forward instead of before it
 ``rng``             forward draws the random numbers of another seed
 ``drop-update``     the run's second update is left out
-``box``             the replica updates with its own gradients: their exchange is left out
-``stale-shard``     one replica's part of the summed gradients is that of the batch before
-``exchange-order``  all replicas' gradients are summed in another order
+``box``             the holder goes on with what it has itself: an exchange is left out
+``stale-shard``     one holder's part of what is exchanged is that of the exchange before
+``exchange-order``  what the holders have is summed in another order
 ==================  ==========================================================================
 """
 
@@ -28,6 +28,7 @@ from roundelay.ir.exchange import bounds
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel, Program
+from roundelay.ir.sbp import Split
 from roundelay.ir.stage import Partition
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.handlers import Context, Handler, do_forward, do_unbox, do_update
@@ -133,27 +134,38 @@ class _Dropped(_Worker):
 
 
 class _Unboxed(_Worker):
-    """The exchange of gradients is left out."""
+    """An exchange is left out: of gradients, or the stage's first one of a value that keeps its shape."""
+
+    left_out: int | None = None
 
     def unbox(self, context: Context, run: Run) -> MicroBatch | None:
-        for channel, _ in run.takes:
-            del context.inbox[channel, run.g]
+        (channel, _), *_ = run.takes
+        boxing = context.boxings.get(channel)
+        if boxing is not None and Split in (type(boxing.source), type(boxing.target)):
+            return do_unbox(context, run)
+        self.left_out = channel if self.left_out is None else self.left_out
+        if channel != self.left_out:
+            return do_unbox(context, run)
+        del context.inbox[channel, run.g]
+        context.shapes.pop(channel, None)
         return None
 
 
 class _Stale(_Worker):
-    """A part of the summed gradients is that of the batch before."""
+    """A part of what is exchanged is that of the exchange before."""
 
-    last: Parts = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[int, Parts] = {}
 
     def unbox(self, context: Context, run: Run) -> MicroBatch | None:
         key = run.takes[0][0], run.g
-        message = context.inbox[key]
+        message, last = context.inbox[key], self.last.get(key[0], ())
         parts: Parts = message.values  # type: ignore[assignment]
-        if self.last and parts:
+        if last and parts and last[0].shape == parts[0].shape:
             _, end = bounds(len(parts[0]), 2)[0]
-            context.inbox[key] = message._replace(values=(torch.cat([self.last[0][:end], parts[0][end:]]), *parts[1:]))
-        self.last = parts
+            context.inbox[key] = message._replace(values=(torch.cat([last[0][:end], parts[0][end:]]), *parts[1:]))
+        self.last[key[0]] = tuple([part.clone() for part in parts])
         return do_unbox(context, run)
 
 
@@ -173,17 +185,17 @@ WAYS = tuple(_CLASSES)
 ORDER = "exchange-order"
 
 EXCHANGE_WAYS = (*_EXCHANGES, ORDER)
-"""Those that act where several replicas exchange gradients."""
+"""Those that act where several holders of a stage exchange something."""
 
 
-def tampered_handlers(way: str, replicas: int = 1) -> dict[str, Handler]:
-    """Handlers of a stage that break a run of so many replicas, in the last one."""
+def tampered_handlers(way: str, holders: int = 1) -> dict[str, Handler]:
+    """Handlers of a stage that break a run with so many holders of each, in the last one."""
     if way == ORDER:
         return {}
     broken = (_CLASSES | _EXCHANGES)[way]()
 
     def in_last(wrong: Handler, right: Handler) -> Handler:
-        return lambda context, run: (wrong if context.stage.replica == replicas - 1 else right)(context, run)
+        return lambda context, run: (wrong if context.stage.holder == holders - 1 else right)(context, run)
 
     return {
         "forward": in_last(broken.forward, do_forward),
@@ -221,7 +233,7 @@ def check_tamper(tamper: str | None) -> None:
         raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
 
 
-def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, replicas: int = 1) -> int:
+def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, along: int = 1) -> int:
     """The stage to break: the last one at which the way makes a difference.
 
     Args:
@@ -229,17 +241,17 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         graph: of the model.
         stages: its stages.
         batches: updates of the run; None if their number is not known.
-        replicas: of the plan.
+        along: the most holders that exchange something with each other.
 
     Raises:
         UsageError: the way makes no difference anywhere.
     """
     least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
-    if replicas < least.get(way, 1):
+    if along < least.get(way, 1):
         raise UsageError(
             f"--tamper {way}",
-            got=counted(replicas, "replica"),
-            expected=f"at least {least[way]}, whose gradients are summed in some order",
+            got=counted(along, "holder") + " of a stage",
+            expected=f"at least {least[way]}, whose tensors are summed in some order",
             remedy=f"Give --data-parallel {least[way]}, or another way to tamper.",
         )
     if way not in ("rng", "box", ORDER) and batches == 1:
