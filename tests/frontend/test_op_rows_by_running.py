@@ -63,7 +63,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        return getattr(self.node.target, "__name__", "") if callable(self.node.target) else ""
+        return str(getattr(self.node.target, "__name__", ""))
 
     def rows(self, parts: int) -> list[Row]:
         """Each row once, but that in which all is broadcast."""
@@ -470,7 +470,6 @@ def test_a_wrong_form_is_found(name: str) -> None:
         check_all(replace(op, form=replace(op.form, args={**op.form.args, first: swapped})))
 
 
-BUFFER = r(5)
 REPLICATED: dict[str, Instance] = {
     "linear.default": (lambda x: F.linear(x, x), r(5, 5)),
     "reshape.default": (lambda x: x.reshape(2, 3, 8), r(2, 4, 6)),

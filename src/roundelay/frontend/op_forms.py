@@ -116,10 +116,10 @@ def _argument(node: Node, position: int, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else default
 
 
-def _dims(given: Any, rank: int) -> set[int]:
+def _dims(given: Any, ndim: int) -> set[int]:
     """The dimensions that an argument of an operator lists; none means all of them."""
-    listed = [given] if isinstance(given, int) else list(given or range(rank))
-    return {int(d) % rank for d in listed} if rank else set()
+    listed = [given] if isinstance(given, int) else list(given or range(ndim))
+    return {int(d) % ndim for d in listed} if ndim else set()
 
 
 def _pointwise(node: Node) -> _Form:

@@ -76,10 +76,7 @@ def _forward(
 
         def cost(row: Row, op: ShardedOp = op, have: Mapping[str, Sequence[Signature]] = have) -> tuple[float, str]:
             bytes_moved = sum(
-                min(
-                    moved(own, row.args[name], math.inf if name in fixed else sizes.get(name, 0.0), workers)
-                    for own in owned
-                )
+                min(moved(own, row.args[name], price.get(name, 0.0), workers) for own in owned)
                 for name, owned in have.items()
             )
             shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
