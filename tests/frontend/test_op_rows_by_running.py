@@ -200,10 +200,13 @@ def _same(parts: Sequence[Tensor], signature: Signature, whole: Tensor, what: st
         )
 
 
-def check_all(op: Operation) -> int:
+WAYS = ((2, False), (2, True), (3, False))
+
+
+def check_all(op: Operation, ways: Sequence[tuple[int, bool]] = WAYS) -> int:
     """Check all rows of an operation; returns how many."""
     count = 0
-    for parts, own in ((2, False), (2, True), (3, False)):
+    for parts, own in ways:
         for row in op.rows(parts):
             try:
                 check(op, row, parts, own=own)
@@ -233,9 +236,8 @@ def ints(below: int, *shape: int) -> Tensor:
 
 
 UNARY = [
-    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "elu", "erf", "exp", "expm1", "floor", "gelu",
-    "hardsigmoid", "hardtanh", "isnan", "leaky_relu", "log", "log1p", "logical_not", "mish", "nan_to_num", "neg",
-    "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt",
+    "abs", "ceil", "cos", "elu", "erf", "exp", "floor", "gelu", "isnan", "leaky_relu", "log", "logical_not",
+    "nan_to_num", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt",
     "square", "tan", "tanh", "alias", "clone", "contiguous", "detach", "zeros_like", "ones_like",
 ]  # fmt: skip
 BINARY = [
@@ -271,6 +273,10 @@ TABLE: dict[str, list[Instance]] = {
     "addcmul.default": [(torch.addcmul, r(5, 3), r(5, 3), r(3))],
     "lerp.Tensor": [(torch.lerp, r(5, 3), r(5, 3), r(5, 1))],
     "where.self": [(torch.where, MASK, r(3, 5), r(5)), (torch.where, MASK, r(4, 1), r(4, 5))],
+    "where.ScalarOther": [(lambda c, x: torch.where(c, x, 0.0), MASK, r(3, 5))],
+    "where.ScalarSelf": [(lambda c, x: torch.where(c, 0.0, x), MASK, r(3, 5))],
+    "__and__.Tensor": [(lambda x, y: (x > 0) & y, r(3, 5), MASK)],
+    "__or__.Tensor": [(lambda x, y: (x > 0) | y, r(3, 5), MASK)],
     "masked_fill.Scalar": [
         (lambda x, m: x.masked_fill(m, -9.0), r(3, 5), MASK),
         (lambda x, m: x.masked_fill(m, 0), r(3, 5), MASK),
@@ -531,10 +537,10 @@ MODELS: list[Instance] = [
 def test_rows_of_a_graph_whose_sizes_vary(instance: Instance) -> None:
     found = [op for op in operations(*instance, dynamic=True) if op.form.known and "getitem" not in op.name]
     assert len(found) >= 3
-    assert all(check_all(op) for op in found)
+    assert all(check_all(op, WAYS[:1]) for op in found)
 
 
-few = settings(max_examples=12)
+few = settings(max_examples=10)
 size = st.sampled_from([1, 2, 3, 4, 5])
 
 

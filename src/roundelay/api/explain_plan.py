@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
+from roundelay.api.plan_signatures import on_mesh
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.rule import UpdateRule, rule_named
+from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.validate_plan import CPU, HALF
 from roundelay.schedules import schedule_named
 
@@ -17,12 +20,13 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     rule = rule_named(plan.rule)
     size = plan.num_workers
     owners = [plan.holders(stage) for stage in range(plan.num_stages)]
+    graph = on_mesh(captured, plan).graph
     lines = [
         f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):
-        ops = [captured.graph.ops[captured.graph.index(end)] for end in stage.segments]
+        ops = [op for end in stage.segments if (op := graph.ops[graph.index(end)]).target != BOX] or [graph.ops[-1]]
         ends = ", ".join(f"{op.name} ({op.module or 'the model'}, {op.target})" for op in ops)
         where = "" if owners == [(worker,) for worker in range(size)] else f", {_named_workers(owners[k])}"
         places = dict.fromkeys(plan.devices[worker] for worker in owners[k])
@@ -30,12 +34,7 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
     for edge in plan.edges:
         lines.append(f"{edge.source}>{edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back")
-    for exchange in plan.exchanges:
-        most = [sum(exchange.bytes_sent(plan.replicas, position)) for position in range(plan.replicas)]
-        lines.append(
-            f"stage {exchange.stage}: its {plan.replicas} replicas exchange {exchange.num_bytes} bytes of gradients a "
-            f"batch by {' and '.join(exchange.phases)}, of which each sends up to {max(most)}"
-        )
+    lines += _exchanges(plan)
     if plan.read_s:
         lines.append(_loader(plan))
     lines += _recompute(captured, plan)
@@ -50,6 +49,20 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     if far := _staleness_warning(plan, rule):
         lines.append(far)
     return [*lines, *reasons]
+
+
+def _exchanges(plan: Plan) -> list[str]:
+    """Describe what each stage's holders exchange, summed up; ``--show graph`` has every exchange."""
+    lines = []
+    sizes = {REPLICAS: plan.replicas, **plan.mesh}
+    for (stage, axis, boxed), group in groupby(plan.exchanges, key=lambda e: (e.stage, e.axis, bool(e.value))):
+        every, size = list(group), sizes[axis]
+        most = max(sum(sum(one.bytes_sent(size, position)) for one in every) for position in range(size))
+        who = f"{size} replicas" if axis == REPLICAS else f"{size} workers along {axis}"
+        what = f"in {len(every)} boxings a micro-batch" if boxed else "of gradients a batch"
+        num_bytes = sum(one.num_bytes for one in every)
+        lines.append(f"stage {stage}: its {who} exchange {num_bytes} bytes {what}; each sends up to {most}")
+    return lines
 
 
 def _named_workers(numbers: Sequence[int]) -> str:

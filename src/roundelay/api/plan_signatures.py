@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
@@ -40,7 +41,7 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
 
 
 def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
-    """Megatron-LM's signatures of a model's parameters, by name (:func:`roundelay.lower.signatures.megatron`).
+    """Megatron-LM's signatures of a model's parameters, by name or pattern (:func:`roundelay.lower.signatures.megatron`).
 
     Raises:
         PlanError: nothing in the model can be split so.
@@ -57,7 +58,17 @@ def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
             remedy="Give --data-parallel, or say in the plan's `parameters` what is to be split.",
         )
     names = {place: name for name, place in places.items()}
-    return {names[place]: signature for place, signature in found.items()}
+    return _with_patterns({names[place]: signature for place, signature in found.items()}, list(graph.parameters))
+
+
+def _with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
+    """Signatures by pattern, with ``*`` in place of numbers, where all that match a pattern have the same one."""
+    result: dict[str, Signature] = {}
+    for name, signature in found.items():
+        pattern = ".".join("*" if step.isdecimal() else step for step in name.split("."))
+        alike = all(found.get(other) == signature for other in every if fnmatchcase(other, pattern))
+        result[pattern if alike else name] = signature
+    return result
 
 
 def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:

@@ -17,6 +17,7 @@ import typer
 from roundelay import env
 from roundelay.api import simulate
 from roundelay.api.explain_plan import explain
+from roundelay.api.physical_graph import physical_graph
 from roundelay.api.planning import read_plan
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
@@ -84,10 +85,16 @@ def plan_command(
     choices: o.Choices,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
+    show: Annotated[
+        str | None,
+        typer.Option(help="graph: print what each stage's workers compute, and every exchange, instead of the plan."),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
+    if show not in (None, "graph"):
+        raise UsageError("--show", got=repr(show), expected="graph", remedy="Choose it, or leave the option out.")
     paths = PathResolver()
     job = load_job(job_file, seed)
     job_file, output = paths.of(job_file), paths.of(output)
@@ -96,10 +103,12 @@ def plan_command(
     text = plan.text(explain(planned.captured, plan, planned.reasons))
     if output is not None:
         write_text(output, text)
+    graph = physical_graph(planned.captured, plan) if show else None
     if as_json:
-        show_json(
-            {"plan": text, "path": str(output) if output else None, "workers": plan.num_workers, "rule": plan.rule}
-        )
+        path = str(output) if output else None
+        show_json({"plan": text, "path": path, "workers": plan.num_workers, "rule": plan.rule, "graph": graph})
+    elif graph is not None:
+        sys.stdout.write("\n".join(graph) + "\n")
     elif output is None:
         sys.stdout.write(text)
     else:

@@ -185,8 +185,11 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         kept["loss_scale"] = plan.loss_scale
     if same_size and given.get("transport", plan.transport) == plan.transport:
         kept["devices"] = ",".join(worker.device for worker in plan.workers)
-    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule):
-        kept["cuts"] = [list(stage.segments) for stage in plan.stages]
+    boxed = {exchange.value for exchange in plan.exchanges}  # these are no operations of the model
+    cuts = [[name for name in stage.segments if name not in boxed] for stage in plan.stages]
+    at_boxings = any(stage.segments[-1] in boxed for stage in plan.stages)
+    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule) and not at_boxings:
+        kept["cuts"] = cuts
     return kept
 
 

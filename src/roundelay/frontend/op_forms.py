@@ -721,4 +721,9 @@ _RULES: dict[Any, Rule] = {
     aten.broadcast_tensors.default: _pointwise,
     aten.detach.default: _pointwise,
     aten.alias.default: _pointwise,
+    aten.lift_fresh_copy.default: _pointwise,
+    aten.__and__.Tensor: _pointwise,
+    aten.__or__.Tensor: _pointwise,
+    aten.where.ScalarOther: _pointwise,
+    aten.where.ScalarSelf: _pointwise,
 }
