@@ -1,4 +1,4 @@
-"""The physical graph as text: what each stage's workers compute between exchanges, and every exchange (OneFlow, Sect. 3).
+"""The physical graph as text: what each stage's workers compute between exchanges, and every exchange (OneFlow, 3).
 
 ::
 

@@ -41,7 +41,7 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
 
 
 def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
-    """Megatron-LM's signatures of a model's parameters, by name or pattern (:func:`roundelay.lower.signatures.megatron`).
+    """Megatron-LM's signatures of parameters, by name or pattern (:func:`roundelay.lower.signatures.megatron`).
 
     Raises:
         PlanError: nothing in the model can be split so.
