@@ -59,7 +59,7 @@ def _halved(plan: Plan) -> float:
 def _row(intervals: list[Interval], first: int) -> list[str]:
     cells: list[str] = []
     for interval in intervals:
-        if interval.opcode in _LETTERS:
+        if interval.opcode in _LETTERS and not interval.continues:
             cells += [""] * (round(interval.start_s) - len(cells))
             letter = _LETTERS[interval.opcode]
             cells.append(f"{letter if interval.stage == first else letter.lower()}{interval.g}")

@@ -19,11 +19,12 @@ from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Channel, Program
 from roundelay.lower.emit import exchanges_of
+from roundelay.observe.trace import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One executed instruction, with its times in seconds from the start of the run."""
+    """One executed instruction, with its times in seconds from the start of the run, and channels it uses."""
 
     worker: int
     stage: int
@@ -36,8 +37,11 @@ class Interval:
     entry: int
     start_s: float
     end_s: float
-    of: str = ""
-    continues: bool = False
+    batch: int
+    of: str
+    continues: bool
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,27 @@ class Simulation:
     def intervals_of(self, worker: int) -> list[Interval]:
         """Return the instructions of one worker, in order."""
         return [interval for interval in self.intervals if interval.worker == worker]
+
+    def spans(self) -> list[Span]:
+        """Every instruction as a trace has it, ordered by start."""
+        return [
+            Span(
+                i.worker,
+                i.opcode,
+                i.g,
+                i.batch,
+                i.reads,
+                i.distance,
+                i.start_s,
+                i.end_s,
+                num_bytes=0,
+                stage=i.stage,
+                of=i.of,
+                takes=i.takes,
+                gives=i.gives,
+            )
+            for i in self.intervals
+        ]
 
     @property
     def bubble(self) -> float:
@@ -209,17 +234,17 @@ class _Clock:
         self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
+        self.push(seconds, worker, partial(self.finish, worker, run, self.now))
+
+    def finish(self, worker: int, run: Run, start_s: float) -> None:
+        """End an instruction: send its messages and grants; those within the worker arrive at once."""
+        header, line = self.headers[worker][run.g], run.instruction
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
-        line, times = run.instruction, (self.now, self.now + seconds)
+        what = line.of, line.continues, line.takes, line.gives
         self.intervals.append(
-            Interval(worker, run.stage, line.opcode, run.g, *weights, *times, line.of, line.continues)
+            Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, self.now, header.batch, *what)
         )
-        self.push(seconds, worker, partial(self.finish, worker, run))
-
-    def finish(self, worker: int, run: Run) -> None:
-        """End an instruction: send its messages and grants; those within the worker arrive at once."""
-        header = self.headers[worker][run.g]
         self.machines[worker].finish(header if run.instruction.opcode == "read" else None)
         for number, _ in run.gives:
             if self.channels[number].phases:

@@ -40,6 +40,17 @@ def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
     return Span(worker, opcode, g, g, 0, 0, start, end, 0, worker)
 
 
+def through(spans: list[Span], channels: Sequence[Channel]) -> list[Span]:
+    """The spans with the channels of activations and gradients that they use."""
+    kinds = {"forward": "forward", "backward": "gradient"}
+
+    def used(s: Span, *, gives: bool) -> tuple[int, ...]:
+        mine = [c for c in channels if c.kind == kinds.get(s.opcode)]
+        return tuple(c.id for c in mine if Port(s.worker, s.stage) in (c.sources if gives else c.targets))
+
+    return [replace(s, gives=used(s, gives=True), takes=used(s, gives=False)) for s in spans]
+
+
 def shares(spans: list[Span], channels: Sequence[Channel], num_workers: int) -> list[Shares]:
     """Shares with the gaps that these channels make."""
     return shares_of(spans, gaps_of(spans, channels, num_workers), num_workers)
@@ -47,20 +58,22 @@ def shares(spans: list[Span], channels: Sequence[Channel], num_workers: int) -> 
 
 def simulated(plan: Plan, counts: list[int]) -> list[Span]:
     """A simulated run as spans."""
-    intervals = simulate(plan, emit(plan), stream(counts)).intervals
-    return [Span(i.worker, i.opcode, i.g, 0, i.version, i.distance, i.start_s, i.end_s, 0, i.stage) for i in intervals]
+    return simulate(plan, emit(plan), stream(counts)).spans()
 
 
 #: Two stages, one micro-batch: each message takes a second, and worker 0 dawdles half a second before its update.
-BY_HAND = [
-    span(0, "read", 0, 10.0, 11.0),
-    span(0, "forward", 0, 11.0, 12.0),
-    span(1, "forward", 0, 13.0, 14.0),
-    span(1, "backward", 0, 14.0, 16.0),
-    span(1, "update", 0, 16.0, 17.0),
-    span(0, "backward", 0, 17.0, 19.0),
-    span(0, "update", 0, 19.5, 20.0),
-]
+BY_HAND = through(
+    [
+        span(0, "read", 0, 10.0, 11.0),
+        span(0, "forward", 0, 11.0, 12.0),
+        span(1, "forward", 0, 13.0, 14.0),
+        span(1, "backward", 0, 14.0, 16.0),
+        span(1, "update", 0, 16.0, 17.0),
+        span(0, "backward", 0, 17.0, 19.0),
+        span(0, "update", 0, 19.5, 20.0),
+    ],
+    CHAIN,
+)
 
 
 def test_a_gap_is_bubble_until_the_neighbour_has_ended_and_wait_from_then_on() -> None:
@@ -84,14 +97,15 @@ def test_shares_are_of_the_whole_run_s_time() -> None:
 def test_a_slot_that_is_not_free_is_bubble_until_its_message_has_been_read() -> None:
     """One slot: the second forward is possible when the neighbour has read the first."""
     spans = [span(0, "forward", 0, 0, 1), span(0, "forward", 1, 5, 6), span(1, "forward", 0, 2, 4)]
-    assert gaps_of(spans, between(edge_of(0, 1, slots=1)), 2)[:2] == [Gap(0, "bubble", 1, 4), Gap(0, "wait", 4, 5)]
-    assert gaps_of(spans, between(edge_of(0, 1, slots=2)), 2)[:1] == [Gap(0, "wait", 1, 5)]
+    one, two = between(edge_of(0, 1, slots=1)), between(edge_of(0, 1, slots=2))
+    assert gaps_of(through(spans, one), one, 2)[:2] == [Gap(0, "bubble", 1, 4), Gap(0, "wait", 4, 5)]
+    assert gaps_of(through(spans, two), two, 2)[:1] == [Gap(0, "wait", 1, 5)]
 
 
 def test_of_several_neighbours_the_last_one_counts() -> None:
     spans = [span(0, "forward", 0, 0, 1), span(1, "forward", 0, 1, 3), span(2, "forward", 0, 4, 5)]
     edges = between(edge_of(0, 1), edge_of(0, 2), edge_of(1, 2))
-    assert [gap for gap in gaps_of(spans, edges, 3) if gap.worker == 2] == [
+    assert [gap for gap in gaps_of(through(spans, edges), edges, 3) if gap.worker == 2] == [
         Gap(2, "bubble", 0, 3),
         Gap(2, "wait", 3, 4),
     ]
@@ -141,10 +155,10 @@ def test_replicas_wait_for_the_last_that_begins_their_exchange() -> None:
     port = Port(0, 0), Port(1, 0)
     exchange = Channel(0, "weight-gradient", port, port, 1, all_reduce())
     spans = [
-        Span(0, "box", 0, 0, 0, 0, 0.0, 1.0, 0, 0),
-        Span(1, "box", 0, 0, 0, 0, 3.0, 4.0, 0, 0),
-        Span(0, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0),
-        Span(1, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0),
+        Span(0, "box", 0, 0, 0, 0, 0.0, 1.0, 0, 0, gives=(0,)),
+        Span(1, "box", 0, 0, 0, 0, 3.0, 4.0, 0, 0, gives=(0,)),
+        Span(0, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0, takes=(0,)),
+        Span(1, "unbox", 0, 0, 0, 0, 5.0, 6.0, 0, 0, takes=(0,)),
     ]
     assert gaps_of(spans, [exchange], 2) == [
         Gap(0, "bubble", 1.0, 4.0),

@@ -14,8 +14,10 @@ from roundelay.observe.trace import Gap, Span, flows_of, write_trace
 
 
 def span(worker: int, opcode: str, g: int, start: float, end: float, batch: int = 0) -> Span:
-    """A span of version 2, distance 1, 64 bytes."""
-    return Span(worker, opcode, g, batch, 2, 1, start, end, 64, worker)
+    """A span of version 2, distance 1, 64 bytes; channel 10·a+b is from worker a to worker b, its neighbour."""
+    step = {"forward": 1, "backward": -1}.get(opcode)
+    takes, gives = ((), ()) if step is None else ((10 * (worker - step) + worker,), (10 * worker + worker + step,))
+    return Span(worker, opcode, g, batch, 2, 1, start, end, 64, worker, "", takes, gives)
 
 
 def pipeline(stages: int, micro_batches: int) -> list[Span]:

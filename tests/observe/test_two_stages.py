@@ -29,11 +29,7 @@ def plan() -> Plan:
 
 def spans(made: Plan) -> list[Span]:
     """Of a simulated run of three batches."""
-    intervals = simulate(made, emit(made), stream([M] * 3)).intervals
-    return [
-        Span(i.worker, i.opcode, i.g, i.g // M, i.version, i.distance, i.start_s, i.end_s, 0, i.stage)
-        for i in intervals
-    ]
+    return simulate(made, emit(made), stream([M] * 3)).spans()
 
 
 def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble() -> None:

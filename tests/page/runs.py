@@ -35,13 +35,8 @@ def simulated(plan: Plan, batches: int) -> Simulation:
 
 def spans_of(plan: Plan, batches: int) -> list[Span]:
     """What it does."""
-    ordered = sorted(simulated(plan, batches).intervals, key=lambda i: i.worker)
-    return [
-        Span(
-            i.worker, i.opcode, i.g, i.g // plan.micro_batches, i.version, i.distance, i.start_s, i.end_s, 1500, i.stage
-        )
-        for i in ordered
-    ]
+    ordered = sorted(simulated(plan, batches).spans(), key=lambda span: span.worker)
+    return [replace(span, num_bytes=1500) for span in ordered]
 
 
 def begun(root: Path, updates: int, *, plan: Plan | None = None, name: str = "run") -> RunFolder:

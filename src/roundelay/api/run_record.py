@@ -37,6 +37,9 @@ class ExecutedInstruction(NamedTuple):
     end_s: float
     num_bytes: int
     stage: int
+    of: str
+    takes: Sequence[int]
+    gives: Sequence[int]
     text: str
 
 

@@ -42,7 +42,11 @@ def write_results(
 
 def spans_of(trained: Trained) -> list[Span]:
     """All instructions of a run as spans of its trace."""
-    return [Span(k, *event[:-1]) for k, events in sorted(trained.events.items()) for event in events]
+    return [
+        Span(k, *event[:-3], takes=tuple(event.takes), gives=tuple(event.gives))
+        for k, events in sorted(trained.events.items())
+        for event in events
+    ]
 
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:

@@ -37,7 +37,7 @@ from roundelay.cli.sim_output import show_simulation, show_verification, simulat
 from roundelay.cli.train_command import train_command
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.observe.trace import Span, write_trace
+from roundelay.observe.trace import write_trace
 from roundelay.page.run_page import run_page
 from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
@@ -128,11 +128,7 @@ def simulate_command(
     plan = read_plan(plan_file)
     simulation = simulate(plan, batches=batches)
     if trace is not None:
-        t = {(i.stage, i.g): i.version for i in simulation.intervals}
-        spans = [
-            Span(i.worker, i.opcode, i.g, t[i.stage, i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
-            for i in simulation.intervals
-        ]
+        spans = simulation.spans()
         names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(plan.worker_stages)}
         write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None

@@ -112,8 +112,9 @@ class Captured:
             graph: the model's with its boxings.
             sharding: what each worker runs and has.
         """
-        builder = sharding.builders[0]
-        return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder, sharding=sharding)
+        assert self.sharding is None, "what is on a mesh is not put on another"
+        inputs, builder = replace(self.inputs, graph=graph), sharding.builders[0]
+        return replace(self, graph=graph, inputs=inputs, builder=builder, sharding=sharding, whole=self)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.

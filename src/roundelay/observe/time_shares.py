@@ -16,7 +16,6 @@ The six add up to 1. A gap behind the last instruction is bubble.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,15 +121,7 @@ def _shares(worker: int, seconds: Mapping[tuple[int, str], float], total: float)
     return Shares(**inside, idle=idle, wait=None if unknown else wait)
 
 
-_PASSES = {
-    "data": ("read", "read"),
-    "forward": ("forward", "forward"),
-    "gradient": ("backward", "backward"),
-    "weight-gradient": ("box", "unbox"),
-    "grad-norm-sq": ("grad-norm-sq", "grad-norm-sq"),
-    "grad-norm": ("update", "update"),
-}
-"""Kind of a channel to the instruction that gives, and the one that takes."""
+_Ends = Mapping[tuple[int, Port], Mapping[int, float]]
 
 
 def _possible(spans: Sequence[Span], channels: Sequence[Channel]) -> list[float]:
@@ -138,24 +129,28 @@ def _possible(spans: Sequence[Span], channels: Sequence[Channel]) -> list[float]
 
     It needs the other workers' instructions that make its messages, and those that free its slots.
     """
-    ends: dict[tuple[Port, str], dict[int, float]] = defaultdict(dict)
+    given: dict[tuple[int, Port], dict[int, float]] = defaultdict(dict)  # by channel and port: when, by micro-batch
+    taken: dict[tuple[int, Port], dict[int, float]] = defaultdict(dict)
     for s in spans:
-        ends[Port(s.worker, s.stage), s.opcode][s.g] = s.end_s
-    needs: dict[tuple[Port, str], list[tuple[dict[int, float], int]]] = defaultdict(list)  # and micro-batches before
-    for channel in channels:
-        gives, takes = _PASSES[channel.kind]
-        for source, target in itertools.product(channel.sources, channel.targets):
-            if source != target:
-                needs[target, takes].append((ends[source, gives], 0))
-                if not OPCODES[takes].once_a_batch:
-                    needs[source, gives].append((ends[target, takes], channel.slots))
-    made = []
-    for s in spans:
-        turn = -math.inf
-        for found, before in needs.get((Port(s.worker, s.stage), s.opcode), ()):
-            turn = max(turn, found.get(s.g - before, turn))
-        made.append(turn)
-    return made
+        for ends, numbers in ((given, s.gives), (taken, s.takes)):
+            for number in numbers:
+                ends[number, Port(s.worker, s.stage)][s.g] = s.end_s
+    by_id = {channel.id: channel for channel in channels}
+    return [max(_needed(s, by_id, given, taken), default=-math.inf) for s in spans]
+
+
+def _needed(s: Span, channels: Mapping[int, Channel], given: _Ends, taken: _Ends) -> Iterator[float]:
+    """When each message that an instruction takes was made, and each slot that it fills was free."""
+    own = Port(s.worker, s.stage)
+    for number in s.takes:
+        for port in channels[number].sources:
+            if port != own and s.g in (made := given[number, port]):
+                yield made[s.g]
+    for number in s.gives:
+        channel = channels[number]
+        for port in channel.targets if not OPCODES[s.opcode].once_a_batch or s.of else ():
+            if port != own and s.g - channel.slots in (free := taken[number, port]):
+                yield free[s.g - channel.slots]
 
 
 def _split(worker: int, start: float, end: float, possible: float, shared: bool) -> Iterator[Gap]:

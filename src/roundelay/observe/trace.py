@@ -19,8 +19,8 @@ from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.ir.micro_batch import Load
 from roundelay.ir.program import OPCODES
 
-_NEXT = {"forward": 1, "backward": -1}
-"""Where an opcode's result goes: activations one stage on, gradients one stage back."""
+_PASSED_ON = ("forward", "backward")
+"""Opcodes whose results go to other stages: activations one on, gradients one back."""
 
 _MICRO = 1e6
 _READER = 1
@@ -45,6 +45,9 @@ class Span:
         end_s: when it ended.
         num_bytes: bytes that it gave to other workers.
         stage: the stage that it acted on.
+        of: the value that it boxed, if it is one.
+        takes: channels that it took messages from.
+        gives: channels that it gave messages to.
     """
 
     worker: int
@@ -57,6 +60,9 @@ class Span:
     end_s: float
     num_bytes: int
     stage: int
+    of: str = ""
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +83,11 @@ class Gap:
 
 
 def flows_of(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
-    """The messages between neighbouring stages, each as the span that made it and the span that used it.
-
-    Forwards go to the next stage, backwards to the one before, per micro-batch.
-    """
-    found = {(span.stage, span.opcode, span.g): span for span in spans if span.opcode in _NEXT}
-    made = []
-    for (stage, opcode, g), source in found.items():
-        target = found.get((stage + _NEXT[opcode], opcode, g))
-        if target is not None:
-            made.append((source, target))
-    return made
+    """The messages between neighbouring stages, each as the span that made it and the span that used it."""
+    between = [span for span in spans if span.opcode in _PASSED_ON]
+    takers = {(channel, span.opcode, span.g): span for span in between for channel in span.takes}
+    found = [(span, takers.get((channel, span.opcode, span.g))) for span in between for channel in span.gives]
+    return [(source, target) for source, target in found if target is not None]
 
 
 def write_trace(
@@ -125,12 +125,13 @@ def _events(spans: Sequence[Span], begin: float) -> Iterator[str]:
     titles = {opcode: OPCODES[opcode].letter for opcode in {span.opcode for span in spans}}
     categories = {opcode: json.dumps(opcode) for opcode in titles}
     for s in spans:
-        number = s.batch if OPCODES[s.opcode].once_a_batch else s.g
+        number = s.batch if OPCODES[s.opcode].once_a_batch and not s.of else s.g
+        of = f',"of":{json.dumps(s.of)}' if s.of else ""
         yield (
             f'{{"ph":"X","name":"{titles[s.opcode]} {number}","cat":{categories[s.opcode]},"pid":{s.worker},"tid":0,'
             f'"ts":{(s.start_s - begin) * _MICRO:.3f},"dur":{(s.end_s - s.start_s) * _MICRO:.3f},'
             f'"args":{{"stage":{s.stage},"micro-batch":{s.g},"batch":{s.batch},"version":{s.version},'
-            f'"distance":{s.distance},"bytes":{s.num_bytes}{_made(s)}}}}}'
+            f'"distance":{s.distance},"bytes":{s.num_bytes}{of}{_made(s)}}}}}'
         )
     for i, (source, target) in enumerate(flows_of(spans)):
         yield from _arrow(i, source, target, begin)

@@ -12,7 +12,6 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.emit import channels_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.time_shares import gaps_of
-from roundelay.observe.trace import Span
 from roundelay.page import sections as s
 from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
@@ -50,11 +49,7 @@ def predicted_window(plan: Plan) -> Window:
     batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
     simulation = simulate(plan, programs_of(plan), stream(counts))
-    batch = {header.g: header.batch for header in stream(counts)}
-    spans = [
-        Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
-        for i in simulation.intervals
-    ]
+    spans = simulation.spans()
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)

@@ -107,7 +107,7 @@ def _load_box(load: Load, across: Axis) -> str:
 
 def _instruction_box(span: Span, across: Axis) -> str:
     css_class, y = _CSS.get(span.opcode, "other"), TOP + span.worker * (TALL + BETWEEN)
-    text = str(span.batch if OPCODES[span.opcode].once_a_batch else span.g)
+    text = str(span.batch if OPCODES[span.opcode].once_a_batch and not span.of else span.g)
     return _labelled_box(_x_and_width(span.start_s, span.end_s, across), y, css_class, describe(span), text)
 
 
@@ -130,9 +130,10 @@ _CSS = {"forward": "forward", "backward": "backward", "backward-weight": "data",
 
 def describe(span: Span) -> str:
     """The tooltip of an instruction."""
-    what = (
-        f"{span.opcode} {span.batch}" if OPCODES[span.opcode].once_a_batch else f"{span.opcode} of micro-batch {span.g}"
-    )
+    if OPCODES[span.opcode].once_a_batch and not span.of:
+        what = f"{span.opcode} {span.batch}"
+    else:
+        what = " ".join(filter(None, (span.opcode, span.of, f"of micro-batch {span.g}")))
     where = f"worker {span.worker}" + (f", stage {span.stage}" if span.stage != span.worker else "")
     lines = [f"{where}: {what}", f"batch {span.batch}"]
     if span.opcode == "update":

@@ -92,7 +92,8 @@ def _span(event: dict[str, Any]) -> Span:
     args, start = event["args"], float(event["ts"]) / _MICRO
     end, names = start + float(event["dur"]) / _MICRO, ("micro-batch", "batch", "version", "distance", "bytes", "stage")
     g, batch, version, distance, sent, stage = (int(args[name]) for name in names)
-    return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent, stage)
+    of = str(args.get("of", ""))
+    return Span(int(event["pid"]), str(event["cat"]), g, batch, version, distance, start, end, sent, stage, of)
 
 
 def _load(event: dict[str, Any]) -> Load:

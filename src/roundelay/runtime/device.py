@@ -26,14 +26,14 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Entry, Handler
-from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES, Told
+from roundelay.runtime.instruction_log import KEPT_INSTRUCTIONS, Told
 from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one being copied."""
 
-KNOWN_SPANS = 16 * KEPT_MICRO_BATCHES
+KNOWN_SPANS = KEPT_INSTRUCTIONS
 """Spans that are kept; the worker's log keeps at most nine instructions of a micro-batch, two stages and a read."""
 
 HELD_SPANS = 256

@@ -8,10 +8,18 @@ from typing import final
 from roundelay.actor.machine import Run
 
 KEPT_MICRO_BATCHES = 2**13
-"""Number of micro-batches whose instructions are kept; about 4 MiB per worker."""
+"""Number of micro-batches whose instructions are kept at most; about 4 MiB per worker."""
+
+KEPT_INSTRUCTIONS = 2**17
+"""Number of instructions that are kept at most."""
 
 Told = tuple[Run, int, float, float, int]
 """An executed instruction: itself, its batch, start and end in seconds of ``time.perf_counter``, bytes sent."""
+
+
+def kept_micro_batches(lines: int) -> int:
+    """Of how many micro-batches the instructions are kept, where the longest program has so many lines."""
+    return max(1, min(KEPT_MICRO_BATCHES, KEPT_INSTRUCTIONS // lines))
 
 
 @final

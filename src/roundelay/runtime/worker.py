@@ -30,7 +30,7 @@ from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, pass_over
-from roundelay.runtime.instruction_log import InstructionLog
+from roundelay.runtime.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
@@ -173,7 +173,7 @@ class _Worker:
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
         self.progress = _Progress(time.perf_counter())
-        self.log = InstructionLog()
+        self.log = InstructionLog(kept_micro_batches(max(len(p.body) for p in task.programs)))
         self.digests: list[list[object]] = []
 
     def _context(self, number: int, program: Program) -> Context:
@@ -369,7 +369,9 @@ def _resident(before: tuple[int, int] | None) -> dict[str, object]:
 
 def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
     """Return an event in the form in which it is reported."""
-    return [run.instruction.opcode, run.g, batch, run.reads, run.distance, start, end, sent, run.stage, str(run)]
+    line, weights = run.instruction, (run.reads, run.distance)
+    channels = list(line.takes), list(line.gives)
+    return [line.opcode, run.g, batch, *weights, start, end, sent, run.stage, line.of, *channels, str(run)]
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)
