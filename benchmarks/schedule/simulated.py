@@ -56,15 +56,20 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         clip="none",
         ema=0.0,
         loss_scale="none",
+        replicas=1,
         micro_batches=micro_batches,
+        mesh={},
+        parameters={},
         transport="memory",
         deadline_s=1.0,
         latency_s=0.0,
         bytes_per_s=1.0,
         read_s=0.0,
+        input_bytes=0,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(workers)),
         stages=tuple(replace(stage, workers=(f"w{k}",)) for k in schedule.place(size)),
         edges=tuple(edges),
+        exchanges=(),
     )
 
 

@@ -39,7 +39,10 @@ EXCHANGES = st.builds(
     kind=TEXTS,
     phases=st.lists(TEXTS, max_size=2).map(tuple),
     dtypes=st.lists(TEXTS, max_size=2).map(tuple),
-    elements=st.lists(INTS, max_size=2).map(tuple),
+    axis=TEXTS,
+    value=TEXTS,
+    segment=INTS,
+    shapes=st.lists(st.lists(INTS, max_size=2).map(tuple), max_size=2).map(tuple),
     unused=st.lists(TEXTS, max_size=2).map(tuple),
 )
 PLANS = st.builds(
@@ -52,6 +55,8 @@ PLANS = st.builds(
     recompute=st.lists(TEXTS, max_size=3).map(tuple),
     ema=FLOATS,
     replicas=INTS,
+    mesh=st.dictionaries(TEXTS, INTS, max_size=2),
+    parameters=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,

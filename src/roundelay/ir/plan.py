@@ -289,7 +289,7 @@ class Plan:
         apart = {*parts, *(["parameters"] if self.parameters else [])}
         lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
         if self.parameters:
-            lines += ["", "[parameters]", *(_line(f'"{name}"', pairs) for name, pairs in self.parameters.items())]
+            lines += ["", "[parameters]", *(_line(_quoted(name), pairs) for name, pairs in self.parameters.items())]
         for title, rows in parts.items():
             for row in rows:
                 lines += ["", f"[[{title}]]", *(_line(name, value) for name, value in asdict(row).items())]
@@ -346,6 +346,11 @@ def _line(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
     return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)
+
+
+def _quoted(text: str) -> str:
+    """A text as a string of TOML, which may stand for a key too."""
+    return tomli_w.dumps({"x": text}).rstrip("\n").removeprefix("x = ")
 
 
 def _parts(table: dict[str, Any]) -> list[tuple[type, str, dict[str, Any]]]:

@@ -42,9 +42,10 @@ class ResumeState:
             return None
         own = self._recalled.get((run.reads, run.distance, run.g))
         weights = self._recalled[run.reads, run.distance, ANY] if own is None else own
-        self.left.remove(run.g)
-        if not self.left:
-            self._recalled = {}
+        if run.instruction.runs_last:
+            self.left.remove(run.g)
+            if not self.left:
+                self._recalled = {}
         return weights
 
     def record_forward(self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor]) -> None:
