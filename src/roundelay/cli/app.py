@@ -73,7 +73,7 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    party, choices = o.joined(choices, run.restarts)
+    party, choices = o.joined(choices, run.restarts, planned=run.plan_file is not None or run.resume is not None)
     SIGNALS.join()
     return train_command(job_file, choices, run, party, as_json=as_json)
 

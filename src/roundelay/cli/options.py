@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -261,8 +262,13 @@ def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
     return expanded
 
 
-def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choices]:
+def joined(choices: Choices, restarts: int, *, planned: bool = False) -> tuple[ProcessGroup | None, Choices]:
     """The process group of this process, if a launcher has started it, and the choices that follow from it.
+
+    Args:
+        choices: of the command line.
+        restarts: the option of this name.
+        planned: whether there is a plan or a run that is continued, which may say how many holders a stage has.
 
     Raises:
         UsageError: a choice is not possible under a launcher.
@@ -274,26 +280,49 @@ def joined(choices: Choices, restarts: int) -> tuple[ProcessGroup | None, Choice
         return None, choices
     transport = _between(choices, -(-place.size // place.nodes))
     processes = f"the launcher has started {place.size} processes, one worker each"
-    holders = max(1, choices.data_parallel or 1) * max(1, choices.tensor_parallel or 1)
-    each, rest = divmod(place.size, holders)
-    if rest:
-        options = {"--data-parallel": choices.data_parallel, "--tensor-parallel": choices.tensor_parallel}
+    restarting = "the launcher restarts; with `--out` a run then continues by itself"
+    _require("--transport", choices.transport, transport, processes)
+    _require("--restarts", restarts or None, 0, restarting)
+    if not planned:
+        spread(choices, place.size, 1, 1)  # so that what does not fit is refused at once
+    return ProcessGroup(place), replace(choices, transport=transport)
+
+
+def spread(choices: Choices, size: int, replicas: int, mesh_size: int) -> Choices:
+    """The choices for a launcher's processes, of which each is one worker.
+
+    Args:
+        choices: of the command line.
+        size: how many processes there are.
+        replicas: how many replicas a plan that is known has; 1 without one.
+        mesh_size: workers of a stage in each, likewise.
+
+    Raises:
+        UsageError: the processes are not as many as the choices ask for.
+    """
+    processes = f"the launcher has started {size} processes, one worker each"
+    holders = {
+        "--data-parallel": replicas if choices.data_parallel is None else choices.data_parallel,
+        "--tensor-parallel": mesh_size if choices.tensor_parallel is None else choices.tensor_parallel,
+    }
+    each, rest = divmod(size, max(1, math.prod(holders.values())))
+    if rest or not each:
+        several = {name: value for name, value in holders.items() if value > 1}
         raise UsageError(
-            " and ".join(name for name, value in options.items() if value) + " under a launcher",
-            got=" and ".join(str(value) for value in options.values() if value),
-            expected=f"a divisor of {place.size}: {processes}",
+            f"{' and '.join(several)} under a launcher",
+            got=" and ".join(map(str, several.values())),
+            expected=f"a divisor of {size}: {processes}",
             remedy="Start as many processes as the holders of a stage, times the number of stages.",
         )
-    for name, given, required, why in (
-        ("--workers", choices.workers, each, processes),
-        ("--transport", choices.transport, transport, processes),
-        ("--restarts", restarts or None, 0, "the launcher restarts; with `--out` a run then continues by itself"),
-    ):
-        if given not in (None, required):
-            raise UsageError(
-                f"{name} under a launcher", got=str(given), expected=f"{required}: {why}", remedy=f"Leave {name} out."
-            )
-    return ProcessGroup(place), replace(choices, workers=each, transport=transport)
+    _require("--workers", choices.workers, each, processes)
+    return replace(choices, workers=each)
+
+
+def _require(name: str, given: object, required: object, why: str) -> None:
+    if given not in (None, required):
+        raise UsageError(
+            f"{name} under a launcher", got=str(given), expected=f"{required}: {why}", remedy=f"Leave {name} out."
+        )
 
 
 def _between(choices: Choices, processes: int) -> str:

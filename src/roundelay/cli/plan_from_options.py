@@ -12,7 +12,7 @@ from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
-from roundelay.cli.options import Choices
+from roundelay.cli.options import Choices, spread
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
@@ -46,6 +46,15 @@ class PlanSource:
     resume: Path | None = None
     restarted: Path | None = None
 
+    def kept(self) -> Plan | None:
+        """The plan of the run that a launcher has restarted, if it has got so far."""
+        kept = None if self.restarted is None else self.restarted / "plan.toml"
+        return read_plan(kept) if kept is not None and kept.is_file() else None
+
+    def written(self) -> Plan | None:
+        """That plan, or else the one that was named."""
+        return self.kept() or (None if self.plan_file is None else read_plan(self.plan_file))
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
@@ -72,6 +81,9 @@ def plan_job(
         return PlannedJob(job, captured, Plan.parse(party.fetch("plan")))
     model = captured.graph.fingerprint
     resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
+    if party is not None:
+        known = source.written() or resumed
+        choices = spread(choices, party.size, *((1, 1) if known is None else (known.replicas, known.mesh_size)))
     existing = _existing_plan(model, choices, source, resumed)
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
@@ -128,8 +140,7 @@ def _existing_plan(model: str, choices: Choices, source: PlanSource, resumed: Pl
         UsageError: a choice contradicts the plan.
     """
     others = replace(choices, deadline_s=None)
-    kept = None if source.restarted is None else source.restarted / "plan.toml"
-    restarted = read_plan(kept) if kept is not None and kept.is_file() else None
+    restarted = source.kept()
     plan: Plan | None
     if restarted is not None and restarted.model == model:
         plan = _checked(restarted, replace(others, cuts=None))  # the plan was made with these cuts

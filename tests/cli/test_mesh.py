@@ -1,0 +1,59 @@
+"""A mesh as a person uses it: planned, shown, trained, continued, reported, and started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from roundelay.checkpoint.checkpoint import load
+from tests.cli.harness import MLP, here
+from tests.cli.test_torchrun import END_S, ending, same_end, torchrun
+
+Capture = pytest.CaptureFixture[str]
+MESH = ("--tensor-parallel", 2, "--workers", 1)
+
+
+def test_a_run_on_a_mesh_is_trained_checked_continued_and_reported(capsys: Capture, workplace: Path) -> None:
+    said = here(capsys, "train", MLP, *MESH, "--data-parallel", 2, "--steps", 6, "--check", "full", "--out", "run")
+    assert said.code == 0, said.told
+    assert "captured = plain PyTorch" in said.told
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    assert len(summary["shares"]) == 4
+    for shares in summary["shares"]:
+        busy = shares["busy"] + shares["data"] + (shares["bubble"] or 0.0) + (shares["wait"] or 0.0)
+        assert busy == pytest.approx(1.0, abs=0.01)
+    said = here(capsys, "train", MLP, "--from", "run", "--steps", 3, "--out", "more")
+    assert said.code == 0, said.told
+    assert here(capsys, "report", "run").code == 0
+    events = json.loads((workplace / "run" / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["of"] for event in events if event.get("cat") == "box" and "of" in event["args"]}
+    assert load(workplace / "more" / "checkpoint").position.updates == 9
+
+
+def test_the_physical_graph_names_every_boxing_with_its_bytes(capsys: Capture, workplace: Path) -> None:
+    said = here(capsys, "plan", MLP, *MESH, "--show", "graph", "-o", "plan.toml")
+    assert said.code == 0, said.told
+    plan = tomllib.loads((workplace / "plan.toml").read_text())
+    assert plan["mesh"] == {"tensor": 2}
+    boxed = [exchange for exchange in plan["exchanges"] if exchange["kind"] == "boxed"]
+    assert boxed
+    for exchange in boxed:
+        assert f"{exchange['value']}: P>B of {exchange['value'].removesuffix('_box')}, " in said.out
+    assert "gradients of weights" in said.out
+    grid = here(capsys, "simulate", "plan.toml", "--grid", "--batches", 2).out
+    assert "F0 B0" in grid.replace("  ", " "), "parts of a forward are one"
+
+
+def test_two_launched_processes_are_a_mesh(capsys: Capture, workplace: Path) -> None:
+    plan = workplace / "plan.toml"
+    assert here(capsys, "plan", MLP, *MESH, "--transport", "gloo", "-o", plan).code == 0
+    run = ("--steps", 20, "--no-baseline", "--plan", plan)
+    process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], MLP, *run, "--out", "launched")
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
+    same_end(workplace / "launched", workplace / "alone")
