@@ -479,6 +479,7 @@ def test_a_wrong_form_is_found(name: str) -> None:
 REPLICATED: dict[str, Instance] = {
     "linear.default": (lambda x: F.linear(x, x), r(5, 5)),
     "reshape.default": (lambda x: x.reshape(2, 3, 8), r(2, 4, 6)),
+    "index_select.default": (lambda i: i.index_select(0, i), ints(5, 5)),
     "batch_norm.default": (lambda x, m, v: F.batch_norm(x, m, v, training=True), r(4, 5), r(5), r(5).exp()),
     "instance_norm.default": (F.instance_norm, r(4, 6, 3)),
     "cross_entropy_loss.default": (F.cross_entropy, r(5, 7), ints(7, 5)),

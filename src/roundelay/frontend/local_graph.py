@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
-from roundelay.frontend.op_forms import shape_of
+from roundelay.frontend.op_forms_base import shape_of
 from roundelay.ir.deduction import Deduction, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, P, Signature, Split
