@@ -490,6 +490,8 @@ REPLICATED: dict[str, Instance] = {
     "pixel_shuffle.default": (lambda x: F.pixel_shuffle(x, 2), r(2, 8, 3, 3)),
     "scatter_add.default": (lambda x, i, y: x.scatter_add(1, i, y), r(4, 5), ints(5, 4, 5), r(4, 5)),
     "add_.Tensor": (lambda x, y: x.clone().add_(y), r(5), r(5)),
+    "embedding.default": (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), r(7, 3), ints(7, 5)),
+    "transpose.int": (lambda x: x.transpose(0, -1), r()),
     "arange.default": (lambda x: x + torch.arange(5), r(5)),
     "zeros.default": (lambda x: x + torch.zeros(5), r(5)),
 }
@@ -501,6 +503,13 @@ def test_what_has_no_form_is_computed_by_every_worker(name: str) -> None:
     function, *tensors = REPLICATED[name]
     found = [op for op in operations(function, *tensors) if op.name == name]
     assert [(op.form.known, op.rows(2)) for op in found] == [(False, [])]
+
+
+def test_what_is_rounded_cannot_be_added_up() -> None:
+    function = lambda x: x.sum(1, dtype=torch.int64)  # noqa: E731
+    (found,) = [op for op in operations(function, *[r(4, 5)]) if op.name == "sum.dim_IntList"]
+    assert found.form.known
+    assert not found.form.linear
 
 
 # --- sizes that vary, and many others --------------------------------------------------------------------------------

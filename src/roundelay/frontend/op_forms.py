@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from roundelay.frontend.op_forms_base import NodeForm, Rule, result_shapes, tensors_of, unlabelled, whole_args
+from roundelay.frontend.op_forms_base import (
+    NodeForm,
+    Rule,
+    result_shapes,
+    rounds,
+    shape_of,
+    tensors_of,
+    unlabelled,
+    whole_args,
+)
 from roundelay.frontend.op_forms_indexing import INDEXING
 from roundelay.frontend.op_forms_pointwise import POINTWISE, pointwise
 from roundelay.frontend.op_forms_products import PRODUCTS
@@ -31,10 +40,14 @@ _RULES: dict[Any, Rule] = {**POINTWISE, **PRODUCTS, **VIEWS, **INDEXING, **REDUC
 def op_form(node: Node) -> OpForm:
     """The form of a node of the exported graph; its ``meta`` has the shapes."""
     rule = _rule(node.target)
-    made = rule(node) if rule is not None and tensors_of(node) else None
+    has_dims = any(shape_of(arg) for arg in tensors_of(node))
+    fits = bool(tensors_of(node)) and (has_dims or rule is pointwise)  # the others look for a dimension
+    made = rule(node) if rule is not None and fits else None
     args, results, linear, sizes = made or _unknown(node)
     named = {arg.name: dims for arg, dims in args.items()}
-    groups = tuple([frozenset([arg.name for arg in group]) for group in linear])
+    groups = tuple(
+        [frozenset([arg.name for arg in group]) for group in linear if not any(rounds(node, x) for x in group)]
+    )
     return OpForm(named, results, groups, tuple(sizes), known=made is not None)
 
 

@@ -72,6 +72,15 @@ def first_tensor(node: Node) -> tuple[Node, tuple[Any, ...]]:
     return x, arg_shape(x)
 
 
+def rounds(node: Node, x: Node) -> bool:
+    """Whether an operation makes integers of numbers, or reads or makes truth values: then nothing can be added up."""
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    before = x.meta["val"].dtype
+    kinds = {result.dtype for result in results if isinstance(result, torch.Tensor)}
+    whole = before.is_floating_point and not all(kind.is_floating_point or kind.is_complex for kind in kinds)
+    return whole or torch.bool in (before, *kinds)
+
+
 def argument(node: Node, position: int, default: Any = None) -> Any:
     """An argument, or what it is by default."""
     return node.args[position] if len(node.args) > position else default

@@ -126,7 +126,10 @@ def _one_hot(node: Node) -> NodeForm:
     return NodeForm({x: numbered(own)}, (numbered(result_shape(node), -1),))
 
 
-def _embedding(node: Node) -> NodeForm:
+def _embedding(node: Node) -> NodeForm | None:
+    """None where gradients are divided by how often a row is read: no worker alone knows that."""
+    if argument(node, 3, False):
+        return None
     w, index = (n for n in node.args[:2] if isinstance(n, Node))
     shape = result_shape(node)
     rows = others(len(shape), -1)

@@ -49,7 +49,7 @@ def _linear_groups(node: Node) -> tuple[frozenset[Node], ...]:
     """In which of its tensors a pointwise operation is linear."""
     tensors = [arg for arg in node.args if isinstance(arg, Node) and shape_of(arg) is not None]
     if node.target in _LINEAR_IN_FIRST and tensors:
-        return (frozenset(tensors[:1]),) if not _rounds(node, tensors[0]) else ()
+        return (frozenset(tensors[:1]),)
     if node.target is aten.broadcast_tensors.default:
         return (frozenset(tensors_of(node)),)
     if node.target is aten.masked_fill.Scalar and node.args[2] == 0:
@@ -61,12 +61,6 @@ def _linear_groups(node: Node) -> tuple[frozenset[Node], ...]:
     if node.target in _QUOTIENTS and tensors and tensors[0] is node.args[0] and tensors[0] not in tensors[1:]:
         return (frozenset(tensors[:1]),)
     return ()
-
-
-def _rounds(node: Node, x: Node) -> bool:
-    """Whether an operation makes integers of numbers, or truth values."""
-    before, after = x.meta["val"].dtype, node.meta["val"].dtype
-    return after is torch.bool or (before.is_floating_point and not after.is_floating_point and not after.is_complex)
 
 
 POINTWISE: dict[Any, Rule] = {
