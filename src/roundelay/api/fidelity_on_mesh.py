@@ -45,7 +45,7 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
         batch: of which the first micro-batch is taken.
         seed: of the run, for random numbers.
     """
-    whole = for_plan(captured, replace(plan, mesh={}, parameters={}, compile=False))
+    whole = for_plan(captured, replace(plan, mesh={}, parameters={}, states={}, compile=False))
     micro_batch = split(batch, max(1, plan.batch_parts), whole.graph.min_rows)[0]
     values = whole.values(micro_batch)
     theirs = _computed(whole, values, seed, plan)
@@ -94,8 +94,9 @@ def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: t
     """A stage as the reference runs it, on every worker of the mesh."""
     functions = [captured.stage(spec, device, part=part) for part in range(workers)]
     sharding: Any = captured.sharding
+    states = {name: captured.states[name] for name in spec.parameters if name in captured.states}
     if sharding is None:
-        return ReferenceStage(functions, spec.parameters, spec.buffers, device)
+        return ReferenceStage(functions, spec.parameters, spec.buffers, device, states=states)
     return ReferenceStage(
         functions,
         spec.parameters,
@@ -104,4 +105,5 @@ def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: t
         {name: sharding.parameters[name] for name in spec.parameters if name in sharding.parameters},
         frozenset(name for name in spec.parameters if captured.has_partial_gradient(name)),
         sharding.boxes,
+        states,
     )

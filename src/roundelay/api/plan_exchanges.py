@@ -8,7 +8,7 @@ import torch
 
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import all_reduce
+from roundelay.ir.exchange import all_gather, all_reduce, reduce_scatter
 from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
@@ -16,6 +16,7 @@ from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.signatures import is_local
 from roundelay.runtime.boxing import exchanged_shape, phases_of
 from roundelay.runtime.gradient_bucket import GradientBucket
+from roundelay.runtime.state_bucket import StateBucket
 
 
 def plan_exchanges(
@@ -82,7 +83,26 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
         if partial:
             yield _of_weights(captured, spec, axis, partial, unused)
     if plan.replicas > 1:
-        yield _of_weights(captured, spec, REPLICAS, trained, unused)
+        yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)
+        yield from _of_states(captured, spec, plan.replicas, [n for n in trained if n in captured.states])
+
+
+def _of_states(captured: Captured, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
+    """Gradients of what each replica updates a part of, and its weights afterwards."""
+    own = captured.parameters()
+    bucket = StateBucket.of(((n, captured.local(n, own[n].detach(), 0)) for n in names), captured.states, replicas)
+    for kind, phases in ((WEIGHTS, reduce_scatter()), ("weight", all_gather())) if names else ():
+        yield ExchangePlan(
+            stage=spec.stage,
+            kind=kind,
+            axis=REPLICAS,
+            value="",
+            segment=0,
+            phases=tuple(map(str, phases)),
+            dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
+            shapes=bucket.rows,
+            unused=(),
+        )
 
 
 def _of_weights(

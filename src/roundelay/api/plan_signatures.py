@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
 from roundelay.ir.graph import Graph
-from roundelay.ir.plan import Plan
+from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.sbp import B, Signature, Split, parse
 from roundelay.lower.boxed_graph import boxed_graph
 from roundelay.lower.signatures import deduce, megatron
@@ -23,9 +24,10 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
     check_mesh(plan)
+    states = states_of(plan, captured.graph)
     if plan.mesh_size == 1:
         signatures_of(plan, captured.graph)
-        return captured
+        return replace(captured, states=states)
     given, parts = signatures_of(plan, captured.graph), plan.mesh_size
     for name, signature in given.items():
         _check_signature(captured.graph, name, signature, parts)
@@ -37,7 +39,8 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights)
     boxed = with_local_sizes(boxed_graph(graph, deduction), deduction, places, parts)
     forms = {op.name: op.form for op in ops}
-    return captured.on(boxed, sharded(captured.builder, boxed, forms, deduction, parts))
+    made = captured.on(boxed, sharded(captured.builder, boxed, forms, deduction, parts))
+    return replace(made, states=states)
 
 
 def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
@@ -77,32 +80,60 @@ def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:
     Raises:
         PlanError: a pattern matches no parameter, an axis is not the mesh's or is named twice, a signature is unknown.
     """
+    return _matched("parameters", plan.parameters, graph, tuple(plan.mesh))
+
+
+def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
+    """How the optimizer's states of the parameters that a plan names are split over its replicas.
+
+    Raises:
+        PlanError: as :func:`signatures_of`; or a signature is no split into as many parts as there are replicas.
+    """
+    found = _matched("states", plan.states, graph, (REPLICAS,) if plan.replicas > 1 else ())
+    for name, signature in found.items():
+        _check_signature(graph, name, signature, plan.replicas)
+    return {name: signature for name, signature in found.items() if isinstance(signature, Split)}
+
+
+def split_states(captured: Captured, replicas: int) -> dict[str, Signature]:
+    """A split of every parameter's optimizer state over replicas, by name or pattern (ZeRO): of its longest dimension.
+
+    Left out are dimensions that the mesh splits, and parameters without one that is as long as there are replicas.
+    """
     found: dict[str, Signature] = {}
-    for pattern in sorted(plan.parameters, key=len):  # a longer one replaces what a shorter one has said
+    for name, parameter in captured.graph.parameters.items():
+        taken = captured.sharding.parameters.get(name) if captured.sharding is not None else None
+        dims = [d for d, size in enumerate(parameter.shape) if size >= replicas and (taken is None or d != taken.dim)]
+        if dims and parameter.trainable:
+            found[name] = Split(max(dims, key=lambda dim: parameter.shape[dim]))
+    return _with_patterns(found, list(captured.graph.parameters))
+
+
+def _matched(
+    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], graph: Graph, axes: tuple[str, ...]
+) -> dict[str, Signature]:
+    """The signature of each parameter that a table of a plan names."""
+    found: dict[str, Signature] = {}
+    for pattern in sorted(patterns, key=len):  # a longer one replaces what a shorter one has said
         names = [name for name in graph.parameters if name == pattern or fnmatchcase(name, pattern)]
         if not names:
             raise PlanError(
-                f"parameters of the plan: {pattern!r}",
+                f"{title} of the plan: {pattern!r}",
                 got="no parameter of this name or pattern",
                 expected=f"one of the model's, such as {', '.join(list(graph.parameters)[:3])}",
                 remedy="Correct the plan.",
             )
-        for _, text in _of_axes(plan, pattern):
+        named = [axis for axis, _ in patterns[pattern]]
+        if len(set(named)) < len(named) or not set(named) <= set(axes):
+            raise PlanError(
+                f"{title} of the plan: {pattern!r}",
+                got="the axes " + ", ".join(named),
+                expected="each at most once, of the mesh: " + (", ".join(axes) or "none"),
+                remedy="Correct the plan.",
+            )
+        for _, text in patterns[pattern]:
             found |= dict.fromkeys(names, parse(text))
     return found
-
-
-def _of_axes(plan: Plan, pattern: str) -> tuple[tuple[str, str], ...]:
-    pairs = plan.parameters[pattern]
-    axes = [axis for axis, _ in pairs]
-    if len(set(axes)) < len(axes) or not set(axes) <= set(plan.mesh):
-        raise PlanError(
-            f"parameters of the plan: {pattern!r}",
-            got="the axes " + ", ".join(axes),
-            expected="each at most once, of the mesh: " + (", ".join(plan.mesh) or "none"),
-            remedy="Correct the plan.",
-        )
-    return pairs
 
 
 def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:

@@ -17,7 +17,7 @@ from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
-from roundelay.api.plan_signatures import on_mesh, tensor_parallel
+from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
 from roundelay.api.torch_scope import in_child, one_thread, user_code, without_dumps
@@ -33,7 +33,7 @@ from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, NO_EMA, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import FORMAT, NO_EMA, REPLICAS, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.transports import transport_named
@@ -61,6 +61,7 @@ TENSOR = "tensor"
 CHOICES = (
     "data_parallel",
     "tensor_parallel",
+    "zero",
     "micro_batches",
     "predictor",
     "backward",
@@ -244,6 +245,10 @@ def plan_with_reasons(
     with preserving_state(job):
         chosen = given_cut or cut(whole, draft, str(cuts), num_stages, sample)
     captured = on_mesh(whole, draft)
+    if _zero(given):
+        given_states = split_states(captured, replicas)
+        draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
+        captured = on_mesh(whole, draft)
     placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
     owners = [
         tuple([placed[(r * each + worker) * parts + part].name for r in range(replicas) for part in range(parts)])
@@ -299,6 +304,25 @@ def _parts(given: Mapping[str, Any]) -> int:
     return int(parts)
 
 
+def _zero(given: Mapping[str, Any]) -> int:
+    """The level of ``--zero``, as given, or 0.
+
+    Raises:
+        PlanError: it is not built, or there is one replica.
+    """
+    level = given.get("zero", 0)
+    if level not in (0, 1):
+        raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
+    if level and _replicas(given) == 1:
+        raise PlanError(
+            "--zero 1",
+            got="one replica, whose optimizer has all states",
+            expected="--data-parallel 2 or more, among which they are divided",
+            remedy="Give --data-parallel, or leave --zero out.",
+        )
+    return int(level)
+
+
 def _default_mode(rule: UpdateRule, given: Mapping[str, Any]) -> str:
     """The rule's first backward mode; on a mesh the first that runs in parts."""
     parted = [mode for mode in rule.modes if mode != "recompute" or _parts(given) == 1]
@@ -327,6 +351,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         micro_batches=given.get("micro_batches", default),
         mesh={},
         parameters={},
+        states={},
         transport=transport.name,
         deadline_s=given["deadline_s"],
         latency_s=transport.latency_s,

@@ -48,6 +48,13 @@ TensorParallel = Annotated[
         "of the first, rows of the second. [default: 1]"
     ),
 ]
+Zero = Annotated[
+    int | None,
+    typer.Option(
+        help="1: each replica has the optimizer's states of a part of the weights, updates it, and gets the others' "
+        "parts (ZeRO). [default: 0]"
+    ),
+]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
     str | None, typer.Option(help=f"Update rule: {_RULES}, or one that the job registers. [default: pipeoptim]")
@@ -159,6 +166,7 @@ class CommonChoices:
     workers: Workers = None
     data_parallel: DataParallel = None
     tensor_parallel: TensorParallel = None
+    zero: Zero = None
     micro_batches: MicroBatches = None
     recompute: Recompute = None
     compile: Compile = None

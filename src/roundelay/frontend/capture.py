@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,14 @@ from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.precision import autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.retarget_device import CPU
-from roundelay.frontend.sharding import Sharding
+from roundelay.frontend.sharding import Sharding, own_part, split_range
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
 from roundelay.frontend.source_lines import line_of_change
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.frontend.stage_function import Mode, StageFunction
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
-from roundelay.ir.sbp import P, Signature
+from roundelay.ir.sbp import P, Signature, Split
 from roundelay.ir.stage import StageSpec
 
 
@@ -55,6 +55,7 @@ class Captured:
         writes: batch fields that ``inputs`` writes into, and those that the forward writes into.
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
         whole: without it; None where there is none.
+        states: how the optimizer's states of parameters are split over replicas, by name.
     """
 
     model: torch.nn.Module
@@ -69,6 +70,7 @@ class Captured:
     _describe: Callable[[], Graph]
     sharding: Sharding | None = None
     whole: Captured | None = None
+    states: Mapping[str, Split] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -169,6 +171,17 @@ class Captured:
         """What one worker of the mesh axis has of a parameter, or of what has its shape; all of it without a mesh."""
         return tensor if self.sharding is None else self.sharding.local(name, tensor, part)
 
+    def owned(self, name: str, local: torch.Tensor, replica: tuple[int, int]) -> torch.Tensor:
+        """What one of several replicas updates of what a worker has of a parameter, in memory of its own.
+
+        Args:
+            name: of the parameter.
+            local: what the worker has of it, or of what has its shape.
+            replica: how many there are, and which one it is.
+        """
+        split = self.states.get(name)
+        return local if split is None else own_part(local, split, *replica)
+
     @property
     def boxes(self) -> tuple[Box, ...]:
         """What is boxed on the mesh."""
@@ -178,10 +191,14 @@ class Captured:
         """Whether each worker of the mesh axis has a part of its own of a parameter."""
         return self.sharding is not None and name in self.sharding.parameters
 
-    def ranges(self, name: str, part: int) -> Ranges:
-        """Where a worker's part of a parameter lies in the whole."""
+    def ranges(self, name: str, part: int, replica: tuple[int, int] = (1, 0)) -> Ranges:
+        """Where what a holder updates of a parameter lies in the whole; see :meth:`owned`."""
         shape = self.parameters()[name].shape
-        return whole_ranges(shape) if self.sharding is None else self.sharding.ranges(name, shape, part)
+        ranges = list(whole_ranges(shape) if self.sharding is None else self.sharding.ranges(name, shape, part))
+        split = self.states.get(name)
+        if split is not None:
+            ranges[split.dim] = split_range(split, shape[split.dim], *replica)
+        return tuple(ranges)
 
     def has_partial_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is the sum of what the workers of the mesh axis compute."""

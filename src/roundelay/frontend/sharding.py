@@ -43,18 +43,14 @@ class Sharding:
         split = self.parameters.get(name)
         if split is None:
             return tensor
-        return take_part(tensor, split=astuple(split), at=(self.parts, part)).clone(
-            memory_format=torch.contiguous_format
-        )
+        return own_part(tensor, split, self.parts, part)
 
     def ranges(self, name: str, shape: Sequence[int], part: int) -> Ranges:
         """Where a worker's part of a parameter of this shape lies in the whole."""
         ranges = list(whole_ranges(shape))
         split = self.parameters.get(name)
         if split is not None:
-            start, end = split.ranges(shape[split.dim], self.parts, part)[0]
-            block = shape[split.dim] // split.outer
-            ranges[split.dim] = (start, end) if split.outer == 1 else (start, end, block)
+            ranges[split.dim] = split_range(split, shape[split.dim], self.parts, part)
         return tuple(ranges)
 
     def as_boxed(self, name: str, tensor: torch.Tensor, *, gradient: bool) -> torch.Tensor:
@@ -74,6 +70,17 @@ class Sharding:
         if isinstance(target, Split) and not isinstance(source, Split) and not (gradient and source == B):
             return take_part(tensor, split=astuple(target), at=(self.parts, 0)).contiguous()
         return tensor
+
+
+def own_part(tensor: torch.Tensor, split: Split, parts: int, part: int) -> torch.Tensor:
+    """One part of a split tensor, in memory of its own."""
+    return take_part(tensor, split=astuple(split), at=(parts, part)).clone(memory_format=torch.contiguous_format)
+
+
+def split_range(split: Split, size: int, parts: int, part: int) -> tuple[int, ...]:
+    """Where a part of a dimension of this size lies, as a range of a shard."""
+    start, end = split.ranges(size, parts, part)[0]
+    return (start, end) if split.outer == 1 else (start, end, size // split.outer)
 
 
 def sharded_ops(exported: Exported, graph: Graph) -> list[ShardedOp]:

@@ -55,14 +55,14 @@ from roundelay.ir.exchange import Phase
 
 Opcode = Literal["read", "forward", "backward", "backward-weight", "box", "unbox", "grad-norm-sq", "update"]
 ChannelKind = Literal[
-    "data", "forward", "gradient", "boxed", "boxed-gradient", "weight-gradient", "grad-norm-sq", "grad-norm"
+    "data", "forward", "gradient", "boxed", "boxed-gradient", "weight-gradient", "weight", "grad-norm-sq", "grad-norm"
 ]
 Window = Literal["batch", "run"]
 
 EDGES = ("forward", "gradient")
 """Channels that carry the values of an edge between two stages."""
 
-EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient")
+EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient", "weight")
 """Channels that are exchanges among holders of a stage."""
 
 SCALARS = ("grad-norm-sq", "grad-norm")

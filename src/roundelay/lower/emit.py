@@ -48,7 +48,7 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     worker that reads sends the other holders of stage 0 their micro-batches. What the holders of a stage exchange has a
     channel for each group of them along the exchange's axis.
 
-    Where the norm of the whole model's gradient is needed, every other port of the first replica sends its own squared
+    Where the norm of the whole model's gradient is needed, every other port that has a part of it sends its own squared
     norm to the first port, with slots for the batches that stage k can finish before stage 0 has finished the first of
     them. Where updates wait for the norm, it is sent to every other port, one batch's at a time.
     """
@@ -75,7 +75,7 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
             channels.append(Channel(len(channels), kind, holders, holders, 1, phases))
     if uses_grad_norm(plan):
         for k, of_stage in enumerate(ports):
-            for port in [port for port in of_stage[:size] if port != first_of_all]:
+            for port in [port for port in (of_stage if plan.states else of_stage[:size]) if port != first_of_all]:
                 add("grad-norm-sq", port, first_of_all, 1 if flushes else 1 + -(-k // plan.micro_batches))
     if awaits_grad_norm(plan):
         for port in [port for of_stage in ports for port in of_stage if port != first_of_all]:
@@ -191,7 +191,7 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
     squares, norms = ends("grad-norm-sq"), ends("grad-norm")
-    exchanged, boxed, unboxed = (ends(kind)[0] for kind in EXCHANGES)
+    exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(plan, rule, stage)
     summed = uses_grad_norm(plan)
     version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
@@ -212,7 +212,8 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         if kind == "S":
             ran = Instruction("grad-norm-sq", stage, offset, *squares)
             return [*(line for channel in exchanged for line in _exchanged(ran, channel)), *([ran] if summed else [])]
-        return [Instruction("update", stage, offset, *norms)]
+        ran = Instruction("update", stage, offset, *norms)
+        return [ran, *(line for channel in gathered for line in _exchanged(ran, channel))]
 
     return lines
 

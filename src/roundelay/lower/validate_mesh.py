@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from roundelay.errors import PlanError
 from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import Phase, all_reduce
+from roundelay.ir.exchange import Phase, all_reduce, reduce_scatter
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import EXCHANGES
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.lower.emit import schedule_of
 
 WEIGHTS = "weight-gradient"
@@ -40,8 +41,9 @@ def check_holders(plan: Plan) -> None:
 def check_exchanges(plan: Plan) -> None:
     """Check the exchanges as far as that is possible without the model."""
     due = [] if plan.replicas == 1 else [(stage, WEIGHTS) for stage in range(plan.num_stages)]
-    got = [(exchange.stage, exchange.kind) for exchange in plan.exchanges if exchange.axis == REPLICAS]
-    if got != due:
+    of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
+    got = [(e.stage, e.kind) for e in of_replicas if tuple(map(Phase.parse, e.phases)) == all_reduce()]
+    if got != due or (len(of_replicas) > len(got) and not plan.states):
         raise PlanError(
             "exchanges of the plan",
             got=", ".join(f"{kind} of stage {stage}" for stage, kind in got) or "none",
@@ -53,7 +55,7 @@ def check_exchanges(plan: Plan) -> None:
         known = (
             exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
         )
-        summed = phases == all_reduce() or exchange.kind != WEIGHTS
+        summed = exchange.kind != WEIGHTS or phases == all_reduce() or (plan.states and phases == reduce_scatter())
         if not (known and phases and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
@@ -75,6 +77,7 @@ def check_mesh(plan: Plan) -> None:
             expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
             remedy="Correct the plan.",
         )
+    _check_states(plan)
     if plan.mesh_size == 1:
         return
     refused = {
@@ -100,4 +103,30 @@ def check_mesh(plan: Plan) -> None:
                 got=got,
                 expected=expected,
                 remedy="Change that, or remove --tensor-parallel or the plan's mesh.",
+            )
+
+
+def _check_states(plan: Plan) -> None:
+    """Check what a split of the optimizer's states can be combined with."""
+    refused = {
+        "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
+        "predictor": (
+            plan.predictor != NO_PREDICTOR,
+            plan.predictor,
+            f"{NO_PREDICTOR}: a replica predicts only what it has the states of",
+        ),
+        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "precision": (
+            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
+            plan.precision,
+            "fp32 or bf16: a replica alone does not know whether a gradient is finite",
+        ),
+    }
+    for name, (wrong, got, expected) in refused.items():
+        if wrong and plan.states:
+            raise PlanError(
+                f"{name} of the plan, with split states",
+                got=got,
+                expected=expected,
+                remedy="Change that, or remove --zero or the plan's [states].",
             )

@@ -118,10 +118,24 @@ def local(stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int)
     }
 
 
-def counted(stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int) -> Tensors:
-    """Those that count in a norm: the first worker's, and of the others what is split."""
-    own = {name: whole[name] for name in stage.parameters if name in whole and (not worker or name in stage.split)}
-    return local(stage, own, worker)
+def counted(
+    stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int, replica: int, replicas: int
+) -> Tensors:
+    """Those that count in a norm: the first holder's, and of the others what is split."""
+
+    def counts(name: str) -> bool:
+        return name in whole and (not worker or name in stage.split) and (not replica or name in stage.states)
+
+    own = local(stage, {name: whole[name] for name in stage.parameters if counts(name)}, worker)
+    return updated(stage, own, replica, replicas)
+
+
+def updated(stage: ReferenceStage, own: Mapping[str, torch.Tensor], replica: int, replicas: int) -> Tensors:
+    """What one replica updates of what a worker has of parameters, or of what has their shapes."""
+    return {
+        name: part_of(tensor, stage.states[name], replicas, replica) if name in stage.states else tensor
+        for name, tensor in own.items()
+    }
 
 
 def whole_gradients(stages: Sequence[ReferenceStage], gradients: Sequence[Tensors]) -> Tensors:

@@ -30,7 +30,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
-from roundelay.reference.mesh import Each, backward, counted, forward, local, on
+from roundelay.reference.mesh import Each, backward, counted, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.replica import Replica, total_count, total_gradients, total_missing
 from roundelay.reference.run_inputs import (
@@ -124,6 +124,7 @@ class _Run:
         self._gradients: Tensors = {}  # of the batch that is being updated
         self._workers = range(len(stages[0].functions))  # of the mesh
         self._replicas = [Replica(r, own, len(self._workers)) for r, own in enumerate(buffers)]
+        self._counting = len(self._replicas) if any(stage.states for stage in stages) else 1
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
         self._result = ReferenceResult()
@@ -340,7 +341,8 @@ class _Run:
             replica.begun[self._done] = {}, 1.0
             for k, stage in reversed([*enumerate(self._stages)]):
                 for worker, own in enumerate(self._local(stage, self._weights(k, self._trainer.live))):
-                    self._audit("update", k, self._holder(replica, worker), batch, own)
+                    its = updated(stage, own, replica.number, len(self._replicas))
+                    self._audit("update", k, self._holder(replica, worker), batch, its)
 
     def _clipped(self, gradients: Tensors) -> Tensors:
         """Return every stage's gradients times min(1, bound / (their norm + epsilon)) if the plan clips by stage."""
@@ -360,13 +362,18 @@ class _Run:
         """Return the norm of the gradients that every stage's workers have, if clipping or the loss scale needs it."""
         if not (self._setting.clip.whole or self._setting.loss_scale.on):
             return []
-        owned = [counted(stage, self._gradients, worker) for stage in self._stages for worker in self._workers]
+        owned = [
+            counted(stage, self._gradients, worker, replica, len(self._replicas))
+            for stage in self._stages
+            for replica in range(self._counting)
+            for worker in self._workers
+        ]
         norms = [norm_of(own.values()) for own in owned]
         return [norm / divisor for norm in norms] if divisor else norms
 
     def _skip(self, batch: int, norms: list[float]) -> None:
         """Discard gradients of stages where they are not finite; of all stages if the rule flushes."""
-        size = len(self._workers)
+        size = len(self._workers) * self._counting
         of_stages = [norms[start : start + size] for start in range(0, len(norms), size)]
         infinite = [not all(map(math.isfinite, own)) for own in of_stages]
         if any(infinite):

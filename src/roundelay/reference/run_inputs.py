@@ -81,6 +81,7 @@ class ReferenceStage:
         device: the device of its worker in the plan; the same operation has different bits on another kind of device.
         split: signatures of the parameters of which each worker has a part.
         partial: names of the parameters whose gradient is the sum of what the workers compute.
+        states: signatures of the parameters of which each replica updates a part.
         boxes: what is boxed between the parts of the functions, by name of the boxed value.
     """
 
@@ -91,6 +92,7 @@ class ReferenceStage:
     split: Mapping[str, Split] = field(default_factory=dict, hash=False)
     partial: frozenset[str] = frozenset()
     boxes: Mapping[str, Box] = field(default_factory=dict, hash=False)
+    states: Mapping[str, Split] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

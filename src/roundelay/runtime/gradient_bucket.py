@@ -66,7 +66,7 @@ class GradientBucket:
     def pack(
         self, sums: Tensors, count: float, room: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """The flat tensors; none if there is no gradient at all.
+        """The flat tensors.
 
         Args:
             sums: gradients by name.
@@ -76,8 +76,6 @@ class GradientBucket:
         Raises:
             InternalError: a gradient is missing, or there is one more.
         """
-        if not sums:
-            return ()
         if sums.keys() != self.shapes.keys():
             odd = sorted(sums.keys() ^ self.shapes.keys())
             raise InternalError(

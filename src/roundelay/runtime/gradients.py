@@ -12,6 +12,7 @@ from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import REPLICAS
 from roundelay.runtime.gradient_bucket import GradientBucket
+from roundelay.runtime.state_bucket import StateBucket
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,9 +29,11 @@ class Gradients:
             that the divisor is 1 minus their sum; False for terms that the losses have summed.
         buckets: how they are exchanged with other holders of the stage, by axis.
         counted: names of those that count in the norm; by default all.
+        states: those of which each replica gets the sums of a part only.
+        replica: which one this is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         names: Sequence[str],
         clip: Clip,
@@ -39,9 +42,11 @@ class Gradients:
         shares: bool = False,
         buckets: Mapping[str, GradientBucket] | None = None,
         counted: Sequence[str] | None = None,
+        states: StateBucket | None = None,
+        replica: int = 0,
     ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
-        self._buckets = buckets or {}
+        self._buckets, self._states, self._replica = buckets or {}, states, replica
         self._counted = names if counted is None else counted
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
@@ -75,18 +80,36 @@ class Gradients:
 
         Over the replicas all of them; over an axis of the mesh those that are partial.
         """
-        bucket = self._buckets[axis]
-        sums = self._sums if axis == REPLICAS else {n: g for n, g in self._sums.items() if n in bucket.shapes}
+        bucket, split = self._buckets[axis], set() if self._states is None else self._states.shapes.keys()
+        if axis == REPLICAS:
+            if not self._sums:
+                return ()
+            sums = {n: g for n, g in self._sums.items() if n not in split}
+        else:
+            sums = {n: g for n, g in self._sums.items() if n in bucket.shapes}
+            if not sums:
+                return ()
         return bucket.pack(sums, self._count, room)
 
     def unpack(self, axis: str, parts: tuple[torch.Tensor, ...]) -> None:
         """Take the sums over all holders along an axis, in its bucket's flat tensors, in place of this one's."""
         sums, count = self._buckets[axis].unpack(parts)
+        self._sums |= sums
+        self._own -= sums.keys()
         if axis == REPLICAS:
-            self._sums, self._count, self._own = sums, count, set()
-        else:
-            self._sums |= sums
-            self._own -= sums.keys()
+            self._count = count
+
+    def scattered(self) -> tuple[torch.Tensor, ...]:
+        """This replica's sums of those parameters of which each replica gets a part; none if it has none."""
+        assert self._states is not None, "only then is anything scattered"
+        return self._states.scattered({n: g for n, g in self._sums.items() if n in self._states.shapes})
+
+    def reduced(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Take the sums over all replicas of this one's parts in place of its own."""
+        assert self._states is not None, "only then is anything scattered"
+        own = self._states.own(rows, self._replica)
+        self._sums |= own
+        self._own -= own.keys()
 
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""

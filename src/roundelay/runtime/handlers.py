@@ -13,8 +13,10 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
+from roundelay.ir.exchange import Phase, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import ExchangePlan
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing import Boxing
@@ -190,6 +192,10 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.gives:
         if run.instruction.of:
             packed = _boxed(context, run, channel)
+        elif context.axes[channel] == WEIGHTS:
+            packed = context.stage.packed_weights()
+        elif context.axes[channel] == STATES:
+            packed = context.stage.gradients.scattered()
         else:
             packed = context.stage.gradients.packed(context.axes[channel], context.rooms.get(channel))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
@@ -200,7 +206,11 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     """Take what an exchange gives in place of what this holder had."""
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-        if not run.instruction.of:
+        if context.axes[channel] == WEIGHTS:
+            context.stage.gather_weights(parts)
+        elif context.axes[channel] == STATES:
+            context.stage.gradients.reduced(parts)
+        elif not run.instruction.of:
             context.stage.gradients.unpack(context.axes[channel], parts)
         elif parts:
             boxing = context.boxings[channel]
@@ -243,9 +253,21 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
         context.skipped += 1
     context.stage.update(run.version, norm)
     if context.audit is not None:
-        context.audit("update", header.batch, context.stage.live())
+        context.audit("update", header.batch, context.stage.owned)
     context.states.hand_over(context.stage, header, context.norms)
     return None
+
+
+WEIGHTS, STATES = "weights", "states"
+"""In place of an exchange's axis: updated weights, and gradients of which each replica updates a part."""
+
+
+def axis_of(exchange: ExchangePlan) -> str:
+    """The axis of an exchange, or what takes its place."""
+    if exchange.kind == "weight":
+        return WEIGHTS
+    scattered = exchange.kind == "weight-gradient" and tuple(map(Phase.parse, exchange.phases)) == reduce_scatter()
+    return STATES if scattered else exchange.axis
 
 
 HANDLERS: dict[str, Handler] = {

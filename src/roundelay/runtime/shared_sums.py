@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.ir.exchange import bounds
+from roundelay.ir.exchange import Phase, all_reduce, bounds
 from roundelay.ir.plan import ExchangePlan, Plan
 from roundelay.lower.emit import channels_of, exchanges_of
 from roundelay.runtime.exchange import Parts
@@ -25,8 +25,12 @@ ALIGNMENT = 64
 def shared_bytes(plan: Plan) -> dict[int, int]:
     """Bytes of the memory of every exchange of gradients, by channel: a block for each holder, and one for the sum."""
     channels = {c.id: c for c in channels_of(plan)}
-    sums = {number: exchange for number, exchange in exchanges_of(plan).items() if not exchange.value}
+    sums = {n: exchange for n, exchange in exchanges_of(plan).items() if _sums_weights(exchange)}
     return {number: (len(channels[number].sources) + 1) * _block(exchange) for number, exchange in sums.items()}
+
+
+def _sums_weights(exchange: ExchangePlan) -> bool:
+    return exchange.kind == "weight-gradient" and tuple(map(Phase.parse, exchange.phases)) == all_reduce()
 
 
 def _block(exchange: ExchangePlan) -> int:

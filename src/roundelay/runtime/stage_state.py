@@ -18,6 +18,7 @@ from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.segment import Leaves
 from roundelay.frontend.stage_function import Debt, debt_bytes
 from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
@@ -39,6 +40,7 @@ from roundelay.runtime.stage_optimizer import (
     per_update_scheduler,
     without_gradients,
 )
+from roundelay.runtime.state_bucket import StateBucket
 from roundelay.runtime.weight_averages import WeightAverages
 from roundelay.schedules import schedule_named
 from roundelay.weight_prediction import LastStep
@@ -122,27 +124,37 @@ class Stage:
             )
             for n in spec.parameters
         }
+        #: names of parameters of which the replicas update a part each
+        self.states = {n for n in spec.parameters if n in captured.states}
+        place_of = (plan.replicas, replica)
+        #: what this holder updates: the parameters themselves, or parts of them
+        self.owned = {
+            n: torch.nn.Parameter(captured.owned(n, p.detach(), place_of), p.requires_grad) if n in self.states else p
+            for n, p in self.parameters.items()
+        }
         flight = initial.flight_of(spec.stage, self.holder)
-        state = {n: _local_state(captured, initial, n, part) for n in initial.optimizer}
+        state = {n: _local_state(captured, initial, n, part, place_of) for n in initial.optimizer}
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
-        named = [(n, self.parameters.get(n, p)) for n, p in captured.model.named_parameters()]
+        named = [(n, self.owned.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         self._kept_state = OptimizerState(self.optimizer, named)
-        narrow(self.optimizer, self.parameters, named)
+        narrow(self.optimizer, self.owned, named)
         self.scheduler = per_update_scheduler(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
         self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
                 self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
             self.scheduler.step()  # type: ignore[union-attr]
-        self._kept_state.restore(self.parameters, state)
-        self._averages = WeightAverages(plan.ema, self.parameters, state)
+        self._kept_state.restore(self.owned, state)
+        self._averages = WeightAverages(plan.ema, self.owned, state)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
         self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads in place of the rule's; set only to tamper with a run
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
+        #: how replicas exchange the parts that they update; None where each updates all
+        self.state_bucket = self._state_bucket(plan, captured)
         #: gradients of the current batch
         self.gradients = Gradients(
             spec.parameters,
@@ -150,9 +162,11 @@ class Stage:
             scaled=LossScale.parse(plan.loss_scale).on,
             shares=not captured.graph.loss_counts,
             buckets=self._buckets(plan, captured),
-            counted=spec.parameters if part == 0 else [n for n in spec.parameters if n in self.split],
+            counted=[n for n in spec.parameters if self.reports(n)],
+            states=self.state_bucket,
+            replica=replica,
         )
-        self._ranges = {n: captured.ranges(n, part) for n in spec.parameters}
+        self._ranges = {n: captured.ranges(n, part, place_of) for n in spec.parameters}
         self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
@@ -299,7 +313,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         for name, gradient in self.gradients.whole(norm).items():
-            self.parameters[name].grad = gradient
+            self.owned[name].grad = gradient
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
         held, self._leaves = self._held(), None
@@ -310,16 +324,31 @@ class Stage:
         with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
-            self._kept_state.entries(self.parameters, copied=False)
+            self._kept_state.entries(self.owned, copied=False)
             self._known_state = True
         self._averages.update()
-        for parameter in self.parameters.values():
+        for parameter in self.owned.values():
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
             self._kept_state.accept_options()
         self.gradients.clear()
         self._predictions.clear()
+
+    def packed_weights(self) -> tuple[torch.Tensor, ...]:
+        """What this replica has updated, for the others."""
+        assert self.state_bucket is not None, "else each updates all"
+        return self.state_bucket.packed(self.owned)
+
+    def gather_weights(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Take what all replicas have updated; tensors that a tape holds are not written to."""
+        assert self.state_bucket is not None, "else each updates all"
+        for name, weight in self.state_bucket.gathered(tensors).items():
+            self.parameters[name].data = weight
+
+    def reports(self, name: str) -> bool:
+        """Whether what this holder updates of a parameter is its to report, and counts in norms: no one before it does."""
+        return (not self.part or name in self.split) and (not self.replica or name in self.states)
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
@@ -368,10 +397,17 @@ class Stage:
             exchange.axis: GradientBucket.of(
                 (n, p)
                 for n, p in trained.items()
-                if n not in exchange.unused and (exchange.axis == REPLICAS or captured.has_partial_gradient(n))
+                if n not in exchange.unused
+                and (n not in self.states if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
             )
             for exchange in exchanges
+            if tuple(map(Phase.parse, exchange.phases)) == all_reduce()
         }
+
+    def _state_bucket(self, plan: Plan, captured: Captured) -> StateBucket | None:
+        unused = {n for e in plan.exchanges if e.stage == self.spec.stage for n in e.unused}
+        own = [(n, p.detach()) for n, p in self.parameters.items() if n in self.states and n not in unused]
+        return StateBucket.of(own, captured.states, plan.replicas) if own else None
 
     def ranges(self, name: str) -> Ranges:
         """Where this holder's part of a parameter lies in the whole."""
@@ -391,8 +427,8 @@ class Stage:
         The buffers are those after the last forward of the first ``updates`` batches, if a header announced that this
         state would be needed; else the current ones.
         """
-        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.parameters.items()}
-        state = self._kept_state.entries(self.parameters)
+        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.owned.items()}
+        state = self._kept_state.entries(self.owned)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return weights, state, self.own_buffers(updates)
@@ -412,13 +448,17 @@ def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, tor
     return gradients if scale == 1.0 else {name: torch.div(grad, scale) for name, grad in gradients.items()}
 
 
-def _local_state(captured: Captured, initial: Initial, name: str, part: int) -> Mapping[str, Any]:
-    """What one worker of a mesh has of a parameter's optimizer state: entries with its shape are split as it is."""
+def _local_state(
+    captured: Captured, initial: Initial, name: str, part: int, replica: tuple[int, int]
+) -> Mapping[str, Any]:
+    """What one holder has of a parameter's optimizer state: entries with its shape are split as what it updates."""
     state = initial.optimizer[name]
     if name not in initial.parameters:  # that of the optimizer as a whole
         return state
     shape = initial.parameters[name].shape
     return {
-        key: captured.local(name, value, part) if isinstance(value, torch.Tensor) and value.shape == shape else value
+        key: captured.owned(name, captured.local(name, value, part), replica)
+        if isinstance(value, torch.Tensor) and value.shape == shape
+        else value
         for key, value in state.items()
     }

@@ -201,13 +201,13 @@ def gathered_part(held: HeldState, gathered: Gathered) -> HeldState | None:
 
 def _held(stage: Stage, header: MicroBatch, norms: GradNorms | None) -> HeldState:
     updates = header.batch + 1
-    if stage.replica:
+    if stage.replica and not stage.states:
         flight = stage.flight(updates) if header.saved else None
         buffers = stage.own_buffers(updates)
         return HeldState(stage.spec.stage, {}, buffers, {}, flight, replica=stage.replica, holder=stage.holder)
     weights, states, buffers = stage.state(updates)
-    if stage.part:  # what all workers of the mesh have is the first one's to report
-        weights = {name: weight for name, weight in weights.items() if name in stage.split}
+    if stage.holder:  # what all holders have is the first one's to report
+        weights = {name: weight for name, weight in weights.items() if stage.reports(name)}
         states = {name: state for name, state in states.items() if name in weights}
     flight = stage.flight(updates) if header.saved else None
     if flight is not None and norms is not None:
@@ -219,5 +219,6 @@ def _held(stage: Stage, header: MicroBatch, norms: GradNorms | None) -> HeldStat
         states,
         flight,
         None if norms is None or norms.scaler is None else norms.scaler.state,
+        replica=stage.replica,
         holder=stage.holder,
     )

@@ -29,7 +29,7 @@ from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
-from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, pass_over
+from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
 from roundelay.runtime.loss_scaler import LossScaler
@@ -193,7 +193,7 @@ class _Worker:
             self.data,
             (*task.captured.graph.inputs, *task.captured.graph.batch),
             {channel: room for channel, link in self.links.items() if (room := link.room) is not None},
-            {channel: exchange.axis for channel, exchange in exchanges.items()},
+            {channel: axis_of(exchange) for channel, exchange in exchanges.items()},
             _boxings(task.captured, exchanges),
             _edges(task.partition, program.channels),
             self.report,
