@@ -199,9 +199,11 @@ class Session:
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
-        if (sharding := self.captured.sharding) is not None:
-            dims = {name: split.dim for name, split in sharding.parameters.items()}
-            check_split(job, list(captured.model.named_parameters()), dims)
+        sharding = self.captured.sharding
+        for splits in ({} if sharding is None else sharding.parameters, self.captured.states):
+            if splits:
+                dims = {name: split.dim for name, split in splits.items()}
+                check_split(job, list(captured.model.named_parameters()), dims)
         if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
         self.extent = extent(job, length, start, plan.replicas)

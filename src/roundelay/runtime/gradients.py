@@ -111,6 +111,11 @@ class Gradients:
         self._sums |= own
         self._own -= own.keys()
 
+    def keep_own(self) -> None:
+        """Take what this replica itself has of its parts, without the others'; only to tamper with a run."""
+        assert self._states is not None, "only then are there parts"
+        self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
+
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""
         return 1.0 - self._count if self._shares and self._count else self._count

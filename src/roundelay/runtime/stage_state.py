@@ -347,7 +347,7 @@ class Stage:
             self.parameters[name].data = weight
 
     def reports(self, name: str) -> bool:
-        """Whether what this holder updates of a parameter is its to report, and counts in norms: no one before it does."""
+        """Whether what this holder updates of a parameter is its to report, and counts in norms."""
         return (not self.part or name in self.split) and (not self.replica or name in self.states)
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:

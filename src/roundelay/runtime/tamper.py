@@ -27,11 +27,12 @@ from roundelay.frontend import RngKey
 from roundelay.ir.exchange import bounds
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import REPLICAS
 from roundelay.ir.program import Channel, Program
 from roundelay.ir.sbp import Split
 from roundelay.ir.stage import Partition
 from roundelay.runtime.exchange import Parts
-from roundelay.runtime.handlers import Context, Handler, do_forward, do_unbox, do_update
+from roundelay.runtime.handlers import STATES, Context, Handler, do_forward, do_unbox, do_update
 
 
 class _Worker:
@@ -101,7 +102,10 @@ class _Late(_Worker):
         return result
 
     def update(self, context: Context, run: Run) -> MicroBatch | None:
-        if self.over:  # no forward follows
+        if self.over or (run.header is not None and run.header.final):  # no forward follows
+            if self.waiting is not None:  # nor did one, if this replica had no more rows
+                do_update(context, self.waiting)
+                self.waiting = None
             return do_update(context, run)
         self.waiting = run
         return None
@@ -125,11 +129,12 @@ class _Dropped(_Worker):
     updates = 0
 
     def update(self, context: Context, run: Run) -> MicroBatch | None:
-        result = super().update(context, run)
+        before = {name: weight.detach().clone() for name, weight in context.stage.owned.items()}
+        result = do_update(context, run)
         self.updates += 1
         if self.updates == 2:
-            for name, parameter in context.stage.parameters.items():
-                parameter.data = self.before[name]
+            for name, parameter in context.stage.owned.items():
+                parameter.data = before[name]
         return result
 
 
@@ -143,9 +148,14 @@ class _Unboxed(_Worker):
         boxing = context.boxings.get(channel)
         if boxing is not None and Split in (type(boxing.source), type(boxing.target)):
             return do_unbox(context, run)
+        counts = boxing is None and context.axes[channel] == REPLICAS
+        if counts and context.stage.state_bucket is not None and len(context.inbox[channel, run.g].values) < 2:
+            return do_unbox(context, run)  # there is no gradient in it
         self.left_out = channel if self.left_out is None else self.left_out
         if channel != self.left_out:
             return do_unbox(context, run)
+        if context.axes[channel] == STATES:
+            context.stage.gradients.keep_own()
         del context.inbox[channel, run.g]
         context.shapes.pop(channel, None)
         return None

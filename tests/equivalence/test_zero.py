@@ -1,0 +1,226 @@
+"""Optimizer states split over replicas: the same updates, bit for bit, and each replica holds its part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adafactor, AdamW
+
+from roundelay.api.events import Drained, Event
+from roundelay.api.planning import plan as planned
+from roundelay.api.training import Length, Saving
+from roundelay.checkpoint.checkpoint import load
+from roundelay.errors import JobError, PlanError
+from roundelay.ir.plan import Plan
+from roundelay.ir.sbp import Split
+from roundelay.lower.emit import channels_of, exchanges_of
+from roundelay.runtime.state_bucket import StateBucket
+from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
+from tests.equivalence.cells import DEADLINE_S, Bench, bench
+from tests.equivalence.test_mesh import trained
+from tests.resume.cuts import Trip, differences, every_checkpoint
+from tests.zoo import ZOO
+
+
+def split(place: Bench, rule: str, stages: int, replicas: int, **fields: Any) -> Plan:
+    """A plan with ``--zero 1``, as planned and read from a file."""
+    options = {"micro_batches": 2, "zero": 1, "cuts": "roofline", "deadline_s": DEADLINE_S} | fields
+    made = planned(place.job(), captured=place.captured, workers=stages, data_parallel=replicas, rule=rule, **options)
+    return Plan.parse(made.text())
+
+
+def held(place: Bench, plan: Plan, **options: Any) -> None:
+    found = place.verify(plan, **options)
+    assert found.equal, found.difference
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "stages", "replicas"),
+    [
+        ("1f1b", "gpt2", 2, 2),
+        ("gpipe", "bert_classifier", 1, 3),
+        ("pipedream", "skip", 2, 3),
+        ("pipedream-2bw", "mlp", 2, 2),
+        ("cdp-v2", "llama", 2, 2),
+        ("zb-h1", "dropout_heavy", 2, 2),
+        ("zb-v", "mlp", 2, 2),
+        ("async", "gpt2", 2, 2),
+    ],
+)
+def test_every_rule_without_prediction_computes_what_its_reference_does(
+    rule: str, model: str, stages: int, replicas: int
+) -> None:
+    place = bench(model)
+    held(place, split(place, rule, stages, replicas))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_it_does_between_processes_and_beside_a_mesh(transport: str) -> None:
+    place = bench("gpt2")
+    held(place, split(place, "1f1b", 1, 2, tensor_parallel=2, transport=transport))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"clip": "global:0.1"},
+        {"clip": "previous:0.1"},
+        {"ema": 0.9},
+        {"precision": "fp16", "loss_scale": "dynamic:65536:2"},
+        {"precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_whatever_else_the_plan_says(fields: dict[str, Any]) -> None:
+    place = bench("gpt2")
+    held(place, split(place, "1f1b", 2, 2, tensor_parallel=2, **fields))
+
+
+def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any() -> None:
+    entry = ZOO["mlp"]
+    full = entry.batches(0, 4)
+    short = [tuple(part[:count] for part in batch) for batch, count in zip(full, (1, 3, 1, 4), strict=True)]
+    place = Bench(entry, None, [tuple(part[:4] for part in full[0]), *short])  # type: ignore[arg-type]
+    held(place, split(place, "1f1b", 1, 3), steps=5)
+
+
+@pytest.mark.parametrize("optimizer", [partial(AdamW, lr=1e-3), partial(SGD, lr=0.1, momentum=0.9)])
+def test_it_trains_what_replicas_with_whole_states_train(optimizer: Callable[..., Any]) -> None:
+    place = bench("gpt2")
+    plan = split(place, "1f1b", 2, 2)
+    one = trained(place, split(place, "1f1b", 2, 2, zero=0), optimizer, 4)
+    other = trained(place, plan, optimizer, 4)
+    assert one.micro_losses == other.micro_losses
+    for name, weight in one.snapshot.parameters.items():
+        assert torch.equal(other.snapshot.parameters[name], weight), name
+        for key, value in one.snapshot.optimizer.get(name, {}).items():
+            assert torch.equal(torch.as_tensor(other.snapshot.optimizer[name][key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("way", [*WAYS, *EXCHANGE_WAYS])
+def test_tampering_is_found(way: str) -> None:
+    place = bench("dropout_heavy" if way == "rng" else "mlp")
+    assert not place.verify(split(place, "pipedream", 2, 3), tamper=way).equal
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str) -> None:
+    place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, 3))
+    plan = split(place, "1f1b", 1, 3, transport=transport)
+    done = trained(place, plan, partial(SGD, lr=0.1), 3)
+    channels = {channel.id: channel for channel in channels_of(plan)}
+    kinds = set()
+    for number, exchange in exchanges_of(plan).items():
+        holders = channels[number].sources
+        kinds.add((exchange.kind, exchange.phases))
+        for position, port in enumerate(holders):
+            predicted = 3 * sum(exchange.bytes_sent(len(holders), position))
+            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+    assert {("weight-gradient", ("reduce-scatter(0)",)), ("weight", ("all-gather(0)",))} <= kinds
+
+
+def test_parts_of_any_sizes_are_scattered_and_gathered() -> None:
+    shapes = {"a": (5, 3), "b": (7,), "c": (2, 6), "d": (3, 3)}
+    splits = {"a": Split(0), "b": Split(0), "c": Split(1, 2), "d": Split(1)}
+    whole = {name: torch.randn(shape, dtype=torch.float64 if name == "b" else None) for name, shape in shapes.items()}
+    bucket = StateBucket.of(whole.items(), splits, 3)
+    rows = bucket.scattered(whole)
+    assert [tuple(row.shape) for row in rows] == list(bucket.rows)
+    parts = [bucket.own(tuple(row[r : r + 1] for row in rows), r) for r in range(3)]
+    assert sum(part["a"].numel() for part in parts) == 15
+    packed = [bucket.packed(part) for part in parts]
+    gathered = bucket.gathered(tuple(torch.cat(rows) for rows in zip(*packed, strict=True)))
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in whole.items())
+
+
+# --- checkpoints
+
+
+def trip_of(rule: str, replicas: int, zero: int, model: str = "gpt2") -> Trip:
+    place = bench(model)
+    plan = split(place, rule, 2, replicas, zero=zero)
+    return Trip(place.job, place.captured, plan, Length(steps=6), place.restore)
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
+def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    trip = trip_of(rule, 2, 1)
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = trip.whole(Saving(path=tmp_path, every=1))
+    for updates in range(1, 6):
+        start = load(tmp_path / str(updates))
+        told: list[Event] = []
+        assert differences(whole, trip.rest(start, told), start) == []
+        assert not [event for event in told if isinstance(event, Drained)]
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1))])
+def test_other_replicas_read_the_same_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = trip_of("1f1b", *before).whole(Saving(path=tmp_path, every=1))
+    done = trip_of("1f1b", *after).rest(load(tmp_path / "3"))
+    same = before[0] == after[0]
+    for name, weight in whole.snapshot.parameters.items():
+        got = done.snapshot.parameters[name]
+        assert torch.equal(got, weight) if same else got.shape == weight.shape, name
+
+
+def test_each_replica_writes_its_part(tmp_path: Path) -> None:
+    sizes = []
+    for zero in (0, 1):
+        folder = tmp_path / str(zero)
+        trip_of("1f1b", 2, zero).whole(Saving(path=folder))
+        sizes.append([file.stat().st_size for file in folder.glob("*.safetensors")])
+    assert sum(sizes[1]) < 1.2 * sum(sizes[0])
+    assert max(sizes[1]) < 0.6 * max(sizes[0])
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: replace(plan, clip="stage:1"), "clip of the plan, with split states"),
+        (lambda plan: replace(plan, states={"nobody": (("replicas", "S(0)"),)}), "no parameter of this name"),
+        (lambda plan: replace(plan, states={"*": (("rows", "S(0)"),)}), "each at most once, of the mesh: replicas"),
+        (lambda plan: replace(plan, states={"*": (("replicas", "S(3)"),)}), "a split of one of its dimensions"),
+        (lambda plan: replace(plan, states={}), "exchanges of the plan"),
+    ],
+)
+def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
+    place = bench("mlp")
+    with pytest.raises(PlanError) as refused:
+        place.verify(change(split(place, "1f1b", 1, 2)))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "replicas", "fields", "message"),
+    [
+        ("pipeoptim", 2, {"micro_batches": 1}, "predictor of the plan, with split states"),
+        ("1f1b", 1, {}, "--zero 1: got one replica"),
+        ("1f1b", 2, {"zero": 3}, "--zero: got 3; expected 0 or 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(rule: str, replicas: int, fields: dict[str, Any], message: str) -> None:
+    place = bench("mlp")
+    with pytest.raises(PlanError) as refused:
+        split(place, rule, 1, replicas, **fields)
+    assert message in str(refused.value)
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
+    place = bench("gpt2")
+    with pytest.raises(JobError, match=r"Adafactor.* a part of the split parameters"):
+        place.verify(split(place, "1f1b", 1, 2), place.job(lambda named: Adafactor(named, lr=1e-3)))
