@@ -23,6 +23,7 @@ from roundelay.weight_prediction import needs_displacement, needs_gradient
 def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Plan) -> list[int] | None:
     """Bytes of each stage's optimizer state, weight averages, and what weight prediction keeps of the last update.
 
+    They are those of the first holder of each stage.
     Runs one step of the optimizer on meta tensors. None if the optimizer does not support that.
 
     Args:
@@ -31,10 +32,7 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         partition: the stages.
         plan: whose predictor and averages are counted.
     """
-    named = [
-        (n, torch.nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
-        for n, p in captured.model.named_parameters()
-    ]
+    named = [(n, _updated(captured, plan, n, p)) for n, p in captured.model.named_parameters()]
     try:
         optimizer = build_optimizer(job.optimizer, named)
         for group in optimizer.param_groups:
@@ -55,7 +53,15 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         for _, group, p in groups_of(optimizer):
             copies = needs_displacement(optimizer, group, predictor) + needs_gradient(optimizer, group, predictor)
             held[names[id(p)]] += copies * p.nbytes
+    for name, p in named:  # a part of a weight is held beside the whole
+        held[name] += p.nbytes * (name in captured.states)
     return [sum(held.get(name, 0) for name in stage.parameters) for stage in partition.stages]
+
+
+def _updated(captured: Captured, plan: Plan, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """What the first holder updates of a parameter, on the meta device."""
+    local = captured.local(name, parameter.detach().to("meta"), 0)
+    return torch.nn.Parameter(captured.owned(name, local, (plan.replicas, 0)), parameter.requires_grad)
 
 
 def _state_bytes(state: Mapping[str, Any]) -> int:
