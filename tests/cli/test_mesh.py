@@ -22,6 +22,8 @@ def test_a_run_on_a_mesh_is_trained_checked_continued_and_reported(capsys: Captu
     assert "captured = plain PyTorch" in said.told
     summary = json.loads((workplace / "run" / "summary.json").read_text())
     assert len(summary["shares"]) == 4
+    held = [one["tape_bytes"] for one in tomllib.loads((workplace / "run" / "plan.toml").read_text())["stages"]]
+    assert max(summary["activation_bytes"]) < 1.5 * max(held), "a forward in parts holds one tape"
     for shares in summary["shares"]:
         busy = shares["busy"] + shares["data"] + (shares["bubble"] or 0.0) + (shares["wait"] or 0.0)
         assert busy == pytest.approx(1.0, abs=0.01)

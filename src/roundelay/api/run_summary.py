@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -84,16 +85,20 @@ def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps:
 
 def activation_bytes(trained: Trained) -> list[int]:
     """Most bytes that each worker's tapes, and the inputs kept for its deferred weight gradients, took at one time."""
-    return [
-        max(accumulate((_change(data, event.opcode, event.stage) for event in trained.events.get(k, [])), initial=0))
-        for k, data in sorted(trained.workers.items())
-    ]
+    peaks = []
+    for worker, report in sorted(trained.workers.items()):
+        events = trained.events.get(worker, [])
+        forwards = Counter((event.stage, event.g) for event in events if event.opcode == "forward")
+        parts = {stage: count for (stage, _), count in sorted(forwards.items(), key=lambda one: one[1])}
+        changes = (_change(report, event.opcode, event.stage, parts.get(event.stage, 1)) for event in events)
+        peaks.append(round(max(accumulate(changes, initial=0.0))))
+    return peaks
 
 
-def _change(report: Mapping[str, Any], opcode: str, stage: int) -> int:
-    """Bytes that an instruction allocates (positive) or frees (negative)."""
+def _change(report: Mapping[str, Any], opcode: str, stage: int, parts: int) -> float:
+    """Bytes that an instruction allocates (positive) or frees (negative); parts of a forward are taken to be equal."""
     tape, debt = int(report["tape_bytes"][str(stage)]), int(report["owed_bytes"][str(stage)])
-    return {"forward": tape, "backward": debt - tape, "backward-weight": -debt}.get(opcode, 0)
+    return {"forward": tape / parts, "backward": (debt - tape) / parts, "backward-weight": -debt}.get(opcode, 0.0)
 
 
 def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder) -> dict[str, Any]:
