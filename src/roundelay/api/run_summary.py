@@ -89,7 +89,9 @@ def activation_bytes(trained: Trained) -> list[int]:
     for worker, report in sorted(trained.workers.items()):
         events = trained.events.get(worker, [])
         forwards = Counter((event.stage, event.g) for event in events if event.opcode == "forward")
-        parts = {stage: count for (stage, _), count in sorted(forwards.items(), key=lambda one: one[1])}
+        parts = {stage: 1 for stage, _ in forwards}
+        for (stage, _), count in forwards.items():
+            parts[stage] = max(parts[stage], count)
         changes = (_change(report, event.opcode, event.stage, parts.get(event.stage, 1)) for event in events)
         peaks.append(round(max(accumulate(changes, initial=0.0))))
     return peaks

@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from roundelay.errors import PlanError
+from roundelay.ir.sbp import bounds
 
 _TEXT = re.compile(
     r"reduce-scatter\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
@@ -75,13 +75,6 @@ def all_to_all(source: int, target: int) -> tuple[Phase, ...]:
 def all_reduce(dim: int = 0) -> tuple[Phase, ...]:
     """From P to B, with what travels in between split along ``dim``: each element is summed by one holder."""
     return reduce_scatter(dim) + all_gather(dim)
-
-
-def bounds(size: int, holders: int) -> list[tuple[int, int]]:
-    """Where the parts of a dimension begin and end: balanced, the first ones longer by one (OneFlow's split)."""
-    each, rest = divmod(size, holders)
-    starts = [i * each + min(i, rest) for i in range(holders + 1)]
-    return list(pairwise(starts))
 
 
 def elements_sent(phases: Sequence[Phase], shape: Sequence[int], holders: int, position: int) -> list[int]:

@@ -9,7 +9,8 @@ from typing import NamedTuple, final
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.ir.exchange import Phase, bounds
+from roundelay.ir.exchange import Phase
+from roundelay.ir.sbp import bounds
 
 Parts = tuple[torch.Tensor, ...]
 """What one holder puts for another, a part of each tensor; empty from a holder that adds nothing to a sum."""

@@ -14,8 +14,9 @@ from typing import NamedTuple, final
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.ir.exchange import Phase, all_reduce, bounds
+from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.ir.sbp import bounds
 from roundelay.lower.emit import channels_of, exchanges_of
 from roundelay.runtime.exchange import Parts
 

@@ -24,12 +24,11 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import UsageError, counted
 from roundelay.frontend import RngKey
-from roundelay.ir.exchange import bounds
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import REPLICAS
 from roundelay.ir.program import Channel, Program
-from roundelay.ir.sbp import Split
+from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.handlers import STATES, Context, Handler, do_forward, do_unbox, do_update
