@@ -77,7 +77,7 @@ def test_a_kill_that_missed_its_checkpoint_is_played_again(
 def test_a_run_that_restarts_itself_goes_on_in_mid_flight(
     rule: str, micro_batches: int, tmp_path: Path, server: Server
 ) -> None:
-    case = Case(rule, 3, micro_batches, "shm", 2, 0, seed=0)
+    case = Case(rule, 3, micro_batches, "shm", 1, 0, seed=0)
     expected = whole(case, tmp_path, server)
     run, hold = tmp_path / "run", tmp_path / "hold"
     hold.write_text("0")
@@ -102,7 +102,7 @@ def kill_one(pid: int, run: Path, updates: int, hold: Path) -> None:
     """
     while (last := saved(run)) <= updates:
         assert members(pid)
-        hold.write_text(str(last + 5))
+        hold.write_text(str(last + 8))
         time.sleep(0.005)
     alive = members(pid)
     os.kill(alive[2], signal.SIGKILL)
