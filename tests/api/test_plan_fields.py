@@ -250,6 +250,18 @@ def splits() -> bool:
     return bool(plan.parameters) and refused({}, lambda _: session(Plan.parse(odd.text())))
 
 
+def divides_states() -> bool:
+    """Each replica has a part of what a plan names; a pattern that matches nothing is refused."""
+    job, captured, _ = given()
+    plan = roundelay.plan(job, captured=captured, data_parallel=2, zero=1, workers=1, rule="1f1b", micro_batches=2)
+    longest = dict(list(plan.states.items())[1:])  # one less is divided than is exchanged
+    others: tuple[dict[str, Any], ...] = ({"nothing.*": (("replicas", "S(0)"),)}, longest)
+    runs = run(plan)
+    assert all(torch.equal(runs.snapshot.parameters[n], w) for n, w in run(replicas()).snapshot.parameters.items())
+    texts = [dataclasses.replace(plan, states=other).text() for other in others]
+    return all(refused({}, lambda _, text=text: session(Plan.parse(text))) for text in texts)
+
+
 def leaves_out() -> bool:
     """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
     plan = replicas()
@@ -290,6 +302,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "replicas": deals_out,
     "mesh": lambda _: divides(),
     "parameters": lambda _: splits(),
+    "states": lambda _: divides_states(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,

@@ -51,6 +51,7 @@ def held(place: Bench, plan: Plan, **options: Any) -> None:
         ("zb-h1", "dropout_heavy", 2, 2),
         ("zb-v", "mlp", 2, 2),
         ("async", "gpt2", 2, 2),
+        ("pipeoptim", "mlp", 1, 2),  # with one stage nothing is predicted
     ],
 )
 def test_every_rule_without_prediction_computes_what_its_reference_does(
@@ -208,7 +209,7 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
 @pytest.mark.parametrize(
     ("rule", "replicas", "fields", "message"),
     [
-        ("pipeoptim", 2, {"micro_batches": 1}, "predictor of the plan, with split states"),
+        ("pipeoptim", 2, {"micro_batches": 1, "stages": 2}, "predictor of the plan, with split states"),
         ("1f1b", 1, {}, "--zero 1: got one replica"),
         ("1f1b", 2, {"zero": 3}, "--zero: got 3; expected 0 or 1"),
     ],
@@ -216,7 +217,7 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
 def test_what_cannot_be_split_is_refused(rule: str, replicas: int, fields: dict[str, Any], message: str) -> None:
     place = bench("mlp")
     with pytest.raises(PlanError) as refused:
-        split(place, rule, 1, replicas, **fields)
+        split(place, rule, fields.pop("stages", 1), replicas, **fields)
     assert message in str(refused.value)
 
 

@@ -59,7 +59,11 @@ def _exchanges(plan: Plan) -> list[str]:
         every, size = list(group), sizes[axis]
         most = max(sum(sum(one.bytes_sent(size, position)) for one in every) for position in range(size))
         who = f"{size} replicas" if axis == REPLICAS else f"{size} workers along {axis}"
-        what = f"in {len(every)} boxings a micro-batch" if boxed else "of gradients a batch"
+        what = (
+            f"in {len(every)} boxings a micro-batch"
+            if boxed
+            else "of gradients a batch" + " and of weights" * any(one.kind == "weight" for one in every)
+        )
         num_bytes = sum(one.num_bytes for one in every)
         lines.append(f"stage {stage}: its {who} exchange {num_bytes} bytes {what}; each sends up to {most}")
     return lines

@@ -185,7 +185,8 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     of workers.
     """
     sizes = _sizes(plan)
-    kept: dict[str, Any] = sizes | {name: getattr(plan, name) for name in _ALWAYS}
+    divided = sizes.pop("zero") if given.get("data_parallel", plan.replicas) > 1 else 0
+    kept: dict[str, Any] = sizes | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
     rule = given.get("rule", plan.rule)
     same_size = all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule:
@@ -205,9 +206,14 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
-    """The choices that make the number of workers."""
+    """The choices that make the holders of stages, and what each has."""
     each = plan.num_workers // (plan.replicas * plan.mesh_size)
-    return {"workers": each, "data_parallel": plan.replicas, "tensor_parallel": plan.mesh_size}
+    return {
+        "workers": each,
+        "data_parallel": plan.replicas,
+        "tensor_parallel": plan.mesh_size,
+        "zero": int(bool(plan.states)),
+    }
 
 
 def _stages_per_worker(rule: str) -> int:
@@ -240,7 +246,7 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
         match name:
             case "cuts":
                 continue
-            case "workers" | "data_parallel" | "tensor_parallel":
+            case "workers" | "data_parallel" | "tensor_parallel" | "zero":
                 planned_value = _sizes(plan)[name]
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)

@@ -8,7 +8,7 @@ from roundelay.ir.exchange import Phase, all_reduce, reduce_scatter
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import EXCHANGES
-from roundelay.ir.rule import NO_PREDICTOR
+from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
 from roundelay.lower.emit import schedule_of
 
 WEIGHTS = "weight-gradient"
@@ -106,14 +106,21 @@ def check_mesh(plan: Plan) -> None:
             )
 
 
+def _looks_ahead(plan: Plan) -> bool:
+    """Whether a stage of a plan whose rule predicts ever does: with one stage (or none, in a draft) no update is crossed."""
+    alone = plan.num_stages <= 1 and rule_named(plan.rule).target != "next"
+    return not alone or DISTANCES[plan.predictor] == "lag+1"
+
+
 def _check_states(plan: Plan) -> None:
     """Check what a split of the optimizer's states can be combined with."""
     refused = {
         "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
         "predictor": (
-            plan.predictor != NO_PREDICTOR,
-            plan.predictor,
-            f"{NO_PREDICTOR}: a replica predicts only what it has the states of",
+            plan.predictor != NO_PREDICTOR and _looks_ahead(plan),
+            f"{plan.predictor}, by rule {plan.rule}",
+            "a rule that predicts no weights, such as 1f1b or pipedream-2bw, or one stage: a replica can predict only "
+            "weights of which it has the states",
         ),
         "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
         "precision": (

@@ -193,7 +193,7 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
         if run.instruction.of:
             packed = _boxed(context, run, channel)
         elif context.axes[channel] == WEIGHTS:
-            packed = context.stage.packed_weights()
+            packed = context.stage.owned.packed()
         elif context.axes[channel] == STATES:
             packed = context.stage.gradients.scattered()
         else:
@@ -207,7 +207,7 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
         if context.axes[channel] == WEIGHTS:
-            context.stage.gather_weights(parts)
+            context.stage.owned.gather(parts)
         elif context.axes[channel] == STATES:
             context.stage.gradients.reduced(parts)
         elif not run.instruction.of:
@@ -253,7 +253,7 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
         context.skipped += 1
     context.stage.update(run.version, norm)
     if context.audit is not None:
-        context.audit("update", header.batch, context.stage.owned)
+        context.audit("update", header.batch, context.stage.owned.weights)
     context.states.hand_over(context.stage, header, context.norms)
     return None
 

@@ -11,7 +11,6 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import Flights, StageInFlight, Weights
-from roundelay.checkpoint.shards import Ranges
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.retarget_device import CPU
@@ -30,6 +29,7 @@ from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.optimizer_state import OptimizerState
+from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
 from roundelay.runtime.stage_optimizer import (
     RateTable,
@@ -40,7 +40,6 @@ from roundelay.runtime.stage_optimizer import (
     per_update_scheduler,
     without_gradients,
 )
-from roundelay.runtime.state_bucket import StateBucket
 from roundelay.runtime.weight_averages import WeightAverages
 from roundelay.schedules import schedule_named
 from roundelay.weight_prediction import LastStep
@@ -114,8 +113,6 @@ class Stage:
         self.halved = schedule_named(rule_named(plan.rule).schedule).halved
         self.function = captured.stage(spec, place, halved=self.halved, part=part)
         self._parts = {"": self.function}
-        #: names of parameters of which this worker has a part of its own
-        self.split = {n for n in spec.parameters if captured.is_split(n)}
         self.clip = Clip.parse(plan.clip)
         self.parameters = {
             n: torch.nn.Parameter(
@@ -124,37 +121,31 @@ class Stage:
             )
             for n in spec.parameters
         }
-        #: names of parameters of which the replicas update a part each
-        self.states = {n for n in spec.parameters if n in captured.states}
-        place_of = (plan.replicas, replica)
-        #: what this holder updates: the parameters themselves, or parts of them
-        self.owned = {
-            n: torch.nn.Parameter(captured.owned(n, p.detach(), place_of), p.requires_grad) if n in self.states else p
-            for n, p in self.parameters.items()
-        }
+        self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
         flight = initial.flight_of(spec.stage, self.holder)
-        state = {n: _local_state(captured, initial, n, part, place_of) for n in initial.optimizer}
+        state = {
+            n: self.owned.state(n, entries, initial.parameters[n].shape) if n in initial.parameters else entries
+            for n, entries in initial.optimizer.items()
+        }
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
-        named = [(n, self.owned.get(n, p)) for n, p in captured.model.named_parameters()]
+        named = [(n, self.owned.weights.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
         self._kept_state = OptimizerState(self.optimizer, named)
-        narrow(self.optimizer, self.owned, named)
+        narrow(self.optimizer, self.owned.weights, named)
         self.scheduler = per_update_scheduler(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
         self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
         for _ in range(initial.updates if self.scheduler is not None else 0):
             with no_group_empty(self.optimizer):
                 self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
             self.scheduler.step()  # type: ignore[union-attr]
-        self._kept_state.restore(self.owned, state)
-        self._averages = WeightAverages(plan.ema, self.owned, state)
+        self._kept_state.restore(self.owned.weights, state)
+        self._averages = WeightAverages(plan.ema, self.owned.weights, state)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
         self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads in place of the rule's; set only to tamper with a run
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
-        #: how replicas exchange the parts that they update; None where each updates all
-        self.state_bucket = self._state_bucket(plan, captured)
         #: gradients of the current batch
         self.gradients = Gradients(
             spec.parameters,
@@ -162,18 +153,17 @@ class Stage:
             scaled=LossScale.parse(plan.loss_scale).on,
             shares=not captured.graph.loss_counts,
             buckets=self._buckets(plan, captured),
-            counted=[n for n in spec.parameters if self.reports(n)],
-            states=self.state_bucket,
+            counted=self.owned.names,
+            states=self.owned.bucket,
             replica=replica,
         )
-        self._ranges = {n: captured.ranges(n, part, place_of) for n in spec.parameters}
         self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
             last = last_steps(flight, place)
         self._predictions = PredictedWeights(
-            plan.predictor, self.optimizer, self.parameters, self._rates, self.gradients, last
+            plan.predictor, self.optimizer, self.owned.weights, self._rates, self.gradients, last
         )
         self.in_flight = ResumeState(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
@@ -313,7 +303,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         for name, gradient in self.gradients.whole(norm).items():
-            self.owned[name].grad = gradient
+            self.owned.weights[name].grad = gradient
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
         held, self._leaves = self._held(), None
@@ -324,31 +314,16 @@ class Stage:
         with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
-            self._kept_state.entries(self.owned, copied=False)
+            self._kept_state.entries(self.owned.weights, copied=False)
             self._known_state = True
         self._averages.update()
-        for parameter in self.owned.values():
+        for parameter in self.owned.weights.values():
             parameter.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
             self._kept_state.accept_options()
         self.gradients.clear()
         self._predictions.clear()
-
-    def packed_weights(self) -> tuple[torch.Tensor, ...]:
-        """What this replica has updated, for the others."""
-        assert self.state_bucket is not None, "else each updates all"
-        return self.state_bucket.packed(self.owned)
-
-    def gather_weights(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Take what all replicas have updated; tensors that a tape holds are not written to."""
-        assert self.state_bucket is not None, "else each updates all"
-        for name, weight in self.state_bucket.gathered(tensors).items():
-            self.parameters[name].data = weight
-
-    def reports(self, name: str) -> bool:
-        """Whether what this holder updates of a parameter is its to report, and counts in norms."""
-        return (not self.part or name in self.split) and (not self.replica or name in self.states)
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
@@ -398,20 +373,11 @@ class Stage:
                 (n, p)
                 for n, p in trained.items()
                 if n not in exchange.unused
-                and (n not in self.states if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
+                and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
             )
             for exchange in exchanges
             if tuple(map(Phase.parse, exchange.phases)) == all_reduce()
         }
-
-    def _state_bucket(self, plan: Plan, captured: Captured) -> StateBucket | None:
-        unused = {n for e in plan.exchanges if e.stage == self.spec.stage for n in e.unused}
-        own = [(n, p.detach()) for n, p in self.parameters.items() if n in self.states and n not in unused]
-        return StateBucket.of(own, captured.states, plan.replicas) if own else None
-
-    def ranges(self, name: str) -> Ranges:
-        """Where this holder's part of a parameter lies in the whole."""
-        return self._ranges[name]
 
     def tape_bytes(self) -> int:
         """Return the most bytes that one forward has left for its backward, without parameters."""
@@ -427,8 +393,8 @@ class Stage:
         The buffers are those after the last forward of the first ``updates`` batches, if a header announced that this
         state would be needed; else the current ones.
         """
-        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.owned.items()}
-        state = self._kept_state.entries(self.owned)
+        weights = {n: p.detach().to(CPU, copy=True) for n, p in self.owned.weights.items()}
+        state = self._kept_state.entries(self.owned.weights)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return weights, state, self.own_buffers(updates)
@@ -446,19 +412,3 @@ class Stage:
 
 def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     return gradients if scale == 1.0 else {name: torch.div(grad, scale) for name, grad in gradients.items()}
-
-
-def _local_state(
-    captured: Captured, initial: Initial, name: str, part: int, replica: tuple[int, int]
-) -> Mapping[str, Any]:
-    """What one holder has of a parameter's optimizer state: entries with its shape are split as what it updates."""
-    state = initial.optimizer[name]
-    if name not in initial.parameters:  # that of the optimizer as a whole
-        return state
-    shape = initial.parameters[name].shape
-    return {
-        key: captured.owned(name, captured.local(name, value, part), replica)
-        if isinstance(value, torch.Tensor) and value.shape == shape
-        else value
-        for key, value in state.items()
-    }

@@ -201,20 +201,20 @@ def gathered_part(held: HeldState, gathered: Gathered) -> HeldState | None:
 
 def _held(stage: Stage, header: MicroBatch, norms: GradNorms | None) -> HeldState:
     updates = header.batch + 1
-    if stage.replica and not stage.states:
+    if stage.replica and not stage.owned.split:
         flight = stage.flight(updates) if header.saved else None
         buffers = stage.own_buffers(updates)
         return HeldState(stage.spec.stage, {}, buffers, {}, flight, replica=stage.replica, holder=stage.holder)
     weights, states, buffers = stage.state(updates)
     if stage.holder:  # what all holders have is the first one's to report
-        weights = {name: weight for name, weight in weights.items() if stage.reports(name)}
+        weights = {name: weight for name, weight in weights.items() if name in stage.owned.names}
         states = {name: state for name, state in states.items() if name in weights}
     flight = stage.flight(updates) if header.saved else None
     if flight is not None and norms is not None:
         flight = norms.in_flight(flight)
     return HeldState(
         stage.spec.stage,
-        {name: Shard(stage.ranges(name), weight) for name, weight in weights.items()},
+        {name: Shard(stage.owned.ranges(name), weight) for name, weight in weights.items()},
         buffers,
         states,
         flight,

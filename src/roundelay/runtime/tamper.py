@@ -128,11 +128,11 @@ class _Dropped(_Worker):
     updates = 0
 
     def update(self, context: Context, run: Run) -> MicroBatch | None:
-        before = {name: weight.detach().clone() for name, weight in context.stage.owned.items()}
+        before = {name: weight.detach().clone() for name, weight in context.stage.owned.weights.items()}
         result = do_update(context, run)
         self.updates += 1
         if self.updates == 2:
-            for name, parameter in context.stage.owned.items():
+            for name, parameter in context.stage.owned.weights.items():
                 parameter.data = before[name]
         return result
 
@@ -148,7 +148,7 @@ class _Unboxed(_Worker):
         if boxing is not None and Split in (type(boxing.source), type(boxing.target)):
             return do_unbox(context, run)
         counts = boxing is None and context.axes[channel] == REPLICAS
-        if counts and context.stage.state_bucket is not None and len(context.inbox[channel, run.g].values) < 2:
+        if counts and context.stage.owned.bucket is not None and len(context.inbox[channel, run.g].values) < 2:
             return do_unbox(context, run)  # there is no gradient in it
         self.left_out = channel if self.left_out is None else self.left_out
         if channel != self.left_out:

@@ -1,0 +1,80 @@
+"""What one holder of a stage updates: its parameters, or, of some, a part that it alone of the replicas updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from roundelay.checkpoint.shards import Ranges
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.ir.stage import StageSpec
+from roundelay.runtime.state_bucket import StateBucket
+
+
+@final
+class OwnedWeights:
+    """A stage's parameters as one holder updates them.
+
+    Args:
+        captured: the model; :attr:`Captured.states` says of which parameters each replica updates a part (ZeRO-1).
+        spec: the stage as data.
+        plan: has the replicas and the exchanges.
+        parameters: by name, what this worker of the mesh has of them; shared.
+        replica: which of the replicas it is of.
+        part: which worker of the mesh it is.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        spec: StageSpec,
+        plan: Plan,
+        parameters: Mapping[str, torch.nn.Parameter],
+        replica: int,
+        part: int,
+    ) -> None:
+        self._captured, self._whole, self._part, self._place = captured, parameters, part, (plan.replicas, replica)
+        #: names of parameters of which this holder updates a part
+        self.split = {n for n in parameters if n in captured.states}
+        #: what it updates, by name; where nothing is split, the parameters themselves
+        self.weights = {
+            n: torch.nn.Parameter(self._owned(n, p.detach()), p.requires_grad) if n in self.split else p
+            for n, p in parameters.items()
+        }
+        unused = {n for e in plan.exchanges if e.stage == spec.stage for n in e.unused}
+        exchanged = [(n, p.detach()) for n, p in parameters.items() if n in self.split and n not in unused]
+        #: how replicas exchange the parts; None where each updates all
+        self.bucket = StateBucket.of(exchanged, captured.states, plan.replicas) if exchanged else None
+        #: those that it reports, and counts in norms: each part of a parameter has one such holder
+        self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
+        self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}
+
+    def ranges(self, name: str) -> Ranges:
+        """Where what this holder updates lies in the whole parameter."""
+        return self._ranges[name]
+
+    def state(self, name: str, whole: Mapping[str, Any], shape: torch.Size) -> Mapping[str, Any]:
+        """This holder's optimizer state of a parameter of that shape: entries of its shape are split as it is."""
+        return {
+            key: self._owned(name, self._captured.local(name, value, self._part))
+            if isinstance(value, torch.Tensor) and value.shape == shape
+            else value
+            for key, value in whole.items()
+        }
+
+    def packed(self) -> tuple[torch.Tensor, ...]:
+        """What this replica has updated, for the others."""
+        assert self.bucket is not None, "else each updates all"
+        return self.bucket.packed(self.weights)
+
+    def gather(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Make the parameters of what all replicas have updated; tensors that a tape holds are not written to."""
+        assert self.bucket is not None, "else each updates all"
+        for name, weight in self.bucket.gathered(rows).items():
+            self._whole[name].data = weight
+
+    def _owned(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        return self._captured.owned(name, local, self._place)
