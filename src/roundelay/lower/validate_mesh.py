@@ -107,7 +107,7 @@ def check_mesh(plan: Plan) -> None:
 
 
 def _looks_ahead(plan: Plan) -> bool:
-    """Whether a stage of a plan whose rule predicts ever does; with one stage, or a draft of none, it crosses no update."""
+    """Whether a stage of a plan whose rule predicts ever does; one stage, or a draft of none, crosses no update."""
     alone = plan.num_stages <= 1 and rule_named(plan.rule).target != "next"
     return not alone or DISTANCES[plan.predictor] == "lag+1"
 
