@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from roundelay.api.events import Drained, Event
 from roundelay.api.planning import plan as planned
 from roundelay.api.training import Length, Saving
+from roundelay.api.verifying import verify
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
 from roundelay.ir.plan import Plan
@@ -81,6 +82,23 @@ def test_it_does_between_processes_and_beside_a_mesh(transport: str) -> None:
 def test_whatever_else_the_plan_says(fields: dict[str, Any]) -> None:
     place = bench("gpt2")
     held(place, split(place, "1f1b", 2, 2, tensor_parallel=2, **fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"tensor_parallel": 3, "zero": 0}, {"tensor_parallel": 3}])
+def test_a_part_is_updated_as_a_tensor_of_its_own(fields: dict[str, Any]) -> None:
+    """Fused kernels round the last elements of a tensor otherwise than those amid it."""
+    place = bench("gpt2")
+    job = place.job(lambda named: SGD(named, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True))
+    found = place.verify(split(place, "1f1b", 1, 3, **fields), job)
+    assert found.equal, found.difference
+
+
+def test_the_whole_proof_from_plain_pytorch_on() -> None:
+    place = bench("mlp")
+    found = verify(place.job(), plan=split(place, "1f1b", 1, 2), steps=3)
+    assert found.fidelity is not None
+    assert found.fidelity.equal, found.differences()
+    assert found.equal, found.differences()
 
 
 def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any() -> None:

@@ -130,6 +130,7 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
         if difference := isolated(check, "the model on its mesh", limit_s=limit_s):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
+    if plan.mesh_size > 1 or plan.states:
         plan, stages = without_mesh(captured, plan), None
     case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates and job.evaluate is not None)
     shared = _shared_memory(case)

@@ -50,7 +50,8 @@ def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
             yield f"  to stage {edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back"
     for exchange in own:
         if not exchange.value:
-            yield f"  at the batch's end, gradients of weights: {_moved(exchange, axes)}"
+            what = "weights" if exchange.kind == "weight" else "gradients of weights"
+            yield f"  at the batch's end, {what}: {_moved(exchange, axes)}"
 
 
 def _boxing(captured: Captured, exchange: ExchangePlan, axes: Mapping[str, int]) -> str:

@@ -410,7 +410,7 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
         stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
     named = {name for stage in stages for name in stage.workers}
     workers = tuple(worker for worker in plan.workers if worker.name in named)
-    result = replace(plan, mesh={}, parameters={}, stages=tuple(stages), workers=workers)
+    result = replace(plan, mesh={}, parameters={}, states={}, stages=tuple(stages), workers=workers)
     cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
     unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
     return replace(result, exchanges=plan_exchanges(captured, cut_up, result, unused))

@@ -135,5 +135,5 @@ def _check_states(plan: Plan) -> None:
                 f"{name} of the plan, with split states",
                 got=got,
                 expected=expected,
-                remedy="Change that, or remove --zero or the plan's [states].",
+                remedy="Change it (a rule: --rule pipedream-2bw), or remove --zero, or the plan's [states].",
             )

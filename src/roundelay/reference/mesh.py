@@ -11,6 +11,7 @@ A split reads its dimension as (outer, m, unit) and divides m in balanced parts,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ def part_of(whole: torch.Tensor, split: Split, workers: int, worker: int) -> tor
     """One worker's part, in memory of its own."""
     parts = torch.tensor_split(_opened(whole, split), workers, split.dim + 1)
     return parts[worker].flatten(split.dim, split.dim + 2).clone(memory_format=torch.contiguous_format)
+
+
+def _all_parts(whole: torch.Tensor, split: Split, workers: int) -> list[torch.Tensor]:
+    return [part_of(whole, split, workers, worker) for worker in range(workers)]
 
 
 def joined(parts: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
@@ -55,7 +60,7 @@ def _boxed(parts: Sequence[torch.Tensor], source: Signature, target: Signature) 
     if isinstance(target, Broadcast):
         return [whole] * len(parts)
     assert isinstance(target, Split), "nothing is boxed to a partial tensor"
-    return [part_of(whole, target, len(parts), worker) for worker in range(len(parts))]
+    return _all_parts(whole, target, len(parts))
 
 
 def forward(
@@ -115,6 +120,47 @@ def local(stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int)
     return {
         name: part_of(tensor, stage.split[name], workers, worker) if name in stage.split else tensor
         for name, tensor in whole.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How holders divide a parameter of which each updates a part: along a mesh, over replicas, or both.
+
+    A part is updated as a tensor of its own: kernels may round its last elements otherwise than amid the whole.
+
+    Args:
+        split: along the mesh; None if each of its workers has all.
+        workers: of the mesh.
+        state: of what a worker has, over the replicas; None if each of them updates all.
+        replicas: their number.
+    """
+
+    split: Split | None
+    workers: int
+    state: Split | None
+    replicas: int
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Each holder's part, by workers and then replicas."""
+        each = [whole] if self.split is None else _all_parts(whole, self.split, self.workers)
+        return each if self.state is None else [p for one in each for p in _all_parts(one, self.state, self.replicas)]
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of all parts."""
+        if self.state is not None:
+            size = self.replicas
+            parts = [joined(parts[at : at + size], self.state) for at in range(0, len(parts), size)]
+        return parts[0] if self.split is None else joined(parts, self.split)
+
+
+def divisions(stages: Sequence[ReferenceStage], replicas: int) -> dict[str, Division]:
+    """Those of the parameters of which holders update parts, by name."""
+    return {
+        name: Division(stage.split.get(name), len(stage.functions), stage.states.get(name), replicas)
+        for stage in stages
+        for name in stage.parameters
+        if name in stage.split or name in stage.states
     }
 
 

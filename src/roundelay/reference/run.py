@@ -30,7 +30,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
-from roundelay.reference.mesh import Each, backward, counted, forward, local, on, updated
+from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.replica import Replica, total_count, total_gradients, total_missing
 from roundelay.reference.run_inputs import (
@@ -90,7 +90,9 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
     first = next(headers, None)
     with torch.no_grad():
         version = first[0][0].batch if first else 0
-        trainer = Trainer(Recipe(optimizer, scheduler, start, version, setting.numbers), named)
+        trainer = Trainer(
+            Recipe(optimizer, scheduler, start, version, setting.numbers), named, divisions(stages, len(buffers))
+        )
         run = _Run(
             setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, replica, number, tensors: None)
         )
@@ -168,6 +170,7 @@ class _Run:
         """Return the results, with the state at the end."""
         self._result.parameters = self._trainer.parameters()
         self._result.optimizer_state = self._trainer.state()
+        self._trainer.rejoin()
         for name, average in self._averages.items():
             self._result.optimizer_state.setdefault(name, {})[EMA] = average
         self._result.updates = self._trainer.live

@@ -6,7 +6,7 @@ The runtime has one optimizer per stage instead; comparing the two also shows th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from roundelay.reference.mesh import Division
 from roundelay.reference.predict import Past
 from roundelay.reference.run_inputs import Named, OptimizerFactory, SchedulerFactory, Tensors
 
@@ -112,30 +113,40 @@ class Trainer:
     Args:
         recipe: how to create the optimizer.
         named: every parameter of the model; updated in place.
+        divisions: of those of which the optimizer has each holder's part instead.
     """
 
-    def __init__(self, recipe: Recipe, named: Named) -> None:
+    def __init__(self, recipe: Recipe, named: Named, divisions: Mapping[str, Division] | None = None) -> None:
         self.live = recipe.version
         self.versions: dict[int, Version] = {}
         self._named = named
         self._optimizer, self._scheduler = recipe.build(named)
+        self._divisions = {} if divisions is None else divisions
+        #: what the optimizer has of each parameter: itself, or its parts
+        self._parts = {n: _divided(self._optimizer, p, self._divisions.get(n)) for n, p in named}
         self._rates = None if recipe.scheduler is None else Rates(recipe, named)
         resumed = {name for name, p in named if p.requires_grad and recipe.start is not None}
         kind = type(self._optimizer)
-        pasts = {n: Past(kind, {}, {}, n in resumed, None, None, 0.0) for n in groups_of(self._optimizer, named)}
+        trained = groups_of(self._optimizer, self._updated)
+        pasts = {n: Past(kind, {}, {}, n in resumed, None, None, 0.0) for n in trained}
         self.versions[self.live] = Version(self._weights(), self._snapshot(pasts))
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """W[t+1], S[t+1] = Opt(W[t], S[t], gradients, lr(t)); ``grad`` of a parameter without gradient is None."""
         before = self.versions[self.live]
-        for name, parameter in self._named:
-            parameter.grad = gradients[name].clone() if name in gradients else None
+        for name, parts in self._parts.items():
+            of_parts = self._divided(name, gradients[name]) if name in gradients else [None] * len(parts)
+            for part, gradient in zip(parts, of_parts, strict=True):
+                part.grad = None if gradient is None else gradient.clone()
         group_rates = _step(self._optimizer, self._scheduler)
         groups = zip(self._optimizer.param_groups, group_rates, strict=True)
         rate_of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
-        rates = {name: rate_of[id(parameter)] for name, parameter in self._named if id(parameter) in rate_of}
-        for _, parameter in self._named:
-            parameter.grad = None
+        rates = {name: rate_of[id(parameter)] for name, parameter in self._updated if id(parameter) in rate_of}
+        for name, parameter in self._named:
+            for part in self._parts[name]:
+                part.grad = None
+            if name in self._divisions:
+                parameter.copy_(self._divisions[name].joined(self._parts[name]))
         after = self._weights()
         pasts = {
             name: replace(
@@ -173,20 +184,74 @@ class Trainer:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of every parameter that has any."""
-        states = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._named}
-        return {name: dict(state) for name, state in states.items() if state}
+        states = {name: self._state(name) for name, _ in self._named}
+        return {name: state for name, state in states.items() if state}
+
+    def rejoin(self) -> None:
+        """Let the optimizer have whole parameters again, with their states: at the end, for who made it."""
+        for name, parameter in self._named:
+            if name in self._divisions:
+                state, parts = self._state(name), self._parts[name]
+                _put(self._optimizer, parts, [parameter])
+                for part in parts:
+                    self._optimizer.state.pop(part, None)
+                if state:
+                    self._optimizer.state[parameter] = state
+        self._divisions, self._parts = {}, {name: [parameter] for name, parameter in self._named}
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter, in the parameter's shape where it is in that of its parts."""
+        parts = self._parts[name]
+        first, *others = [self._optimizer.state.get(part, {}) for part in parts]
+        return {
+            key: self._divisions[name].joined([value, *(other[key] for other in others)])
+            if name in self._divisions and isinstance(value, torch.Tensor) and value.shape == parts[0].shape
+            else value
+            for key, value in first.items()
+        }
+
+    def _divided(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
+        return self._divisions[name].parts(whole) if name in self._divisions else [whole]
+
+    @property
+    def _updated(self) -> Named:
+        """What the optimizer has, each with its parameter's name."""
+        return [(name, part) for name, parts in self._parts.items() for part in parts]
 
     def _weights(self) -> Tensors:
         return {name: parameter.detach().clone() for name, parameter in self._named}
 
     def _snapshot(self, pasts: dict[str, Past]) -> dict[str, Past]:
         """Return ``pasts`` with copies of the current hyperparameters and optimizer state."""
-        groups, parameters = groups_of(self._optimizer, self._named), dict(self._named)
+        groups = groups_of(self._optimizer, self._updated)
         return {
             name: replace(
                 past,
                 group=copy.deepcopy({key: value for key, value in groups[name].items() if key != "params"}),
-                state=copy.deepcopy(dict(self._optimizer.state.get(parameters[name], {}))),
+                state=copy.deepcopy(self._state(name)),
             )
             for name, past in pasts.items()
         }
+
+
+def _divided(
+    optimizer: Optimizer, parameter: torch.nn.Parameter, division: Division | None
+) -> list[torch.nn.Parameter]:
+    """Let the optimizer have the parts of a parameter in its place, with its state; returns what it has."""
+    if division is None:
+        return [parameter]
+    parts = [torch.nn.Parameter(part.clone(), parameter.requires_grad) for part in division.parts(parameter.detach())]
+    _put(optimizer, [parameter], parts)
+    for key, value in optimizer.state.pop(parameter, {}).items():
+        whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        for part, own in zip(parts, division.parts(value) if whole else [value] * len(parts), strict=True):
+            optimizer.state[part][key] = copy.deepcopy(own)
+    return parts
+
+
+def _put(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], others: Sequence[torch.nn.Parameter]) -> None:
+    """Put others in the place of an optimizer's parameters, which stand side by side in a group."""
+    for group in optimizer.param_groups:
+        at = next((i for i, p in enumerate(group["params"]) if p is parameters[0]), None)
+        if at is not None:
+            group["params"][at : at + len(parameters)] = others
