@@ -74,8 +74,8 @@ def test_the_stages_of_a_continued_run_start_with_the_saved_bits(tmp_path: Path,
         stage = Stage(captured, spec, job, plan, session.initial)
         for part, values in zip(("parameters", "optimizer", "buffers"), stage.state(), strict=True):
             found[part] |= values
-        assert stage.scheduler is not None
-        assert stage.scheduler.get_last_lr() == [1e-2 * 0.9**4, 5e-3 * 0.9**4]
+        assert stage.steps.scheduler is not None
+        assert stage.steps.scheduler.get_last_lr() == [1e-2 * 0.9**4, 5e-3 * 0.9**4]
     assert_same(found, {"parameters": saved.parameters, "buffers": saved.buffers, "optimizer": saved.optimizer})
     assert saved.optimizer["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 

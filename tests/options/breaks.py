@@ -43,7 +43,7 @@ def _stepped(file: str, indent: str, scheduler: str) -> Edit:
 
 
 _GRADIENTS, _REFERENCE = "runtime/gradients.py", "reference/run.py"
-_RUN_STEPS = _stepped("runtime/stage_state.py", "        ", "self.scheduler")
+_RUN_STEPS = _stepped("runtime/optimizer_steps.py", "        ", "self.scheduler")
 _REFERENCE_STEPS = _stepped("reference/trainer.py", "    ", "scheduler")
 _RUN_GROUPS = Edit(
     "runtime/stage_optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)

@@ -81,7 +81,7 @@ class CapturedStepper:
         self._finish_gradients(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
         checker.buffers(number, self.buffers(), self._untouched, self._shared.get_all(plain.buffers))
         for stage in self.stages:
-            checker.rates(number, [float(group["lr"]) for group in stage.optimizer.param_groups], plain.rates)
+            checker.rates(number, [float(group["lr"]) for group in stage.steps.optimizer.param_groups], plain.rates)
         torch.manual_seed(seed_of(self._seed, -1 - number))
         for stage in self.stages:
             stage.update(number)
@@ -173,7 +173,7 @@ class CapturedStepper:
 
     def _updates_many(self) -> bool:
         """Whether an optimizer updates many parameters in one call, which may round differently."""
-        groups = [group for stage in self.stages for group in stage.optimizer.param_groups]
+        groups = [group for stage in self.stages for group in stage.steps.optimizer.param_groups]
         return any(group.get("fused") or group.get("foreach") for group in groups)
 
 

@@ -30,7 +30,7 @@ from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job, StopTraining
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
-from roundelay.runtime.stage_state import Initial
+from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.state_reports import AMOUNTS, Gathered, StateUse, of_checkpoint
 
 ABANDON_S = 3.0

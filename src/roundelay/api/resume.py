@@ -18,8 +18,8 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.verify_schedule import programs_of
+from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.stage_optimizer import RateTable
-from roundelay.runtime.stage_state import Initial
 from roundelay.schedules import schedule_named
 
 TRAINED = "trained parameters"

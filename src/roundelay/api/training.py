@@ -44,6 +44,7 @@ from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler
+from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
 from roundelay.runtime.launch import run
 from roundelay.runtime.loader_epoch import forget
@@ -51,7 +52,6 @@ from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.split_optimizer_check import check_split
 from roundelay.runtime.stage_optimizer import RateTable, without_gradients
 from roundelay.runtime.stage_optimizer_check import check_narrowing
-from roundelay.runtime.stage_state import Initial
 from roundelay.runtime.state_reports import Gathered, StateUse
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.checkpoint.in_flight_state import Flights, StageInFlight, Weights
+from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.retarget_device import CPU
@@ -28,60 +27,12 @@ from roundelay.job import Job
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.optimizer_state import OptimizerState
+from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
-from roundelay.runtime.stage_optimizer import (
-    RateTable,
-    build_optimizer,
-    build_scheduler,
-    narrow,
-    no_group_empty,
-    per_update_scheduler,
-    without_gradients,
-)
-from roundelay.runtime.weight_averages import WeightAverages
 from roundelay.schedules import schedule_named
 from roundelay.weight_prediction import LastStep
-
-
-@dataclass(frozen=True, slots=True)
-class Initial:
-    """The state from which stages start: of the model itself, or of a checkpoint.
-
-    Args:
-        parameters: by name.
-        buffers: by name.
-        optimizer: optimizer state by parameter name, and that of the optimizer as a whole; empty for a new run.
-        updates: updates made before.
-        flight: what every stage had in flight, by (stage, holder); None if the stages start empty.
-        loss_scale: a dynamic loss scale, and the finite batches in a row so far; None for a new run.
-        numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
-        replica_buffers: the buffers of the replicas after the first, where they have their own; by name.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, Mapping[str, Any]]
-    updates: int
-    flight: Flights | None = None
-    loss_scale: tuple[float, int] | None = None
-    numbers: tuple[float, ...] = ()
-    replica_buffers: tuple[Mapping[str, torch.Tensor], ...] = ()
-
-    def flight_of(self, stage: int, holder: int = 0) -> StageInFlight | None:
-        """Return what one holder of a stage had in flight."""
-        return None if self.flight is None else self.flight[stage, holder]
-
-    @property
-    def every_buffers(self) -> list[Mapping[str, torch.Tensor]]:
-        """The buffers of every replica that has its own."""
-        return [self.buffers, *({**self.buffers, **own} for own in self.replica_buffers)]
-
-    def buffers_of(self, replica: int) -> Mapping[str, torch.Tensor]:
-        """Return the buffers of a replica: its own, or else those of the first."""
-        every = self.every_buffers
-        return every[replica] if replica < len(every) else self.buffers
 
 
 class Stage:
@@ -123,23 +74,8 @@ class Stage:
         }
         self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
         flight = initial.flight_of(spec.stage, self.holder)
-        state = {
-            n: self.owned.state(n, entries, initial.parameters[n].shape) if n in initial.parameters else entries
-            for n, entries in initial.optimizer.items()
-        }
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
-        named = [(n, self.owned.weights.get(n, p)) for n, p in captured.model.named_parameters()]
-        self.optimizer = build_optimizer(job.optimizer, named)
-        self._kept_state = OptimizerState(self.optimizer, named)
-        narrow(self.optimizer, self.owned.weights, named)
-        self.scheduler = per_update_scheduler(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
-        self._rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
-        for _ in range(initial.updates if self.scheduler is not None else 0):
-            with no_group_empty(self.optimizer):
-                self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
-            self.scheduler.step()  # type: ignore[union-attr]
-        self._kept_state.restore(self.owned.weights, state)
-        self._averages = WeightAverages(plan.ema, self.owned.weights, state)
+        self.steps = OptimizerSteps(captured, job, plan, initial, self.owned)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
@@ -163,14 +99,13 @@ class Stage:
         if flight is not None:
             last = last_steps(flight, place)
         self._predictions = PredictedWeights(
-            plan.predictor, self.optimizer, self.owned.weights, self._rates, self.gradients, last
+            plan.predictor, self.steps.optimizer, self.owned.weights, self.steps.rates, self.gradients, last
         )
         self.in_flight = ResumeState(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
-        self._known_state = False
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
 
@@ -310,18 +245,7 @@ class Stage:
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
-        self._rates.check()
-        with self._predictions.watching(), self._kept_state.stepping(), no_group_empty(self.optimizer):
-            self.optimizer.step()
-        if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
-            self._kept_state.entries(self.owned.weights, copied=False)
-            self._known_state = True
-        self._averages.update()
-        for parameter in self.owned.weights.values():
-            parameter.grad = None
-        if self.scheduler is not None:
-            self.scheduler.step()
-            self._kept_state.accept_options()
+        self.steps.step(self._predictions.watching())
         self.gradients.clear()
         self._predictions.clear()
 
@@ -394,10 +318,7 @@ class Stage:
         state would be needed; else the current ones.
         """
         weights = {n: p.detach().to(CPU, copy=True) for n, p in self.owned.weights.items()}
-        state = self._kept_state.entries(self.owned.weights)
-        for name, entries in self._averages.entries(self.optimizer).items():
-            state[name] = state.get(name, {}) | entries
-        return weights, state, self.own_buffers(updates)
+        return weights, self.steps.entries(), self.own_buffers(updates)
 
     def own_buffers(self, updates: int = -1) -> Weights:
         """Return copies of the buffers as :meth:`state` does."""

@@ -30,12 +30,13 @@ from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
+from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.shared_sums import block_of
-from roundelay.runtime.stage_state import Initial, Stage
+from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, Reporter, failure

@@ -1,0 +1,89 @@
+"""The steps of the job's optimizer and scheduler on what one holder of a stage updates."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+from roundelay.frontend import Captured
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.optimizer_state import OptimizerState
+from roundelay.runtime.owned_weights import OwnedWeights
+from roundelay.runtime.stage_optimizer import (
+    RateTable,
+    build_optimizer,
+    build_scheduler,
+    narrow,
+    no_group_empty,
+    per_update_scheduler,
+    without_gradients,
+)
+from roundelay.runtime.weight_averages import WeightAverages
+
+
+@final
+class OptimizerSteps:
+    """Optimizer, scheduler and moving averages of one holder's weights. Not thread-safe.
+
+    Args:
+        captured: the model.
+        job: has the optimizer and scheduler.
+        plan: has the decay of the averages.
+        initial: the state to start from.
+        owned: what the holder updates.
+
+    Raises:
+        JobError: optimizer or scheduler cannot be used.
+    """
+
+    def __init__(self, captured: Captured, job: Job, plan: Plan, initial: Initial, owned: OwnedWeights) -> None:
+        self._weights = owned.weights
+        state = {
+            n: owned.state(n, entries, initial.parameters[n].shape) if n in initial.parameters else entries
+            for n, entries in initial.optimizer.items()
+        }
+        named = [(n, self._weights.get(n, p)) for n, p in captured.model.named_parameters()]
+        self.optimizer = build_optimizer(job.optimizer, named)
+        self._kept_state = OptimizerState(self.optimizer, named)
+        narrow(self.optimizer, self._weights, named)
+        #: stepped by every update; None if none is
+        self.scheduler = per_update_scheduler(build_scheduler(job.scheduler, self.optimizer), initial.numbers)
+        self.rates = RateTable(job.optimizer, job.scheduler, without_gradients(captured.model), initial.numbers)
+        for _ in range(initial.updates if self.scheduler is not None else 0):
+            with no_group_empty(self.optimizer):
+                self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
+            self.scheduler.step()  # type: ignore[union-attr]
+        self._kept_state.restore(self._weights, state)
+        self._averages = WeightAverages(plan.ema, self._weights, state)
+        self._known_state = False
+
+    def step(self, watched: AbstractContextManager[None]) -> None:
+        """One step with the gradients in the weights' ``grad``, which are cleared.
+
+        Args:
+            watched: within it the optimizer steps; it sees weights, gradients and rates before and after.
+
+        Raises:
+            JobError: the user's program has changed a learning rate or another option of the optimizer.
+        """
+        self.rates.check()
+        with watched, self._kept_state.stepping(), no_group_empty(self.optimizer):
+            self.optimizer.step()
+        if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
+            self._kept_state.entries(self._weights, copied=False)
+            self._known_state = True
+        self._averages.update()
+        for parameter in self._weights.values():
+            parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self._kept_state.accept_options()
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Copies of the optimizer's state and the averages, by name, on the CPU."""
+        state = self._kept_state.entries(self._weights)
+        for name, entries in self._averages.entries(self.optimizer).items():
+            state[name] = state.get(name, {}) | entries
+        return state
