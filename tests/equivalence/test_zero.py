@@ -21,10 +21,12 @@ from roundelay.errors import JobError, PlanError
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Split
 from roundelay.lower.emit import channels_of, exchanges_of
+from roundelay.lower.verify_schedule import check_run
 from roundelay.runtime.state_bucket import StateBucket
 from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import DEADLINE_S, Bench, bench
 from tests.equivalence.test_mesh import trained
+from tests.lower.test_verify_schedule import fired_in
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO
 
@@ -99,6 +101,18 @@ def test_the_whole_proof_from_plain_pytorch_on() -> None:
     assert found.fidelity is not None
     assert found.fidelity.equal, found.differences()
     assert found.equal, found.differences()
+
+
+def test_a_stage_that_goes_on_before_it_has_gathered_its_weights_is_refused() -> None:
+    plan = split(bench("mlp"), "1f1b", 1, 2)
+    fired = fired_in(plan, [2, 2])
+    check_run(plan, [2, 2], fired)
+    opcodes = [f.opcode for f in fired[1]]
+    at = opcodes.index("update")
+    assert opcodes[at + 1 : at + 3] == ["box", "unbox"]
+    late = [*fired[1][: at + 1], *fired[1][at + 3 : at + 4], *fired[1][at + 1 : at + 3], *fired[1][at + 4 :]]
+    with pytest.raises(PlanError, match="no box of updated weights before it"):
+        check_run(plan, [2, 2], [fired[0], late])
 
 
 def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any() -> None:

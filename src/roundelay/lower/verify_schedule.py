@@ -11,6 +11,7 @@ batches, short ones, and an end at every position of the loop. Checked of each r
   as it states (:func:`distance_ahead`). After a short batch, a stage may not have the version that a table states: then
   the forward reads the newest. With full batches that is an error;
 - where a stage has replicas, each exchanges a batch's gradients between the batch's last backward and the update;
+- where holders update parts of weights, they gather them between the update and whatever is next on the stage;
 - where the norm of the whole model's gradient is needed, each stage computes its squared norm between the batch's last
   backward and the update;
 - where an update is clipped by the norm of an earlier batch, it is the batch that the rule states (:func:`norm_read`),
@@ -89,6 +90,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
         _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
+        _check_gathered(plan, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
@@ -114,6 +116,20 @@ def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
         if (before := before_of.get((f.stage, f.opcode))) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
             raise _violation(plan, place, f"no {before} of that micro-batch before it", "one")
+
+
+def _check_gathered(plan: Plan, executed: Sequence[Fired]) -> None:
+    """Check that a stage of which holders update parts gathers its weights before anything reads them."""
+    gathers = {exchange.stage for exchange in plan.exchanges if exchange.kind == "weight"}
+    due: dict[int, tuple[str, ...]] = {}
+    for f in (f for f in executed if f.stage in gathers):
+        if expected := due.get(f.stage):
+            if f.opcode != expected[0]:
+                place = f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
+                raise _violation(plan, place, f"no {expected[0]} of updated weights before it", "one")
+            due[f.stage] = expected[1:]
+        elif f.opcode == "update":
+            due[f.stage] = ("box", "unbox")
 
 
 def _check_weights(
