@@ -44,11 +44,11 @@ def check_exchanges(plan: Plan) -> None:
     of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
     got = [(e.stage, e.kind) for e in of_replicas if tuple(map(Phase.parse, e.phases)) == all_reduce()]
     if got != due or (len(of_replicas) > len(got) and not plan.states):
-        summed = ",".join(map(str, all_reduce()))
+        every = ",".join(map(str, all_reduce()))
         raise PlanError(
             "exchanges of the plan",
             got=", ".join(f"{e.kind} of stage {e.stage} by {','.join(e.phases)}" for e in of_replicas) or "none",
-            expected=", ".join(f"{kind} of stage {stage} by {summed}" for stage, kind in due) or "none: one replica",
+            expected=", ".join(f"{kind} of stage {stage} by {every}" for stage, kind in due) or "none: one replica",
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
     for i, exchange in enumerate(plan.exchanges):
