@@ -32,7 +32,7 @@ from roundelay.frontend.loss import LossCall
 from roundelay.frontend.segment import Segment
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.job import Job, Named
-from roundelay.runtime import stage_state as stages
+from roundelay.runtime import optimizer_steps as stages
 from roundelay.runtime.loader_probe import first_batches
 from tests.api import jobs
 

@@ -15,7 +15,7 @@ from roundelay.api.training import Trained
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
-from roundelay.runtime import stage_state
+from roundelay.runtime import optimizer_steps
 from roundelay.runtime.batch_reader import read_batches
 from roundelay.runtime.checkpoint_schedule import Extent
 from tests.api.jobs import make
@@ -92,7 +92,7 @@ def test_it_is_proved(rule: str, transport: str) -> None:
 
 def test_a_rate_that_the_reference_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(stage_state, "per_update_scheduler", lambda scheduler, numbers: None)
+    monkeypatch.setattr(optimizer_steps, "per_update_scheduler", lambda scheduler, numbers: None)
     result = roundelay.verify(job(), plan=planned("1f1b"), epochs=4)
     assert not result.equal
 

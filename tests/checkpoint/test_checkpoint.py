@@ -609,3 +609,14 @@ def test_every_field_of_a_checkpoint_is_in_the_manifest() -> None:
     """A field added to one must be added to the other."""
     stored = {*Facts.__struct_fields__, "parameters", "buffers", "replica_buffers", "optimizer", "flight", "loss_scale"}
     assert set(Checkpoint.__slots__) == stored
+
+
+def test_a_file_that_goes_before_torch_maps_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", checkpoint(0), {})
+
+    def late(file: str, framework: str) -> Any:
+        raise RuntimeError(f"unable to open file <{file}> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr(stored_files, "safe_open", late)
+    with pytest.raises(CheckpointError, match="cannot be mapped"):
+        load(tmp_path / "c")

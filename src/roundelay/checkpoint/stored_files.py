@@ -309,6 +309,8 @@ def _tensors(path: Path, name: str, digest: str) -> dict[str, Tensor]:
         raise damaged(path, f"no {name}") from error
     except OSError as error:
         raise damaged(path, f"a {name} that cannot be read ({error.strerror})") from error
+    except RuntimeError as error:  # torch maps the file: it was removed since its digest was taken
+        raise damaged(path, f"a {name} that cannot be mapped ({error})") from error
     except SafetensorError as error:
         raise damaged(path, f"a {name} that holds no tensors ({error})") from error
 
