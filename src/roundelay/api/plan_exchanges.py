@@ -84,14 +84,15 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
             yield _of_weights(captured, spec, axis, partial, unused)
     if plan.replicas > 1:
         yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)
-        yield from _of_states(captured, spec, plan.replicas, [n for n in trained if n in captured.states])
+        if divided := [n for n in trained if n in captured.states]:
+            yield from _of_states(captured, spec, plan.replicas, divided)
 
 
 def _of_states(captured: Captured, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, and its weights afterwards."""
     own = captured.parameters()
     bucket = StateBucket.of(((n, captured.local(n, own[n].detach(), 0)) for n in names), captured.states, replicas)
-    for kind, phases in ((WEIGHTS, reduce_scatter()), ("weight", all_gather())) if names else ():
+    for kind, phases in ((WEIGHTS, reduce_scatter()), ("weight", all_gather())):
         yield ExchangePlan(
             stage=spec.stage,
             kind=kind,

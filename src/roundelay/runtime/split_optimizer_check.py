@@ -64,7 +64,7 @@ def _try(job: Job, named: Named, dims: Mapping[str, int]) -> None:
                     f"Job(optimizer=...), {kind}",
                     got=f"another {name!r} after {update} updates where a worker has a part of the split parameters",
                     expected="an optimizer that treats each element alone, as SGD and Adam do",
-                    remedy="Take such an optimizer, or leave --tensor-parallel and the plan's mesh out.",
+                    remedy="Take such an optimizer, or leave out --tensor-parallel, --zero, or the plan's tables.",
                 )
 
 
