@@ -7,6 +7,7 @@ partial arguments; once with the parts of each tensor, and once with what a work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -29,7 +30,7 @@ from roundelay.frontend.local_graph import Part, local_graph
 from roundelay.frontend.op_forms import op_form
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
-from roundelay.ir.sbp import B, P, Signature, Split
+from roundelay.ir.sbp import B, P, P_MAX, Signature, Split
 from roundelay.lower.op_rows import partial_rows, split_row
 from roundelay.reference.mesh import joined, part_of, summed
 
@@ -140,6 +141,8 @@ def check(op: Operation, row: Row, parts: int, *, own: bool) -> None:
     found = [op.run(local[w], op.on_worker(row, has, Part(parts, w))) for w in range(parts)]
     for i, signature in enumerate(row.results):
         _same([each[i] for each in found], signature, results[i], f"result {i}")
+    if P_MAX in row.results:  # nothing flows back
+        return
     upon = [torch.randn_like(result) if result.requires_grad else result for result in results]
     of_results = [own if isinstance(own, Split) else B for own in row.results]
     parts_upon = [_distributed(whole, own, parts) for whole, own in zip(upon, of_results, strict=True)]
@@ -191,6 +194,8 @@ def _same(parts: Sequence[Tensor], signature: Signature, whole: Tensor, what: st
     assert signature != P or whole.dtype is not torch.bool, what
     if isinstance(signature, Split):
         found = [joined(parts, signature)]
+    elif signature == P_MAX:
+        found = [torch.stack(list(parts)).amax(0)]
     else:
         found = [summed(parts)] if signature == P else list(parts)
     close = 1e-5 if whole.dtype is torch.float32 else 1e-10
@@ -413,6 +418,8 @@ TABLE: dict[str, list[Instance]] = {
     "index.Tensor": [
         (lambda x, i: x[i], r(5, 7), ints(5, 3, 4)),
         (lambda x, i: x[:, i], r(5, 7, 3), ints(7, 4)),
+        (lambda x, i: x[:, i - 7], r(5, 7, 3), ints(7, 4)),
+        (lambda x, i: (x > 0)[i], r(5, 7), ints(5, 3)),
     ],
     "index_select.default": [(lambda x, i: x.index_select(-1, i), r(5, 7), ints(7, 4))],
     "gather.default": [(lambda x, i: x.gather(1, i), r(5, 7, 4), ints(7, 5, 3, 2))],
@@ -499,10 +506,32 @@ REPLICATED: dict[str, Instance] = {
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_what_has_no_form_is_computed_by_every_worker(name: str) -> None:
+def test_what_has_no_labels_is_computed_by_every_worker(name: str) -> None:
     function, *tensors = REPLICATED[name]
     found = [op for op in operations(function, *tensors) if op.name == name]
-    assert [(op.form.known, op.rows(2)) for op in found] == [(False, [])]
+    assert [op.rows(2) for op in found] == [[]]
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda x, i: F.embedding(i, x),
+        lambda x, i: x[i],
+        lambda x, i: x.index_select(0, i[0]),
+        lambda x, i: x.gather(0, i),
+    ],
+)
+def test_a_place_outside_of_a_split_dimension_is_refused(look_up: Function) -> None:
+    """No worker has it, and their zeros would be added up."""
+    x, inside = r(6, 1), torch.tensor([[5]])
+    (op,) = operations(look_up, x, inside)[-1:]
+    row = split_row(op.form, op.node.all_input_nodes[0].name, Split(0))
+    assert isinstance(row, Row)
+    local = op.on_worker(row, dict(row.args), Part(2, 0))
+    index = op.values[op.node.all_input_nodes[1].name]
+    for given, refused in ((index, False), (index + 1, True)):
+        with pytest.raises(RuntimeError, match="out of range") if refused else nullcontext():
+            op.run({op.node.all_input_nodes[0].name: x[:3], op.node.all_input_nodes[1].name: given}, local)
 
 
 def test_what_is_rounded_cannot_be_added_up() -> None:

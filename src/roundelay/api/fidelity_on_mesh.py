@@ -7,6 +7,7 @@ its own, as a gradient that cancels out (that of an attention's key bias) is not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from roundelay.api.compile_stages import for_plan
 from roundelay.api.plan_signatures import on_mesh
 from roundelay.frontend import Captured, RngKey
 from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.precision import FULL
 from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.graph import LOSS
 from roundelay.ir.plan import Plan
@@ -26,7 +28,8 @@ from roundelay.reference import ReferenceStage
 from roundelay.reference.mesh import Each, backward, forward, local, whole_gradients
 
 RELATIVE = {torch.float64: 1e-6, torch.float32: 2e-4}
-"""Largest relative difference, by dtype; :data:`COARSE` for others. Norms of double models may compute in float32."""
+"""Largest relative difference of what is computed in full precision, by dtype; :data:`COARSE` for all else. Norms of
+double models may compute in float32."""
 
 COARSE = 0.05
 
@@ -50,17 +53,20 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
     values = whole.values(micro_batch)
     theirs = _computed(whole, values, seed, plan)
     ours = _computed(on_mesh(whole, plan), values, seed, plan)
+    near = RELATIVE if plan.precision == FULL else {}
     size = sum(float(gradient.double().square().sum()) for gradient in theirs[1].values()) ** 0.5
     for what, of_mesh, of_whole in zip(("loss", "gradient of", "buffer"), ours, theirs, strict=True):
         for name in sorted({*of_mesh, *of_whole}):
-            far = _distance(of_mesh.get(name), of_whole.get(name), size if what == "gradient of" else 0.0)
+            far = _distance(of_mesh.get(name), of_whole.get(name), size if what == "gradient of" else 0.0, near)
             if far:
                 subject = f"the {what} {name!r}" if name != LOSS else "the loss"
                 return f"{subject} on the mesh is not what it is without: {far}"
     return ""
 
 
-def _distance(own: torch.Tensor | None, other: torch.Tensor | None, size: float) -> str:
+def _distance(
+    own: torch.Tensor | None, other: torch.Tensor | None, size: float, near: Mapping[torch.dtype, float]
+) -> str:
     if own is None or other is None:
         return "there is none" if own is None else "there is one"
     if own.shape != other.shape:
@@ -69,7 +75,7 @@ def _distance(own: torch.Tensor | None, other: torch.Tensor | None, size: float)
         return "" if torch.equal(own, other) else "another value"
     scale = max(float(other.double().norm()), OF_ALL * size)
     far = float((own.double() - other.double()).norm()) / (scale or 1.0)
-    return "" if far <= RELATIVE.get(own.dtype, COARSE) else f"it differs by {far:.2g} of its size"
+    return "" if far <= near.get(own.dtype, COARSE) else f"it differs by {far:.2g} of its size"
 
 
 def _computed(captured: Captured, values: Tensors, seed: int, plan: Plan) -> tuple[Tensors, Tensors, Tensors]:

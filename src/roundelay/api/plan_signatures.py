@@ -9,11 +9,15 @@ from fnmatch import fnmatchcase
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
+from roundelay.frontend.written_out_softmax import written_out
+from roundelay.ir.deduction import Deduction, ShardedOp
 from roundelay.ir.graph import Graph
+from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.sbp import B, Signature, Split, parse
 from roundelay.lower.boxed_graph import boxed_graph
-from roundelay.lower.signatures import deduce, megatron
+from roundelay.lower.megatron import megatron
+from roundelay.lower.signatures import deduce
 from roundelay.lower.validate_mesh import check_mesh
 
 
@@ -31,20 +35,41 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     given, parts = signatures_of(plan, captured.graph), plan.mesh_size
     for name, signature in given.items():
         _check_signature(captured.graph, name, signature, parts)
+    own, deduction = _deduced(captured, given, parts)
+    if split := [name for name, op in own.items() if _is_split_softmax(op.form, deduction)]:
+        rewritten = captured.rewritten(written_out(captured.builder.exported, split))
+        own, deduction = _deduced(rewritten, given, parts)
+    else:
+        rewritten = captured
+    places = parameter_places(rewritten.builder.exported)
+    boxed = with_local_sizes(boxed_graph(rewritten.graph, deduction), deduction, places, parts)
+    forms = {name: op.form for name, op in own.items()}
+    made = rewritten.on(boxed, sharded(rewritten.builder, boxed, forms, deduction, parts))
+    return replace(made, states=states, whole=captured)
+
+
+def _deduced(captured: Captured, given: Mapping[str, Signature], parts: int) -> tuple[dict[str, ShardedOp], Deduction]:
+    """The operations of a model, by name, and the signatures that follow from those of parameters."""
     exported, graph = captured.builder.exported, captured.graph
     places, ops = parameter_places(exported), sharded_ops(exported, graph)
     weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
     sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
     seeds = {places[name]: signature for name, signature in given.items()}
     deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights)
-    boxed = with_local_sizes(boxed_graph(graph, deduction), deduction, places, parts)
-    forms = {op.name: op.form for op in ops}
-    made = captured.on(boxed, sharded(captured.builder, boxed, forms, deduction, parts))
-    return replace(made, states=states)
+    return {op.name: op for op in ops}, deduction
+
+
+def _is_split_softmax(form: OpForm, deduction: Deduction) -> bool:
+    """Whether an operation runs over a dimension that is split, so that all of it would have to be gathered."""
+    if form.over is None:
+        return False
+    name, dim = form.over
+    own = deduction.values.get(name)
+    return isinstance(own, Split) and own.dim == dim
 
 
 def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
-    """Megatron-LM's signatures of parameters, by name or pattern (:func:`roundelay.lower.signatures.megatron`).
+    """Megatron-LM's signatures of parameters, by name or pattern (:func:`roundelay.lower.megatron.megatron`).
 
     Raises:
         PlanError: nothing in the model can be split so.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class Captured:
     sharing: dict[str, tuple[torch.nn.Parameter, ...]]
     changed: tuple[tuple[Change, ...], tuple[Change, ...]]
     writes: tuple[tuple[str, ...], tuple[str, ...]]
-    _describe: Callable[[], Graph]
+    _describe: Callable[[Exported], Graph]
     sharding: Sharding | None = None
     whole: Captured | None = None
     states: Mapping[str, Split] = field(default_factory=dict)
@@ -100,11 +99,20 @@ class Captured:
         if precision == self.precision:
             return self
         try:
-            with torch.random.fork_rng(devices=[]), autocast(precision, CPU):
-                graph = self._describe()
+            graph = self._described(self.builder.exported, precision)
         except Exception as error:  # an operation that does not support the dtype
             raise not_in(precision, error) from error
         builder = replace(self.builder, graph=graph, precision=precision)
+        return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder)
+
+    def _described(self, exported: Exported, precision: str) -> Graph:
+        with torch.random.fork_rng(devices=[]), autocast(precision, CPU):
+            return self._describe(exported)
+
+    def rewritten(self, exported: Exported) -> Captured:
+        """The same model with a graph that computes the same; cuts are made in it."""
+        graph = replace(self._described(exported, self.precision), fingerprint=self.graph.fingerprint)
+        builder = replace(self.builder, exported=exported, graph=graph, _pieces={}, compiled={})
         return replace(self, graph=graph, inputs=replace(self.inputs, graph=graph), builder=builder)
 
     def on(self, graph: Graph, sharding: Sharding) -> Captured:
@@ -259,8 +267,12 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         refuse_written(by_forward, loss_call.reads.batch, leaves(batch))
         loss_call, cleaned = _finish(exported, cleaned, loss_call)
         shapes = (call.tensors, leaves(sample), num_rows(sample))
-        describe = partial(describe_graph, exported, cleaned, key_draws(exported), loss_call.reads, shapes)
-        graph = describe()
+        draws = key_draws(exported)
+
+        def describe(own: Exported) -> Graph:
+            return describe_graph(own, cleaned, draws, loss_call.reads, shapes)
+
+        graph = describe(exported)
     changed = (exported.seen.changed, by_loss)
     functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
     own_changes = call.kept | {change.slot.place for changes in changed for change in changes}

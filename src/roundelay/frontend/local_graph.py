@@ -21,7 +21,8 @@ from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 from roundelay.frontend.op_forms_base import shape_of
-from roundelay.ir.deduction import Deduction, Use
+from roundelay.frontend.split_lookup import LOOKUPS
+from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, P, Signature, Split
 
@@ -90,8 +91,20 @@ def _local_node(
     row = deduction.rows[node.name]
     split = next((own for own in row.results if isinstance(own, Split)), None)
     if split is not None:
-        _localise(local, node, form, row.args, split, at)
+        _localise(local, node, form, split, at)
+    elif row.kind == "split" and node.target in LOOKUPS:
+        _localise_lookup(local, node, row, at)
     return local
+
+
+def _localise_lookup(local: Node, node: Node, row: Row, at: Part) -> None:
+    """Let a worker look up what its part has of the first tensor, whose indexed dimension is split."""
+    table = node.args[0]
+    assert isinstance(table, Node)
+    own = row.args[table.name]
+    assert isinstance(own, Split), "it is the only one with this dimension"
+    local.target = LOOKUPS[node.target]
+    local.kwargs = {**local.kwargs, "of": (astuple(own), tuple(at), _static(node, (shape_of(table) or ())[own.dim]))}
 
 
 def _read(
@@ -125,7 +138,7 @@ def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
     return put_part, {"split": astuple(has), "at": tuple(at), "size": size}
 
 
-def _localise(local: Node, node: Node, form: OpForm, args: Mapping[str, Signature], split: Split, at: Part) -> None:
+def _localise(local: Node, node: Node, form: OpForm, split: Split, at: Part) -> None:
     """Give an operation whose result is split the sizes of its part."""
     if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
         _localise_blocks(local, node, split, at)

@@ -43,12 +43,13 @@ def op_form(node: Node) -> OpForm:
     has_dims = any(shape_of(arg) for arg in tensors_of(node))
     fits = bool(tensors_of(node)) and (has_dims or rule is pointwise)  # the others look for a dimension
     made = rule(node) if rule is not None and fits else None
-    args, results, linear, sizes = made or _unknown(node)
-    named = {arg.name: dims for arg, dims in args.items()}
+    form = made or _unknown(node)
+    named = {arg.name: dims for arg, dims in form.args.items()}
     groups = tuple(
-        [frozenset([arg.name for arg in group]) for group in linear if not any(rounds(node, x) for x in group)]
+        [frozenset([arg.name for arg in group]) for group in form.linear if not any(rounds(node, x) for x in group)]
     )
-    return OpForm(named, results, groups, tuple(sizes), known=made is not None)
+    over = None if form.over is None else (form.over[0].name, form.over[1])
+    return OpForm(named, form.results, groups, tuple(form.sizes), form.reduction, over, known=made is not None)
 
 
 def _rule(target: Any) -> Rule | None:

@@ -12,15 +12,18 @@ import torch
 from torch.fx import Node
 
 from roundelay.ir.op_form import Dims
+from roundelay.ir.sbp import Reduction
 
 
 class NodeForm(NamedTuple):
-    """A form whose arguments are nodes, and which arguments are sizes of the result's dimensions, by position."""
+    """The fields of an :class:`~roundelay.ir.op_form.OpForm`, with nodes as arguments."""
 
     args: Mapping[Node, Dims]
     results: tuple[Dims, ...]
     linear: tuple[frozenset[Node], ...] = ()
     sizes: tuple[int, ...] = ()
+    reduction: Reduction = "sum"
+    over: tuple[Node, int] | None = None
 
 
 Rule = Callable[[Node], NodeForm | None]

@@ -89,7 +89,7 @@ def _listed(node: Node) -> list[Node]:
 
 
 def _index(node: Node) -> NodeForm | None:
-    """One dimension is indexed by a tensor, whose dimensions stand in its place."""
+    """One dimension is indexed by a tensor, whose dimensions stand in its place: the results of parts are added up."""
     listed: Any = node.args[1]
     indices = {d: index for d, index in enumerate(listed) if index is not None}
     return _indexed(node, *indices.popitem()) if len(indices) == 1 else None
@@ -107,7 +107,13 @@ def _indexed(node: Node, dim: int, index: Any) -> NodeForm | None:
         return None
     new = range(len(own), len(own) + len(places))
     result = labelled(result_shape(node), [*range(dim), *new, *range(dim + 1, len(own))])
-    return NodeForm({x: numbered(own, dim), index: labelled(places, new)}, (result,), (frozenset([x]),))
+    of_x = numbered(own, *([] if _adds_up(x) else [dim]))
+    return NodeForm({x: of_x, index: labelled(places, new)}, (result,), (frozenset([x]),))
+
+
+def _adds_up(x: Node) -> bool:
+    """Whether numbers and zeros can be added up; truth values cannot."""
+    return x.meta["val"].dtype is not torch.bool
 
 
 def _gather(node: Node) -> NodeForm | None:
@@ -117,8 +123,8 @@ def _gather(node: Node) -> NodeForm | None:
         return None
     along_dim = dim_argument(node, 1, len(own))
     whole = [d for d in range(len(own)) if d == along_dim or own[d] != shape[d]]
-    args = {x: numbered(own, *whole), index: numbered(shape, *whole)}
-    return NodeForm(args, (numbered(shape, *whole),), (frozenset([x]),))
+    of_x = numbered(own, *[d for d in whole if d != along_dim or not _adds_up(x)])
+    return NodeForm({x: of_x, index: numbered(shape, *whole)}, (numbered(shape, *whole),), (frozenset([x]),))
 
 
 def _one_hot(node: Node) -> NodeForm:
@@ -127,13 +133,19 @@ def _one_hot(node: Node) -> NodeForm:
 
 
 def _embedding(node: Node) -> NodeForm | None:
-    """None where gradients are divided by how often a row is read: no worker alone knows that."""
+    """None where gradients are divided by how often a row is read: no worker alone knows that.
+
+    Rows are split unless their gradient is sparse: it would have rows that were not read.
+    """
     if argument(node, 3, False):
         return None
     w, index = (n for n in node.args[:2] if isinstance(n, Node))
     shape = result_shape(node)
     rows = others(len(shape), -1)
-    args = {w: labelled(arg_shape(w), [None, len(rows)]), index: labelled(arg_shape(index), rows)}
+    args = {
+        w: labelled(arg_shape(w), [None if argument(node, 4, False) else len(rows) + 1, len(rows)]),
+        index: labelled(arg_shape(index), rows),
+    }
     return NodeForm(args, (numbered(shape),), (frozenset([w]),))
 
 

@@ -19,6 +19,7 @@ from roundelay.frontend.op_forms_base import (
     shape_of,
     tensors_of,
 )
+from roundelay.frontend.written_out_softmax import widened
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def _as_type(node: Node) -> NodeForm:
 _LINEAR_IN_FIRST = {
     aten.neg.default, aten.alias.default, aten.clone.default, aten.detach.default, aten.to.dtype, aten.to.dtype_layout,
     aten.to.device, aten._to_copy.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-    aten.type_as.default,
+    aten.type_as.default, widened,
 }  # fmt: skip
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _PRODUCTS = {aten.mul.Tensor}
@@ -66,6 +67,7 @@ def _linear_groups(node: Node) -> tuple[frozenset[Node], ...]:
 POINTWISE: dict[Any, Rule] = {
     keyed_dropout: along,
     aten.dropout.default: along,
+    widened: pointwise,
     aten.contiguous.default: pointwise,
     aten.to.dtype: pointwise,
     aten.to.dtype_layout: pointwise,

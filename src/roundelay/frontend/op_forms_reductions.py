@@ -15,6 +15,7 @@ from roundelay.frontend.op_forms_base import (
     along,
     arg_shape,
     argument,
+    dim_argument,
     first_tensor,
     labelled,
     numbered,
@@ -22,6 +23,7 @@ from roundelay.frontend.op_forms_base import (
     result_shape,
     result_shapes,
     tensors_of,
+    unlabelled,
     whole_args,
 )
 
@@ -32,6 +34,12 @@ def _along_listed(node: Node, *, at: int = 1, default: Any = -1, linear: bool = 
     """An operation along the dimensions that an argument lists."""
     _, own = first_tensor(node)
     return along(node, *_dims(argument(node, at, default), len(own)), linear=linear)
+
+
+def _softmax(node: Node) -> NodeForm:
+    x, own = first_tensor(node)
+    dim = dim_argument(node, 1, len(own))
+    return along(node, dim, linear=False)._replace(over=(x, dim))
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
@@ -72,16 +80,18 @@ def _batch_norm(node: Node) -> NodeForm | None:
 
 
 def _reduced(node: Node, *, at: int = 1) -> NodeForm:
-    """A reduction of the dimensions that an argument lists, or of all of them; only a sum can be added up."""
+    """A reduction of the dimensions that an argument lists, or of all; sums and maxima are put together from parts."""
     x, own = first_tensor(node)
     dims = _dims(argument(node, at), len(own))
     summed = node.target in (aten.sum.default, aten.sum.dim_IntList)
     linear = summed or node.target in (aten.mean.default, aten.mean.dim)
+    largest = node.target is aten.amax.default
     results = tuple(
         numbered(shape, *dims) if len(shape) == len(own) else labelled(shape, others(len(own), *dims))
         for shape in result_shapes(node)
     )
-    return NodeForm({x: numbered(own, *(() if summed else dims))}, results, (frozenset([x]),) if linear else ())
+    args = {x: numbered(own, *(() if summed or largest else dims))}
+    return NodeForm(args, results, (frozenset([x]),) if linear else (), reduction="max" if largest else "sum")
 
 
 _MEAN, _SUM = 1, 2
@@ -91,12 +101,16 @@ _MEAN, _SUM = 1, 2
 def _label_loss(node: Node) -> NodeForm | None:
     """X (rows, classes, ...) and labels or probabilities; a mean, which divides by the number of labels, is no sum."""
     (x, own), labels, reduction = first_tensor(node), node.args[1], argument(node, 3, _MEAN)
-    if reduction == _MEAN or len(own) < 2 or labels is x or not isinstance(labels, Node):
+    if len(own) < 2 or labels is x or not isinstance(labels, Node):
         return None
     given, kept = arg_shape(labels), others(len(own), 1)
+    one_each = node.target is aten.cross_entropy_loss.default and len(given) < len(own)
+    over = (x, 1) if one_each else None
+    if reduction == _MEAN:
+        return NodeForm(whole_args(node), (unlabelled(result_shape(node)),), over=over)
     of_labels = numbered(given, 1) if len(given) == len(own) else labelled(given, kept)
     args = whole_args(node) | {x: numbered(own, 1), labels: of_labels}
-    return NodeForm(args, (labelled(result_shape(node), [] if reduction == _SUM else kept),))
+    return NodeForm(args, (labelled(result_shape(node), [] if reduction == _SUM else kept),), over=over)
 
 
 def _pair_loss(node: Node, *, at: int = 2) -> NodeForm | None:
@@ -109,10 +123,10 @@ def _pair_loss(node: Node, *, at: int = 2) -> NodeForm | None:
 
 
 REDUCTIONS: dict[Any, Rule] = {
-    aten.softmax.int: partial(_along_listed, linear=False),
-    aten._softmax.default: partial(_along_listed, linear=False),
-    aten.log_softmax.int: partial(_along_listed, linear=False),
-    aten._log_softmax.default: partial(_along_listed, linear=False),
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten.log_softmax.int: _softmax,
+    aten._log_softmax.default: _softmax,
     aten.glu.default: partial(_along_listed, linear=False),
     aten.cumsum.default: _along_listed,
     aten.cumprod.default: partial(_along_listed, linear=False),

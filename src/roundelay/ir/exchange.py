@@ -1,9 +1,9 @@
 """Exchanges: what the holders of a tensor send each other so that its signature changes, as a list of phases.
 
-In each phase every holder *puts* parts of its tensor, one for each holder, and then *sums* what it gets, in the order
-of the holders and with its own part in its place, or *joins* it side by side (OneFlow, Sect. 3.2 and Table 2; the
-collectives reduce-scatter, all-gather, all-to-all and all-reduce). The order makes the bits independent of timing and
-transport.
+In each phase every holder *puts* parts of its tensor, one for each holder, and then *reduces* what it gets to its sum
+or maximum, in the order of the holders and with its own part in its place, or *joins* it side by side (OneFlow, Sect.
+3.2 and Table 2; the collectives reduce-scatter, all-gather, all-to-all and all-reduce). The order makes the bits
+independent of timing and transport.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundelay.errors import PlanError
-from roundelay.ir.sbp import bounds
+from roundelay.ir.sbp import Reduction, bounds
 
 _TEXT = re.compile(
-    r"reduce-scatter\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
+    r"reduce-scatter(?P<max>-max)?\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
 )
 
 
@@ -27,15 +27,17 @@ class Phase:
 
     Args:
         put: the dimension along which a holder cuts its tensor, part j for holder j; None: all of it for each.
-        join: the dimension along which it joins what it gets; None: it sums.
+        join: the dimension along which it joins what it gets; None: it reduces.
+        op: how it reduces.
     """
 
     put: int | None
     join: int | None
+    op: Reduction = "sum"
 
     def __str__(self) -> str:
         if self.join is None:
-            return f"reduce-scatter({self.put})"
+            return f"reduce-scatter{'-max' * (self.op == 'max')}({self.put})"
         return f"all-gather({self.join})" if self.put is None else f"all-to-all({self.join}>{self.put})"
 
     @staticmethod
@@ -50,16 +52,18 @@ class Phase:
             raise PlanError(
                 "a phase of an exchange",
                 got=repr(text),
-                expected="reduce-scatter(DIM), all-gather(DIM) or all-to-all(DIM>DIM), as OneFlow's Table 2 has them",
+                expected="reduce-scatter(DIM), reduce-scatter-max(DIM), all-gather(DIM) or all-to-all(DIM>DIM), as in "
+                "OneFlow's Table 2",
                 remedy="Write a new plan with `roundelay plan`, or correct this line.",
             )
         put, join = match["put"] or match["to"], match["join"] or match["from"]
-        return Phase(None if put is None else int(put), None if join is None else int(join))
+        op: Reduction = "max" if match["max"] else "sum"
+        return Phase(None if put is None else int(put), None if join is None else int(join), op)
 
 
-def reduce_scatter(dim: int = 0) -> tuple[Phase, ...]:
+def reduce_scatter(dim: int = 0, op: Reduction = "sum") -> tuple[Phase, ...]:
     """From P to S(dim)."""
-    return (Phase(dim, None),)
+    return (Phase(dim, None, op),)
 
 
 def all_gather(dim: int = 0) -> tuple[Phase, ...]:
@@ -72,9 +76,9 @@ def all_to_all(source: int, target: int) -> tuple[Phase, ...]:
     return (Phase(target, source),)
 
 
-def all_reduce(dim: int = 0) -> tuple[Phase, ...]:
-    """From P to B, with what travels in between split along ``dim``: each element is summed by one holder."""
-    return reduce_scatter(dim) + all_gather(dim)
+def all_reduce(dim: int = 0, op: Reduction = "sum") -> tuple[Phase, ...]:
+    """From P to B, with what travels in between split along ``dim``: each element is reduced by one holder."""
+    return reduce_scatter(dim, op) + all_gather(dim)
 
 
 def elements_sent(phases: Sequence[Phase], shape: Sequence[int], holders: int, position: int) -> list[int]:

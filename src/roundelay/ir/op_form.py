@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roundelay.ir.sbp import Reduction
+
 Factor = tuple[int | None, Any]
 """Label, or None for a factor that stays whole; and size, an int or a symbolic one."""
 
@@ -22,6 +24,8 @@ class OpForm:
         results: labels of the dimensions of each result.
         linear: groups of arguments in which it is linear together, while all others stay as they are.
         sizes: positions of the arguments that are the sizes of the result's dimensions.
+        reduction: how what the workers have becomes a result that lacks a split label.
+        over: an argument and its dimension over which a softmax runs; it is written out where that is split.
         known: whether anything is known of it; if not, every worker computes all of it.
     """
 
@@ -29,4 +33,6 @@ class OpForm:
     results: tuple[Dims, ...]
     linear: tuple[frozenset[str], ...] = ()
     sizes: tuple[int, ...] = ()
+    reduction: Reduction = "sum"
+    over: tuple[str, int] | None = None
     known: bool = True

@@ -5,6 +5,7 @@
 ``S(1/3)`` the same where dimension 1 consists of 3 equal blocks, each of them split
 ``B``      broadcast: each worker has all of it
 ``P``      partial: the tensor is the sum of what the workers have
+``P(max)`` the same with the largest of what they have; nothing flows back through it
 =========  =======================================================================
 
 A split reads its dimension as ``(outer, m, unit)`` and divides ``m``: in balanced parts, the first ones longer by one.
@@ -17,8 +18,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from roundelay.errors import PlanError
+
+Reduction = Literal["sum", "max"]
+"""How values become one, number by number."""
 
 _TEXT = re.compile(r"S\((\d+)(?:/(\d+))?(?:\*(\d+))?\)")
 
@@ -70,15 +75,23 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """``P``."""
+    """``P``, or ``P(max)``.
+
+    Args:
+        op: how what the workers have becomes the tensor.
+    """
+
+    op: Reduction = "sum"
 
     def __str__(self) -> str:
-        return "P"
+        return "P" if self.op == "sum" else f"P({self.op})"
 
 
 Signature = Split | Broadcast | Partial
 
-B, P = Broadcast(), Partial()
+B, P, P_MAX = Broadcast(), Partial(), Partial("max")
+
+_WHOLE: dict[str, Signature] = {str(signature): signature for signature in (B, P, P_MAX)}
 
 
 def parse(text: str) -> Signature:
@@ -87,14 +100,14 @@ def parse(text: str) -> Signature:
     Raises:
         PlanError: there is none.
     """
-    if text in ("B", "P"):
-        return B if text == "B" else P
+    if text in _WHOLE:
+        return _WHOLE[text]
     match = _TEXT.fullmatch(text)
     if match is None:
         raise PlanError(
             "a signature",
             got=repr(text),
-            expected="S(DIM), S(DIM/BLOCKS), S(DIM/BLOCKS*UNIT), B or P",
+            expected="S(DIM), S(DIM/BLOCKS), S(DIM/BLOCKS*UNIT), B, P or P(max)",
             remedy="Correct the plan or the option.",
         )
     return Split(*[int(number or 1) for number in match.groups()])

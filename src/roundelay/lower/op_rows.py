@@ -12,7 +12,7 @@ from typing import Any
 
 from roundelay.ir.deduction import Row
 from roundelay.ir.op_form import Dims, OpForm
-from roundelay.ir.sbp import B, P, Signature, Split
+from roundelay.ir.sbp import B, P, Partial, Signature, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,13 @@ def split_row(form: OpForm, place: str | int, split: Split) -> Row | Coarser | N
     label, outer, unit = found
     args: dict[str, Signature] = {}
     labelled = {name for name, own in form.args.items() if _place(own, label)}
-    results = tuple([_signature(own, label, outer, unit) for own in form.results])
+    reduced = Partial(form.reduction)
+    results = tuple([_signature(own, label, outer, unit, reduced) for own in form.results])
     summed = P in results
-    if summed and len(set(results)) > 1:
+    if reduced in results and len(set(results)) > 1:
         return None
     for name, own in form.args.items():
-        args[name] = _signature(own, label, outer, unit) if name in labelled else B
+        args[name] = _signature(own, label, outer, unit, reduced) if name in labelled else B
         added = any(name in group and group & labelled for group in form.linear)
         if summed and name not in labelled and added:  # or it would be added once by every worker
             args[name] = P
@@ -90,11 +91,11 @@ def _place(dims: Dims, label: int) -> tuple[int, int] | None:
     return None
 
 
-def _signature(dims: Dims, label: int, outer: int, unit: int) -> Signature:
-    """The signature of a tensor when a label is split: partial for a result that lacks it."""
+def _signature(dims: Dims, label: int, outer: int, unit: int, reduced: Partial) -> Signature:
+    """The signature of a tensor when a label is split: ``reduced`` for a result that lacks it."""
     place = _place(dims, label)
     if place is None:
-        return P
+        return reduced
     d, i = place
     sizes = [size for _, size in dims[d]]
     return Split(d, _product(sizes[:i]) * outer, unit * _product(sizes[i + 1 :]))

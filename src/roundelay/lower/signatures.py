@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from roundelay.ir.deduction import Box, Deduction, Row, ShardedOp, Use
-from roundelay.ir.op_form import OpForm
-from roundelay.ir.sbp import B, P, Signature, Split
-from roundelay.lower.op_rows import Coarser, broadcast_row, partial_rows, split_row
+from roundelay.ir.sbp import P_MAX, B, P, Partial, Signature, Split
+from roundelay.lower.op_rows import broadcast_row, partial_rows, split_row
 
 FLOPS_PER_BYTE = 25.0
 """What a worker computes while a byte is moved, for a choice between the two: a core of a CPU and shared memory."""
@@ -24,7 +23,7 @@ FLOPS_PER_BYTE = 25.0
 
 def is_local(source: Signature, target: Signature) -> bool:
     """Whether a worker makes the one from the other alone: a slice, a mask, zeros around a part."""
-    return source in (target, B) or target == P
+    return source in (target, B) or (target == P and source != P_MAX)
 
 
 def moved(source: Signature, target: Signature, num_bytes: float, workers: int) -> float:
@@ -32,7 +31,9 @@ def moved(source: Signature, target: Signature, num_bytes: float, workers: int) 
     if is_local(source, target):
         return 0.0
     share = (workers - 1) / workers * num_bytes
-    if source == P:
+    if source == P_MAX and target == P:
+        return math.inf  # no part of a sum is made of the largest numbers
+    if isinstance(source, Partial):
         return share if isinstance(target, Split) else 2 * share
     return share / workers if isinstance(target, Split) else share
 
@@ -82,7 +83,7 @@ def _forward(
             shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
             return 2 * bytes_moved + shared, _PREFERRED[row.kind]
 
-        row = min(_candidates(op.form, have), key=cost)
+        row = min(_candidates(op, have), key=cost)
         rows[op.name] = row
         for name, owned in have.items():
             if row.args[name] not in owned and not is_local(owned[0], row.args[name]):
@@ -96,12 +97,13 @@ _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
 """Among rows of equal cost: what is partial will have to be reduced."""
 
 
-def _candidates(form: OpForm, have: Mapping[str, Sequence[Signature]]) -> Iterator[Row]:
-    """Rows in which something stays as it is."""
+def _candidates(op: ShardedOp, have: Mapping[str, Sequence[Signature]]) -> Iterator[Row]:
+    """Rows in which something stays as it is. Which worker has the largest number, and so its gradient, none knows."""
+    form = op.form
     for name, owned in have.items():
         for own in owned:
             row = split_row(form, name, own) if isinstance(own, Split) else None
-            if isinstance(row, Row):
+            if isinstance(row, Row) and not (op.differentiable and P_MAX in row.results):
                 yield row
     for row in partial_rows(form):
         if any(P in have[name] and own == P for name, own in row.args.items()):
@@ -214,127 +216,3 @@ def _together(group: Sequence[_Reading]) -> Signature | None:
     """The signature of the gradient of a boxed value."""
     given = [reading.given for reading in group if reading.given is not None]
     return (P if P in given else given[0]) if given else None
-
-
-def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], workers: int) -> dict[str, Signature]:
-    """Signatures of weights that split pairs of matrix products with what is between them (Megatron-LM, Sect. 3).
-
-    A product's summed dimension is split where that can be followed back, through operations that split alike, to the
-    columns of other products' weights.
-
-    Args:
-        ops: in order.
-        parameters: their shapes, by name.
-        workers: p; nothing is split into fewer parts.
-    """
-    by_name = {op.name: op for op in ops}
-    readers: dict[str, list[str]] = {}
-    for op in ops:
-        for name in {*op.form.args, *([op.takes[0]] if op.takes else [])} if op.form.results else ():
-            readers.setdefault(name, []).append(op.name)
-    found: dict[str, Signature] = {}
-    for op in ops:
-        pair = _product_of(op, parameters)
-        if pair is None or pair[1] in found:
-            continue
-        x, weight = pair
-        size = _summed_size(op.form, x)
-        seeds = _followed(by_name, parameters, readers, (op, x, weight), size, workers)
-        if seeds and not seeds.keys() & found.keys():
-            found |= seeds
-    return found
-
-
-def _product_of(op: ShardedOp, parameters: Mapping[str, Sequence[int]]) -> tuple[str, str] | None:
-    """The factors of a product with a weight: the one that is no parameter, and the weight."""
-    for group in op.form.linear:
-        for weight in group & parameters.keys():
-            others = [n for n in op.form.args if n not in parameters and n not in group]
-            if len(parameters[weight]) == 2 and len(others) == 1 and _contracts(op.form, weight):
-                return others[0], weight
-    return None
-
-
-def _contracts(form: OpForm, weight: str) -> bool:
-    labels = {label for factors in form.args[weight] for label, _ in factors if label is not None}
-    kept = {label for dims in form.results for factors in dims for label, _ in factors}
-    return len(labels) == 2 and len(labels - kept) == 1
-
-
-def _summed_size(form: OpForm, x: str) -> int:
-    return int(form.args[x][-1][-1][1])
-
-
-def _followed(
-    by_name: Mapping[str, ShardedOp],
-    parameters: Mapping[str, Sequence[int]],
-    readers: Mapping[str, Sequence[str]],
-    product: tuple[ShardedOp, str, str],
-    size: int,
-    workers: int,
-) -> dict[str, Signature]:
-    """Signatures of the weights of a pair. The unit grows as it must.
-
-    Empty if the split cannot be followed back, or if what is split on the way is also read by something else.
-    """
-    op, x, weight = product
-    dim, unit = len(op.form.args[x]) - 1, 1
-    while size // unit >= workers:
-        seeds: dict[str, Signature] = {}
-        row = split_row(op.form, x, Split(dim, 1, unit))
-        if not isinstance(row, Row):
-            return {}
-        seeds[weight] = row.args[weight]
-        region: dict[str, str] = {x: ""}
-        step = _back(by_name, parameters, x, Split(dim, 1, unit), seeds, region)
-        if step is True:
-            inside = {op.name, *region.values()}
-            closed = all(reader in inside for value in region for reader in readers.get(value, ()))
-            return seeds if len(seeds) > 1 and closed else {}
-        if step is False:
-            return {}
-        unit *= step
-    return {}
-
-
-def _back(
-    by_name: Mapping[str, ShardedOp],
-    parameters: Mapping[str, Sequence[int]],
-    value: str,
-    split: Split,
-    seeds: dict[str, Signature],
-    region: dict[str, str],
-) -> bool | int:
-    """Follow a split back to columns of weights. False if it leads elsewhere; a number if the unit must be larger.
-
-    Every value on the way is noted in ``region`` with the operation that makes it.
-    """
-    if region.get(value):
-        return True
-    op, number = by_name.get(value), 0
-    if op is not None and op.takes is not None:
-        region[value] = op.name
-        value, number = op.takes
-        op = by_name.get(value)
-    if op is None:
-        return False
-    region[value] = op.name
-    row = split_row(op.form, number, split)
-    if isinstance(row, Coarser):
-        return row.times
-    if row is None:
-        return False
-    product = _product_of(op, parameters)
-    for name, wanted in row.args.items():
-        if not isinstance(wanted, Split):
-            continue
-        if name in parameters:
-            if seeds.setdefault(name, wanted) != wanted:
-                return False
-        elif product is None:
-            step = _back(by_name, parameters, name, wanted, seeds, region)
-            if step is not True:
-                return step
-        else:
-            return False  # the rows of a product are split, not its columns
-    return product is not None or any(isinstance(own, Split) for own in row.args.values())

@@ -4,6 +4,7 @@
 
     S(d) -> B:  the parts side by side along d        P -> B:     x_0 + x_1 + ... , in the order of the workers
     B -> S(d):  part w of dimension d                 P -> S(d):  part w of that sum
+    P(max) -> B: the largest of x_0, x_1, ...
 
 A split reads its dimension as (outer, m, unit) and divides m in balanced parts, the first ones longer by one.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from roundelay.ir.rule import Mode
-from roundelay.ir.sbp import B, Broadcast, Signature, Split
+from roundelay.ir.sbp import P_MAX, B, Broadcast, Signature, Split
 from roundelay.reference.run_inputs import ReferenceStage, StageFunctions, Tensors
 
 Each = list[dict[str, Any]]
@@ -56,7 +57,10 @@ def _boxed(parts: Sequence[torch.Tensor], source: Signature, target: Signature) 
     """What every worker has afterwards."""
     if source in (B, target):  # a worker takes its part of what it has by itself
         return parts
-    whole = joined(parts, source) if isinstance(source, Split) else summed(parts)
+    if isinstance(source, Split):
+        whole = joined(parts, source)
+    else:
+        whole = torch.stack(list(parts)).amax(0) if source == P_MAX else summed(parts)
     if isinstance(target, Broadcast):
         return [whole] * len(parts)
     assert isinstance(target, Split), "nothing is boxed to a partial tensor"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from roundelay.ir.exchange import Phase, all_gather, all_reduce, reduce_scatter
-from roundelay.ir.sbp import P, Signature, Split
+from roundelay.ir.sbp import Partial, Signature, Split
 from roundelay.runtime.exchange import Parts
 
 BLOCKS = 1
@@ -18,8 +18,8 @@ BLOCKS = 1
 
 def phases_of(source: Signature, target: Signature) -> tuple[Phase, ...]:
     """How a signature becomes another that no worker makes alone (OneFlow, Table 2); empty if there is no way yet."""
-    if source == P:
-        return reduce_scatter(BLOCKS) if isinstance(target, Split) else all_reduce()
+    if isinstance(source, Partial):
+        return reduce_scatter(BLOCKS, source.op) if isinstance(target, Split) else all_reduce(op=source.op)
     return all_gather(BLOCKS) if not isinstance(target, Split) else ()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple, final
 
 import torch
 
 from roundelay.errors import InternalError
 from roundelay.ir.exchange import Phase
-from roundelay.ir.sbp import bounds
+from roundelay.ir.sbp import Reduction, bounds
 
 Parts = tuple[torch.Tensor, ...]
 """What one holder puts for another, a part of each tensor; empty from a holder that adds nothing to a sum."""
@@ -115,7 +116,7 @@ class Exchange:
         return pieces
 
     def _combined(self, phase: Phase, parts: Sequence[Parts]) -> Parts:
-        """Sum, in the order of the holders, or join."""
+        """Reduce, in the order of the holders, or join."""
         present = [of_holder for of_holder in parts if of_holder]
         if len(present) < 2:
             return present[0] if present else ()
@@ -124,8 +125,8 @@ class Exchange:
         if phase.join is not None:
             return tuple([torch.cat(of_tensor, phase.join) for of_tensor in zip(*present, strict=True)])
         if any(len({part.shape for part in of_tensor}) > 1 for of_tensor in zip(*present, strict=True)):
-            raise self._bug("parts of different shapes", "the same shape from each holder, as they are added")
-        return tuple([_sum(of_tensor) for of_tensor in zip(*present, strict=True)])
+            raise self._bug("parts of different shapes", "the same shape from each holder, as they are reduced")
+        return tuple([_REDUCED[phase.op](of_tensor) for of_tensor in zip(*present, strict=True)])
 
     def _bug(self, got: str, expected: str) -> InternalError:
         return InternalError(
@@ -152,3 +153,10 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[2:]:
         total.add_(part)
     return total
+
+
+def _max(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return reduce(torch.maximum, parts)
+
+
+_REDUCED: Mapping[Reduction, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {"sum": _sum, "max": _max}
