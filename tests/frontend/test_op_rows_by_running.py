@@ -30,7 +30,7 @@ from roundelay.frontend.local_graph import Part, local_graph
 from roundelay.frontend.op_forms import op_form
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
-from roundelay.ir.sbp import B, P, P_MAX, Signature, Split
+from roundelay.ir.sbp import P_MAX, B, P, Signature, Split
 from roundelay.lower.op_rows import partial_rows, split_row
 from roundelay.reference.mesh import joined, part_of, summed
 
@@ -529,9 +529,9 @@ def test_a_place_outside_of_a_split_dimension_is_refused(look_up: Function) -> N
     assert isinstance(row, Row)
     local = op.on_worker(row, dict(row.args), Part(2, 0))
     index = op.values[op.node.all_input_nodes[1].name]
-    for given, refused in ((index, False), (index + 1, True)):
+    for places, refused in ((index, False), (index + 1, True)):
         with pytest.raises(RuntimeError, match="out of range") if refused else nullcontext():
-            op.run({op.node.all_input_nodes[0].name: x[:3], op.node.all_input_nodes[1].name: given}, local)
+            op.run({op.node.all_input_nodes[0].name: x[:3], op.node.all_input_nodes[1].name: places}, local)
 
 
 def test_what_is_rounded_cannot_be_added_up() -> None:

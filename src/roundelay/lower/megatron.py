@@ -33,6 +33,9 @@ def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], 
             readers.setdefault(name, []).append(op.name)
     found: dict[str, Signature] = {}
     for op in ops:
+        found |= _classes(by_name, parameters, readers, op, workers)
+    found |= _tables(ops, parameters, {tuple(parameters[name]) for name in found})
+    for op in ops:
         pair = _product_of(op, parameters)
         if pair is None or pair[1] in found:
             continue
@@ -41,10 +44,6 @@ def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], 
         seeds = _followed(by_name, parameters, readers, (op, x, weight), size, workers)
         if seeds and not seeds.keys() & found.keys():
             found |= seeds
-    for op in ops:
-        seeds = _classes(by_name, parameters, readers, op, workers)
-        if not seeds.keys() & found.keys():
-            found |= seeds | _tables(ops, parameters, {tuple(parameters[name]) for name in seeds})
     return found
 
 
