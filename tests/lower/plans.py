@@ -75,6 +75,7 @@ def plan_of(
         "micro_batches": micro_batches,
         "mesh": {},
         "parameters": {},
+        "outputs": {},
         "states": {},
         "transport": "memory",
         "deadline_s": 60.0,

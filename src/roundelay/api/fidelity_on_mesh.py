@@ -48,7 +48,7 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
         batch: of which the first micro-batch is taken.
         seed: of the run, for random numbers.
     """
-    whole = for_plan(captured, replace(plan, mesh={}, parameters={}, states={}, compile=False))
+    whole = for_plan(captured, replace(plan, mesh={}, parameters={}, outputs={}, states={}, compile=False))
     micro_batch = split(batch, max(1, plan.batch_parts), whole.graph.min_rows)[0]
     values = whole.values(micro_batch)
     theirs = _computed(whole, values, seed, plan)

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
-from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
+from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, splits_rows, with_local_sizes
 from roundelay.frontend.written_out_softmax import written_out
-from roundelay.ir.deduction import Deduction, ShardedOp
+from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
 from roundelay.ir.graph import Graph
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import REPLICAS, Plan
@@ -31,31 +31,36 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     states = states_of(plan, captured.graph)
     if plan.mesh_size == 1:
         signatures_of(plan, captured.graph)
+        outputs_of(plan, captured.graph)
         return replace(captured, states=states)
-    given, parts = signatures_of(plan, captured.graph), plan.mesh_size
+    given, outputs, parts = signatures_of(plan, captured.graph), outputs_of(plan, captured.graph), plan.mesh_size
     for name, signature in given.items():
         _check_signature(captured.graph, name, signature, parts)
-    own, deduction = _deduced(captured, given, parts)
+    own, deduction = _deduced(captured, given, outputs, parts)
     if split := [name for name, op in own.items() if _is_split_softmax(op.form, deduction)]:
         rewritten = captured.rewritten(written_out(captured.builder.exported, split))
-        own, deduction = _deduced(rewritten, given, parts)
+        own, deduction = _deduced(rewritten, given, outputs, parts)
     else:
         rewritten = captured
     places = parameter_places(rewritten.builder.exported)
     boxed = with_local_sizes(boxed_graph(rewritten.graph, deduction), deduction, places, parts)
+    if splits_rows(own.values(), deduction):
+        boxed = replace(boxed, min_rows=max(boxed.min_rows, parts))
     forms = {name: op.form for name, op in own.items()}
     made = rewritten.on(boxed, sharded(rewritten.builder, boxed, forms, deduction, parts))
     return replace(made, states=states, whole=captured)
 
 
-def _deduced(captured: Captured, given: Mapping[str, Signature], parts: int) -> tuple[dict[str, ShardedOp], Deduction]:
-    """The operations of a model, by name, and the signatures that follow from those of parameters."""
+def _deduced(
+    captured: Captured, given: Mapping[str, Signature], outputs: Mapping[str, Wanted], parts: int
+) -> tuple[dict[str, ShardedOp], Deduction]:
+    """The operations of a model, by name, and the signatures that follow from those of parameters and results."""
     exported, graph = captured.builder.exported, captured.graph
     places, ops = parameter_places(exported), sharded_ops(exported, graph)
     weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
     sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
     seeds = {places[name]: signature for name, signature in given.items()}
-    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights)
+    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights, outputs)
     return {op.name: op for op in ops}, deduction
 
 
@@ -108,6 +113,24 @@ def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:
     return _matched("parameters", plan.parameters, graph, tuple(plan.mesh))
 
 
+def outputs_of(plan: Plan, graph: Graph) -> dict[str, Wanted]:
+    """What a plan wants of the results of operations, by name; that of a module is its last operation's.
+
+    Raises:
+        PlanError: as :func:`signatures_of`.
+    """
+    last: dict[str, str] = {}  # by module, or operation
+    for op in graph.ops:
+        steps = op.module.split(".") if op.module else []
+        last |= {".".join(steps[: i + 1]): op.name for i in range(len(steps))} | {op.name: op.name}
+    found: dict[str, Wanted] = {}
+    for pattern in sorted(plan.outputs, key=len):
+        names = _named("outputs", pattern, list(last), "module or operation")
+        for text in _texts("outputs", plan.outputs, pattern, tuple(plan.mesh)):
+            found |= {last[name]: Wanted(parse(text), name == pattern) for name in names}
+    return found
+
+
 def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
     """How the optimizer's states of the parameters that a plan names are split over its replicas.
 
@@ -140,25 +163,37 @@ def _matched(
     """The signature of each parameter that a table of a plan names."""
     found: dict[str, Signature] = {}
     for pattern in sorted(patterns, key=len):  # a longer one replaces what a shorter one has said
-        names = [name for name in graph.parameters if name == pattern or fnmatchcase(name, pattern)]
-        if not names:
-            raise PlanError(
-                f"{title} of the plan: {pattern!r}",
-                got="no parameter of this name or pattern",
-                expected=f"one of the model's, such as {', '.join(list(graph.parameters)[:3])}",
-                remedy="Correct the plan.",
-            )
-        named = [axis for axis, _ in patterns[pattern]]
-        if len(set(named)) < len(named) or not set(named) <= set(axes):
-            raise PlanError(
-                f"{title} of the plan: {pattern!r}",
-                got="the axes " + ", ".join(named),
-                expected="each at most once, of the mesh: " + (", ".join(axes) or "none"),
-                remedy="Correct the plan.",
-            )
-        for _, text in patterns[pattern]:
+        names = _named(title, pattern, list(graph.parameters), "parameter")
+        for text in _texts(title, patterns, pattern, axes):
             found |= dict.fromkeys(names, parse(text))
     return found
+
+
+def _named(title: str, pattern: str, every: Sequence[str], kind: str) -> list[str]:
+    names = [name for name in every if name == pattern or fnmatchcase(name, pattern)]
+    if not names:
+        raise PlanError(
+            f"{title} of the plan: {pattern!r}",
+            got=f"no {kind} of this name or pattern",
+            expected=f"one of the model's, such as {', '.join(every[:3])}",
+            remedy="Correct the plan.",
+        )
+    return names
+
+
+def _texts(
+    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], pattern: str, axes: tuple[str, ...]
+) -> list[str]:
+    """The signatures that a pattern gives."""
+    named = [axis for axis, _ in patterns[pattern]]
+    if len(set(named)) < len(named) or not set(named) <= set(axes):
+        raise PlanError(
+            f"{title} of the plan: {pattern!r}",
+            got="the axes " + ", ".join(named),
+            expected="each at most once, of the mesh: " + (", ".join(axes) or "none"),
+            remedy="Correct the plan.",
+        )
+    return [text for _, text in patterns[pattern]]
 
 
 def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
+from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
@@ -61,6 +62,7 @@ TENSOR = "tensor"
 CHOICES = (
     "data_parallel",
     "tensor_parallel",
+    "signatures",
     "zero",
     "micro_batches",
     "predictor",
@@ -154,8 +156,10 @@ def plan(
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
-        choices: ``data_parallel``, ``tensor_parallel``, ``micro_batches``, ``predictor``, ``backward``, ``recompute``,
-            ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
+        choices: ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
+            :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``,
+            ``devices``.
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -219,11 +223,14 @@ def plan_with_reasons(
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
     schedule = schedule_named(rule_named(rule).schedule)
-    replicas, parts = _replicas(given), _parts(given)
+    replicas, parts = replicas_of(given), parts_of(given)
     num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule, default_workers(replicas * parts))
     each = num_stages // schedule.stages_per_worker
     draft = _draft(captured.graph.fingerprint, rule, each, given)
-    if parts > 1:
+    own = signatures_of(given)
+    if own is not None:
+        draft = replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
+    elif parts > 1:
         signatures = tensor_parallel(captured, parts)
         pairs = {name: ((TENSOR, str(signature)),) for name, signature in signatures.items()}
         draft = replace(draft, mesh={TENSOR: parts}, parameters=pairs)
@@ -240,12 +247,12 @@ def plan_with_reasons(
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
     size = replicas * parts
     devices = resolve_devices(given.get("devices"), size * each, draft.transport)
-    whole = for_plan(captured, replace(draft, mesh={}, parameters={}))
+    whole = for_plan(captured, replace(draft, mesh={}, parameters={}, outputs={}))
     sample = partial(_sample, job, whole.graph, draft, seed, tell)
     with preserving_state(job):
         chosen = given_cut or cut(whole, draft, str(cuts), num_stages, sample)
     captured = on_mesh(whole, draft)
-    if _zero(given):
+    if zero_of(given):
         given_states = split_states(captured, replicas)
         draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
         captured = on_mesh(whole, draft)
@@ -278,54 +285,9 @@ def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], know
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
 
 
-def _replicas(given: Mapping[str, Any]) -> int:
-    """R, as given, or 1.
-
-    Raises:
-        PlanError: it is no positive number.
-    """
-    replicas = given.get("data_parallel", 1)
-    if replicas < 1:
-        raise PlanError("replicas", got=str(replicas), expected="at least 1", remedy="Give --data-parallel 1 or more.")
-    return int(replicas)
-
-
-def _parts(given: Mapping[str, Any]) -> int:
-    """Workers of the mesh of ``--tensor-parallel``, as given, or 1.
-
-    Raises:
-        PlanError: it is no positive number.
-    """
-    parts = given.get("tensor_parallel", 1)
-    if parts < 1:
-        raise PlanError(
-            "--tensor-parallel", got=str(parts), expected="at least 1", remedy="Give --tensor-parallel 1 or more."
-        )
-    return int(parts)
-
-
-def _zero(given: Mapping[str, Any]) -> int:
-    """The level of ``--zero``, as given, or 0.
-
-    Raises:
-        PlanError: it is not built, or there is one replica.
-    """
-    level = given.get("zero", 0)
-    if level not in (0, 1):
-        raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
-    if level and _replicas(given) == 1:
-        raise PlanError(
-            "--zero 1",
-            got="one replica, whose optimizer has all states",
-            expected="--data-parallel 2 or more, among which they are divided",
-            remedy="Give --data-parallel, or leave --zero out.",
-        )
-    return int(level)
-
-
 def _default_mode(rule: UpdateRule, given: Mapping[str, Any]) -> str:
     """The rule's first backward mode; on a mesh the first that runs in parts."""
-    parted = [mode for mode in rule.modes if mode != "recompute" or _parts(given) == 1]
+    parted = [mode for mode in rule.modes if mode != "recompute" or parts_of(given) == 1]
     return parted[0] if parted else rule.modes[0]
 
 
@@ -347,10 +309,11 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
-        replicas=_replicas(given),
+        replicas=replicas_of(given),
         micro_batches=given.get("micro_batches", default),
         mesh={},
         parameters={},
+        outputs={},
         states={},
         transport=transport.name,
         deadline_s=given["deadline_s"],
@@ -410,7 +373,7 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
         stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
     named = {name for stage in stages for name in stage.workers}
     workers = tuple(worker for worker in plan.workers if worker.name in named)
-    result = replace(plan, mesh={}, parameters={}, states={}, stages=tuple(stages), workers=workers)
+    result = replace(plan, mesh={}, parameters={}, outputs={}, states={}, stages=tuple(stages), workers=workers)
     cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
     unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
     return replace(result, exchanges=plan_exchanges(captured, cut_up, result, unused))

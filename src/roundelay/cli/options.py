@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from roundelay.api.holder_choices import read_signatures
 from roundelay.cli.job_file import PathResolver
 from roundelay.cli.signals import Grace
 from roundelay.env import launched
@@ -46,6 +47,15 @@ TensorParallel = Annotated[
     typer.Option(
         help="Workers among which the matrix products of each stage are divided, in pairs as Megatron-LM does: columns "
         "of the first, rows of the second. [default: 1]"
+    ),
+]
+SignatureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--signatures",
+        help="File with a mesh, and how parameters and results lie on it, as a plan's `mesh`, [parameters] and "
+        "[outputs] say; in place of --tensor-parallel.",
+        metavar="FILE",
     ),
 ]
 Zero = Annotated[
@@ -166,6 +176,7 @@ class CommonChoices:
     workers: Workers = None
     data_parallel: DataParallel = None
     tensor_parallel: TensorParallel = None
+    signatures: SignatureFile = None
     zero: Zero = None
     micro_batches: MicroBatches = None
     recompute: Recompute = None
@@ -313,6 +324,8 @@ def spread(choices: Choices, size: int, replicas: int, mesh_size: int) -> Choice
         "--data-parallel": replicas if choices.data_parallel is None else choices.data_parallel,
         "--tensor-parallel": mesh_size if choices.tensor_parallel is None else choices.tensor_parallel,
     }
+    if choices.signatures is not None:
+        holders["--tensor-parallel"] = read_signatures(choices.signatures).size
     each, rest = divmod(size, max(1, math.prod(holders.values())))
     if rest or not each:
         several = {name: value for name, value in holders.items() if value > 1}

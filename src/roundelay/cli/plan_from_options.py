@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
+from roundelay.api.holder_choices import read_signatures
 from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.options import Choices, spread
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
+from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job
@@ -185,8 +187,12 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     of workers.
     """
     sizes = _sizes(plan)
+    if "signatures" in given or ("tensor_parallel" not in given and plan.mesh_size > 1):
+        del sizes["tensor_parallel"]
     divided = sizes.pop("zero") if given.get("data_parallel", plan.replicas) > 1 else 0
     kept: dict[str, Any] = sizes | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
+    if "tensor_parallel" not in sizes and "signatures" not in given:
+        kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
     same_size = all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule:
@@ -253,5 +259,8 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
                 planned_value = tuple(worker.device for worker in plan.workers)
             case "recompute":
                 wanted = parse_names(value)
+            case "signatures":
+                own, theirs = read_signatures(value), GivenSignatures.of(plan)
+                wanted, planned_value = astuple(own), astuple(theirs)
         if wanted != planned_value:
             yield name, value, planned_value

@@ -155,9 +155,19 @@ def _localise(local: Node, node: Node, form: OpForm, split: Split, at: Part) -> 
     for position in form.sizes:
         sizes = list(local.args[position])  # type: ignore[arg-type]
         place = split.dim - _first_of_sizes(node)
-        if 0 <= place < len(sizes):
-            sizes[place] = _local(node, split, (shape_of(node) or ())[split.dim], at)
+        if 0 <= place < len(sizes) and sizes[place] != -1:
+            sizes[place] = _local_size(local, node, sizes[place], split, at)
             local.args = (*local.args[:position], sizes, *local.args[position + 1 :])
+
+
+def _local_size(local: Node, node: Node, given: Any, split: Split, at: Part) -> Any:
+    """The size of a part: a number, or computed of the whole size where that varies with the batch."""
+    if not isinstance(given, Node):
+        return _local(node, split, (shape_of(node) or ())[split.dim], at)
+    with local.graph.inserting_before(local):
+        made = local.graph.call_function(part_size, (given,), {"split": astuple(split), "at": tuple(at)})
+    made.meta = dict(given.meta) | {"helper": True}
+    return made
 
 
 _OF_ANY_STRIDES: dict[Any, Any] = {
@@ -208,6 +218,11 @@ def _static(node: Node, size: Any) -> int:
             remedy="Split another dimension.",
         )
     return size
+
+
+def part_size(size: int, *, split: Place, at: tuple[int, int]) -> int:
+    """The size of one worker's part of a dimension."""
+    return Split(*split).local_size(size, *at)
 
 
 def take_part(x: torch.Tensor, *, split: Place, at: tuple[int, int]) -> torch.Tensor:

@@ -62,6 +62,19 @@ class ShardedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of an operation's result.
+
+    Args:
+        signature: the result's.
+        exactly: whether it is named, and not one of many that match a pattern: then it is an error if it cannot be.
+    """
+
+    signature: Signature
+    exactly: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Box:
     """A boxing that moves something, of one value for some of its consumers.
 

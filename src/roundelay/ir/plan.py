@@ -170,6 +170,7 @@ class Plan:
         mesh: axes over which the tensors of a stage lie, and how many workers each has; empty for one worker.
         parameters: signatures of parameters, by name or pattern: pairs of axis and signature
             (:mod:`roundelay.ir.sbp`). What matches nothing is deduced.
+        outputs: signatures of what modules and operations return, likewise; a pattern gives them to what can have them.
         states: signatures of parameters' optimizer states, likewise, over the replicas: each updates its part and gets
             the others' (ZeRO-1; OneFlow, Sect. 6.4). What matches nothing is updated by all.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
@@ -200,6 +201,7 @@ class Plan:
     micro_batches: _Count
     mesh: Mapping[str, _Count] = field(hash=False)
     parameters: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
+    outputs: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
     states: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
     transport: str
     deadline_s: _Number
@@ -289,7 +291,7 @@ class Plan:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
         parts: dict[str, tuple[Any, ...]] = {name: getattr(self, name) for name in _TABLES}
-        signatures = {name: getattr(self, name) for name in ("parameters", "states")}
+        signatures = {name: getattr(self, name) for name in ("parameters", "outputs", "states")}
         apart = {*parts, *(name for name, given in signatures.items() if given)}
         lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
         for title, given in signatures.items():

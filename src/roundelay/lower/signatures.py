@@ -10,15 +10,21 @@ has two reductions forward and two backward (Megatron-LM, Sect. 3), and small pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
-from roundelay.ir.deduction import Box, Deduction, Row, ShardedOp, Use
+from roundelay.errors import PlanError
+from roundelay.ir.deduction import Box, Deduction, Row, ShardedOp, Use, Wanted
+from roundelay.ir.op_form import Dims
 from roundelay.ir.sbp import P_MAX, B, P, Partial, Signature, Split
 from roundelay.lower.op_rows import broadcast_row, partial_rows, split_row
 
 FLOPS_PER_BYTE = 25.0
 """What a worker computes while a byte is moved, for a choice between the two: a core of a CPU and shared memory."""
+
+
+_NOTHING: Mapping[str, Wanted] = MappingProxyType({})
 
 
 def is_local(source: Signature, target: Signature) -> bool:
@@ -45,6 +51,7 @@ def deduce(
     workers: int,
     needed: Mapping[str, Signature],
     weights: Mapping[str, float],
+    wanted: Mapping[str, Wanted] = _NOTHING,
 ) -> Deduction:
     """Deduce every signature.
 
@@ -55,13 +62,21 @@ def deduce(
         workers: p.
         needed: signatures that the graph's results must have.
         weights: bytes of every trained parameter, by name.
+        wanted: signatures of operations' results, by name.
+
+    Raises:
+        PlanError: an operation cannot give what is wanted of it.
     """
-    values, rows = _forward(ops, given, sizes, workers)
+    values, rows = _forward(ops, given, sizes, workers, wanted)
     return _backward(ops, values, rows, needed, sizes, weights)
 
 
 def _forward(
-    ops: Sequence[ShardedOp], given: Mapping[str, Signature], sizes: Mapping[str, float], workers: int
+    ops: Sequence[ShardedOp],
+    given: Mapping[str, Signature],
+    sizes: Mapping[str, float],
+    workers: int,
+    wanted: Mapping[str, Wanted],
 ) -> tuple[dict[str, Signature], dict[str, Row]]:
     values: dict[str, Signature] = dict(given)
     rows: dict[str, Row] = {}
@@ -77,13 +92,18 @@ def _forward(
 
         def cost(row: Row, op: ShardedOp = op, have: Mapping[str, Sequence[Signature]] = have) -> tuple[float, str]:
             bytes_moved = sum(
-                min(moved(own, row.args[name], price.get(name, 0.0), workers) for own in owned)
+                min(
+                    math.inf
+                    if _varies(op.form.args[name], own, row.args[name])
+                    else moved(own, row.args[name], price.get(name, 0.0), workers)
+                    for own in owned
+                )
                 for name, owned in have.items()
             )
             shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
             return 2 * bytes_moved + shared, _PREFERRED[row.kind]
 
-        row = min(_candidates(op, have), key=cost)
+        row = min(_fitting(op, _candidates(op, have), wanted.get(op.name)), key=cost)
         rows[op.name] = row
         for name, owned in have.items():
             if row.args[name] not in owned and not is_local(owned[0], row.args[name]):
@@ -95,6 +115,32 @@ def _forward(
 
 _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
 """Among rows of equal cost: what is partial will have to be reduced."""
+
+
+def _varies(dims: Dims, own: Signature, wanted: Signature) -> bool:
+    """Whether zeros around a part would need the size of the whole, which varies from batch to batch."""
+    if wanted != P or not isinstance(own, Split):
+        return False
+    return not all(isinstance(size, int) for _, size in dims[own.dim])
+
+
+def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None) -> list[Row]:
+    """The rows whose result is the wanted one, or all if it is one of many that match a pattern and has none."""
+    every = list(rows)
+    if wanted is None:
+        return every
+    if isinstance(wanted.signature, Split) and wanted.signature.dim < len(op.form.results[0]):
+        row = split_row(op.form, 0, wanted.signature)
+        every += [row] if isinstance(row, Row) else []
+    fit = [row for row in every if row.results[:1] == (wanted.signature,)]
+    if not fit and wanted.exactly:
+        raise PlanError(
+            f"the signature of the result of operation {op.name!r}",
+            got=str(wanted.signature),
+            expected="one that it can compute: " + ", ".join(sorted({str(row.results[0]) for row in every})),
+            remedy="Correct `outputs` of the plan.",
+        )
+    return fit or every
 
 
 def _candidates(op: ShardedOp, have: Mapping[str, Sequence[Signature]]) -> Iterator[Row]:

@@ -49,7 +49,8 @@ def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _opened(tensor: torch.Tensor, split: Split) -> torch.Tensor:
-    opened: torch.Tensor = tensor.unflatten(split.dim, (split.outer, -1, split.unit))
+    count = tensor.shape[split.dim] // (split.outer * split.unit)
+    opened: torch.Tensor = tensor.unflatten(split.dim, (split.outer, count, split.unit))
     return opened
 
 

@@ -1,0 +1,93 @@
+"""The choices that say how many workers hold a stage, and what each of them has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roundelay.errors import PlanError
+from roundelay.ir.given_signatures import GivenSignatures
+
+
+def replicas_of(given: Mapping[str, Any]) -> int:
+    """R, as given, or 1.
+
+    Raises:
+        PlanError: it is no positive number.
+    """
+    replicas = given.get("data_parallel", 1)
+    if replicas < 1:
+        raise PlanError("replicas", got=str(replicas), expected="at least 1", remedy="Give --data-parallel 1 or more.")
+    return int(replicas)
+
+
+def signatures_of(given: Mapping[str, Any]) -> GivenSignatures | None:
+    """Those that are given, or stand in the file that is.
+
+    Raises:
+        PlanError: they cannot be read, or --tensor-parallel is given as well.
+    """
+    own = given.get("signatures")
+    if own is None or isinstance(own, GivenSignatures):
+        return own
+    if given.get("tensor_parallel", 1) > 1:
+        raise PlanError(
+            "--signatures with --tensor-parallel",
+            got=f"{own} and {given['tensor_parallel']}",
+            expected="one of them: the file has the mesh and the signatures that the other would find",
+            remedy="Leave --tensor-parallel out.",
+        )
+    return read_signatures(Path(own))
+
+
+def parts_of(given: Mapping[str, Any]) -> int:
+    """Workers of the mesh, as given, or 1.
+
+    Raises:
+        PlanError: it is no positive number.
+    """
+    if (own := signatures_of(given)) is not None:
+        return own.size
+    parts = given.get("tensor_parallel", 1)
+    if parts < 1:
+        raise PlanError(
+            "--tensor-parallel", got=str(parts), expected="at least 1", remedy="Give --tensor-parallel 1 or more."
+        )
+    return int(parts)
+
+
+def zero_of(given: Mapping[str, Any]) -> int:
+    """The level of ``--zero``, as given, or 0.
+
+    Raises:
+        PlanError: it is not built, or there is one replica.
+    """
+    level = given.get("zero", 0)
+    if level not in (0, 1):
+        raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
+    if level and replicas_of(given) == 1:
+        raise PlanError(
+            "--zero 1",
+            got="one replica, whose optimizer has all states",
+            expected="--data-parallel 2 or more, among which they are divided",
+            remedy="Give --data-parallel, or leave --zero out.",
+        )
+    return int(level)
+
+
+def read_signatures(path: Path) -> GivenSignatures:
+    """Read signatures from a file.
+
+    Raises:
+        PlanError: it cannot be read, or says something else.
+    """
+    try:
+        return GivenSignatures.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the file of signatures {path}",
+            got=str(error),
+            expected="TOML with `mesh`, [parameters] and [outputs], as in a plan",
+            remedy="Correct --signatures.",
+        ) from error
