@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,7 +124,7 @@ class Captured:
         """
         assert self.sharding is None, "what is on a mesh is not put on another"
         inputs, builder = replace(self.inputs, graph=graph), sharding.builders[0]
-        return replace(self, graph=graph, inputs=inputs, builder=builder, sharding=sharding, whole=self)
+        return replace(self, graph=graph, inputs=inputs, builder=builder, sharding=sharding)
 
     def values(self, micro_batch: Batch) -> dict[str, torch.Tensor]:
         """The graph's inputs and the batch tensors that the loss reads, by value name, from one micro-batch.
@@ -219,11 +219,22 @@ class Captured:
         assert (box.given is not None and box.needed is not None) or not gradient, "only where one flows"
         return (box.given, box.needed) if gradient else (box.source, box.target)  # type: ignore[return-value]
 
-    def as_boxed(self, name: str, value: Any, *, gradient: bool) -> Any:
-        """A value as a boxing leaves it; see :meth:`roundelay.frontend.sharding.Sharding.as_boxed`."""
+    def boxed_shapes(self, values: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes of boxed values without the mesh, for these inputs of the graph."""
+        return {} if self.sharding is None else self.sharding.whole_shapes(values)
+
+    def as_boxed(self, name: str, value: Any, shapes: Mapping[str, Sequence[int]], *, gradient: bool) -> Any:
+        """A value as a boxing leaves it; see :meth:`roundelay.frontend.sharding.Sharding.as_boxed`.
+
+        Args:
+            name: of the value.
+            value: what the first worker has of it, or of its gradient.
+            shapes: those of :meth:`boxed_shapes`.
+            gradient: which of the two.
+        """
         if self.sharding is None or name not in self.sharding.boxes:
             return value
-        return self.sharding.as_boxed(name, value, gradient=gradient)
+        return self.sharding.as_boxed(name, value, shapes[name], gradient=gradient)
 
     def walk(self, micro_batch: Batch, each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
         """Run the whole model operation by operation, with a tape, on copies of the buffers; returns the loss.

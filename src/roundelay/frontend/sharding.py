@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -13,9 +14,10 @@ from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.frontend.export import Exported
 from roundelay.frontend.local_graph import Part, local_graph, take_part
 from roundelay.frontend.op_forms import op_form
+from roundelay.frontend.op_forms_base import shape_of
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.ir.deduction import Box, Deduction, ShardedOp
-from roundelay.ir.graph import Graph
+from roundelay.ir.graph import INPUT, Graph
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, Signature, Split, local_shape
 
@@ -53,23 +55,41 @@ class Sharding:
             ranges[split.dim] = split_range(split, shape[split.dim], self.parts, part)
         return tuple(ranges)
 
-    def as_boxed(self, name: str, tensor: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+    def whole_shapes(self, values: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes of all boxed values, as they are without the mesh.
+
+        Args:
+            values: the graph's inputs, by name.
+        """
+        exported = self.builders[0].exported
+        nodes = {node.name: node for node in exported.module.graph.nodes}
+        sizes: dict[Any, int] = {}
+        for place, role in exported.roles.items():
+            if role.kind == "input":
+                sizes.update(zip(shape_of(nodes[place]) or (), values[INPUT + role.name].shape, strict=False))
+        return {name: tuple([_known(size, sizes) for size in shape_of(nodes[name]) or ()]) for name in self.boxes}
+
+    def as_boxed(self, name: str, tensor: torch.Tensor, whole: Sequence[int], *, gradient: bool) -> torch.Tensor:
         """A tensor of the shape that a boxing gives, without the others: to measure what is computed after it.
 
         Args:
             name: of the boxed value.
-            tensor: what a worker has of it, or of its gradient.
+            tensor: what the first worker has of it, or of its gradient.
+            whole: its shape without the mesh.
             gradient: which of the two.
         """
         box = self.boxes[name]
         source, target = (box.given, box.needed) if gradient else (box.source, box.target)
         if isinstance(source, Split) and not isinstance(target, Split):
-            shape = list(tensor.shape)
-            shape[source.dim] *= self.parts
-            return tensor.new_zeros(shape)
+            return tensor.new_zeros(whole)
         if isinstance(target, Split) and not isinstance(source, Split) and not (gradient and source == B):
             return take_part(tensor, split=astuple(target), at=(self.parts, 0)).contiguous()
         return tensor
+
+
+def _known(size: Any, sizes: Mapping[Any, int]) -> int:
+    """A size that may be an expression of others."""
+    return size if isinstance(size, int) else int(size.subs(sizes))
 
 
 def own_part(tensor: torch.Tensor, split: Split, parts: int, part: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -150,16 +151,17 @@ def _once(
 ) -> list[StageProfile]:
     """Run forward and backward through all stages once, and measure all but the update."""
     values: dict[str, Any] = dict(captured.values(micro_batch))
+    shapes = captured.boxed_shapes(values)
     buffers = {n: b.clone() for n, b in captured.buffers().items()}
     forwards = []
     for stage in stages:
         buffers = {n: stage.to_device(b) for n, b in buffers.items()}
-        forwards.append(_forward(captured, stage, buffers, values, mode))
+        forwards.append(_forward(partial(captured.as_boxed, shapes=shapes), stage, buffers, values, mode))
     grads: dict[str, torch.Tensor | None] = {LOSS: torch.ones_like(values[LOSS])}
     profiles = []
     for stage, (forward_s, tapes) in zip(reversed(stages), reversed(forwards), strict=True):
         spared_bytes = tuple(part.saved_bytes for tape in tapes for part in tape.tapes if isinstance(part, RematTape))
-        backward_s, of_parameters = _backward(captured, stage, tapes, grads)
+        backward_s, of_parameters = _backward(partial(captured.as_boxed, shapes=shapes), stage, tapes, grads)
         debt = [owed for tape in tapes for owed in tape.debt]
         owed_bytes = debt_bytes(debt)
         start = stage.now_s()
@@ -175,7 +177,7 @@ def _once(
 
 
 def _forward(
-    captured: Captured, stage: _StageOnDevice, buffers: Tensors, values: dict[str, Any], mode: Mode
+    as_boxed: Callable[..., Any], stage: _StageOnDevice, buffers: Tensors, values: dict[str, Any], mode: Mode
 ) -> tuple[float, list[StageTape]]:
     """Run a stage's forward, adding what it computes to ``values``; returns its seconds and tapes."""
     seconds, tapes = 0.0, []
@@ -186,19 +188,22 @@ def _forward(
         seconds += stage.now_s() - start
         tapes.append(tape)
         values.update(outputs)
-        values.update({n: captured.as_boxed(n, outputs[n], gradient=False) for n in outputs if n not in part.inputs})
+        values.update({n: as_boxed(n, outputs[n], gradient=False) for n in outputs if n not in part.inputs})
     return seconds, tapes
 
 
 def _backward(
-    captured: Captured, stage: _StageOnDevice, tapes: Sequence[StageTape], grads: dict[str, torch.Tensor | None]
+    as_boxed: Callable[..., Any],
+    stage: _StageOnDevice,
+    tapes: Sequence[StageTape],
+    grads: dict[str, torch.Tensor | None],
 ) -> tuple[float, Tensors]:
     """Run a stage's backward on the gradients that are known, and add its own; returns seconds and parameters'."""
     seconds, of_parameters = 0.0, {}
     for part, tape in zip(reversed(stage.function.parts), reversed(tapes), strict=True):
         taken = {n: stage.to_device(grads.pop(n, None)) for n in part.outputs}
         boxed = {n: g for n, g in taken.items() if n not in part.inputs and g is not None}
-        taken |= {n: captured.as_boxed(n, g, gradient=True) for n, g in boxed.items()}
+        taken |= {n: as_boxed(n, g, gradient=True) for n, g in boxed.items()}
         start = stage.now_s()
         of_inputs, own = part.backward(tape, taken, stage.parameters)
         seconds += stage.now_s() - start

@@ -1,0 +1,187 @@
+"""Results that a plan splits: the rows of a batch over a mesh, beside weights that are split otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+from roundelay.api import fidelity_on_mesh
+from roundelay.api.fidelity_on_mesh import differs_on_mesh
+from roundelay.api.planning import plan as planned
+from roundelay.errors import PlanError
+from roundelay.ir.given_signatures import GivenSignatures, Pairs
+from roundelay.ir.plan import Plan
+from roundelay.lower.emit import channels_of, exchanges_of
+from tests.equivalence.cells import DEADLINE_S, Bench
+from tests.equivalence.test_mesh import held, trained
+from tests.zoo.entry import Entry
+
+CLASSES, SIDE, ROWS = 7, 6, 10
+HEAD = {"head.weight": (("devices", "S(0)"),)}
+ROWS_SPLIT = {"backbone.*": (("devices", "S(0)"),)}
+
+
+class Recogniser(nn.Module):
+    """A backbone, and a head for so many classes, as in OneFlow's Fig. 11."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, 5)
+        )
+        self.head = nn.Linear(5, CLASSES, bias=False)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.backbone(images)), labels)
+
+
+def drawn(seed: int, count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(rows, 1, SIDE, SIDE, generator=generator), torch.randint(CLASSES, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def built(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Recogniser()
+
+
+ENTRY = Entry("recogniser", built, drawn, lambda loss, batch: loss, lambda batch: (batch, {}))
+
+
+@cache
+def place_of() -> Bench:
+    return Bench(ENTRY, None, [*drawn(0, 3), *drawn(1, 1, 7)])
+
+
+def split(
+    place: Bench,
+    parts: int = 2,
+    parameters: Mapping[str, Pairs] = HEAD,
+    outputs: Mapping[str, Pairs] = ROWS_SPLIT,
+    **choices: Any,
+) -> Plan:
+    """A plan with these signatures, as it is read from a file."""
+    options = {"workers": 1, "rule": "1f1b", "cuts": "roofline", "micro_batches": 2} | choices
+    own = GivenSignatures({"devices": parts}, parameters, outputs)
+    plan = planned(place.job(), captured=place.captured, signatures=own, deadline_s=DEADLINE_S, **options)
+    return Plan.parse(plan.text())
+
+
+def boxes(plan: Plan) -> list[tuple[str, str, str]]:
+    return [(e.kind, e.value, ",".join(e.phases)) for e in plan.exchanges if e.value]
+
+
+def test_features_are_gathered_and_classes_are_not() -> None:
+    """The physical graph of OneFlow's Fig. 12."""
+    scalar_or_row = ("reduce-scatter(0),all-gather(0)", "cross_entropy_loss")
+    assert boxes(split(place_of())) == [
+        ("boxed", "linear_box", "all-gather(1)"),
+        ("boxed-gradient", "linear_box", "reduce-scatter(1)"),
+        ("boxed", "cross_entropy_loss_amax_box", "reduce-scatter-max(0),all-gather(0)"),
+        ("boxed", "cross_entropy_loss_sum_box", scalar_or_row[0]),
+        ("boxed", "cross_entropy_loss_box", scalar_or_row[0]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "workers", "parts"),
+    [("1f1b", 1, 3), ("gpipe", 2, 2), ("pipedream", 2, 2), ("pipeoptim", 2, 3), ("zb-h1", 2, 2), ("cdp-v2", 2, 2)],
+)
+def test_every_rule_computes_what_its_reference_does(rule: str, workers: int, parts: int) -> None:
+    held(place_of(), split(place_of(), parts, rule=rule, workers=workers))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_it_does_between_processes(transport: str) -> None:
+    held(place_of(), split(place_of(), transport=transport))
+
+
+def test_with_replicas_and_split_states() -> None:
+    held(place_of(), split(place_of(), data_parallel=2, zero=1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 9])
+def test_with_parts_of_other_sizes_and_with_none(rows: int) -> None:
+    """Micro-batches have as many rows as there are parts, where the batch has so many; else some parts have none."""
+    batches = [*drawn(0, 1), *drawn(1, 3, rows)]
+    place = Bench(ENTRY, None, batches)
+    held(place, split(place, 3), steps=4)
+
+
+@pytest.mark.parametrize("parameters", [{}, HEAD], ids=["rows alone", "rows and classes"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_it_changes_nothing_but_the_last_bits(
+    parts: int, parameters: Mapping[str, Pairs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity_on_mesh, "RELATIVE", {torch.float64: 1e-10})
+    place = in_double(1)
+    plan = split(place, parts, parameters)
+    assert plan.outputs == ROWS_SPLIT
+    assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
+
+
+def in_double(count: int) -> Bench:
+    batches = [(images.double(), labels) for images, labels in drawn(0, count)]
+    return Bench(ENTRY, built(0).double(), batches)
+
+
+def test_ten_updates_are_those_without_a_mesh() -> None:
+    place = in_double(10)
+    optimizer = partial(AdamW, lr=1e-3)
+    one = trained(place, split(place, 1, outputs={}, parameters={}), optimizer, 10)
+    several = trained(place, split(place, 3), optimizer, 10)
+    for number, (loss, _) in one.micro_losses.items():
+        assert several.micro_losses[number][0] == pytest.approx(loss, rel=1e-10)
+    for name, weight in one.snapshot.parameters.items():
+        torch.testing.assert_close(several.snapshot.parameters[name], weight, rtol=1e-8, atol=1e-8)
+
+
+def test_every_worker_sends_the_bytes_that_the_plan_says() -> None:
+    steps = 2
+    place = Bench(ENTRY, None, drawn(0, steps))
+    plan = split(place, micro_batches=1)
+    done = trained(place, plan, partial(SGD, lr=0.1), steps)
+    channels = {channel.id: channel for channel in channels_of(plan)}
+    for number, own in exchanges_of(plan).items():
+        for position, port in enumerate(channels[number].sources):
+            predicted = steps * sum(own.bytes_sent(2, position))
+            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+
+
+def test_the_longest_pattern_wins() -> None:
+    """The features are computed whole, of what is gathered before."""
+    plan = split(place_of(), outputs=ROWS_SPLIT | {"backbone.4": (("devices", "B"),)})
+    assert boxes(plan)[0] == ("boxed", "flatten_box", "all-gather(1)")
+    held(place_of(), plan)
+
+
+def test_a_pattern_gives_what_it_can() -> None:
+    """The loss cannot be split by rows, as it has none; and a mean of what is split is that of all."""
+    plan = split(place_of(), parameters={}, outputs={"*": (("devices", "S(0)"),)})
+    assert boxes(plan)[0][1:] == ("linear_1_box", "all-gather(1)")
+    held(place_of(), plan)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"nobody": (("devices", "S(0)"),)}, "no module or operation of this name"),
+        ({"backbone": (("rows", "S(0)"),)}, "each at most once, of the mesh: devices"),
+        ({"backbone": (("devices", "S(4)"),)}, "result of operation 'linear': got S(4); expected one that it can"),
+        ({"backbone.1": (("devices", "S(1)"),)}, "result of operation 'group_norm': got S(1); expected one that it"),
+    ],
+)
+def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Pairs], message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        split(place_of(), outputs=outputs)
+    assert message in str(refused.value)
