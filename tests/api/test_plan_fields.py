@@ -21,6 +21,7 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, InternalError, PlanError
 from roundelay.frontend import Captured
+from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from roundelay.job import Job
@@ -250,6 +251,18 @@ def splits() -> bool:
     return bool(plan.parameters) and refused({}, lambda _: session(Plan.parse(odd.text())))
 
 
+def splits_outputs() -> bool:
+    """A result that is split by rows is boxed where it is read whole; a name that matches nothing is refused."""
+    job, captured, _ = given()
+    pairs = {captured.graph.ops[0].name: (("tensor", "S(0)"),)}
+    own = GivenSignatures({"tensor": 2}, {}, pairs)
+    plan = roundelay.plan(job, captured=captured, signatures=own, workers=1, rule="1f1b", micro_batches=2)
+    odd = dataclasses.replace(plan, outputs={"nothing.*": (("tensor", "S(0)"),)})
+    assert any(exchange.value for exchange in plan.exchanges)
+    texts = [odd.text(), dataclasses.replace(plan, outputs={}).text()]
+    return all(refused({}, lambda _, text=text: session(Plan.parse(text))) for text in texts)
+
+
 def divides_states() -> bool:
     """Each replica has a part of what a plan names; a pattern that matches nothing is refused."""
     job, captured, _ = given()
@@ -302,6 +315,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "replicas": deals_out,
     "mesh": lambda _: divides(),
     "parameters": lambda _: splits(),
+    "outputs": lambda _: splits_outputs(),
     "states": lambda _: divides_states(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roundelay.checkpoint.checkpoint import load
-from tests.cli.harness import MLP, here
+from tests.cli.harness import MLP, ROOT, here
 from tests.cli.test_torchrun import END_S, ending, same_end, torchrun
 
 Capture = pytest.CaptureFixture[str]
@@ -60,3 +60,63 @@ def test_two_launched_processes_are_a_mesh(capsys: Capture, workplace: Path) -> 
     assert process.returncode == 0, out
     assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
     same_end(workplace / "launched", workplace / "alone")
+
+
+def test_signatures_from_a_file_are_planned_kept_and_continued(capsys: Capture, workplace: Path) -> None:
+    own = 'mesh = { tensor = 2 }\n[parameters]\n"0.weight" = [["tensor", "S(0)"]]\n'
+    own += '[outputs]\n"0" = [["tensor", "S(1)"]]\n'
+    (workplace / "own.toml").write_text(own)
+    said = here(capsys, "train", MLP, "--signatures", "own.toml", "--workers", 1, "--steps", 2, "--out", "run")
+    assert said.code == 0, said.told
+    plan = tomllib.loads((workplace / "run" / "plan.toml").read_text())
+    assert (plan["parameters"], plan["outputs"]) == (tomllib.loads(own)["parameters"], tomllib.loads(own)["outputs"])
+    said = here(capsys, "train", MLP, "--from", "run", "--micro-batches", 2, "--steps", 2, "--out", "more")
+    assert said.code == 0, said.told
+    again = tomllib.loads((workplace / "more" / "plan.toml").read_text())
+    assert again["micro_batches"] != plan["micro_batches"]
+    assert (again["parameters"], again["outputs"]) == (plan["parameters"], plan["outputs"])
+    said = here(capsys, "plan", MLP, "--signatures", "run/plan.toml", "--workers", 1, "-o", "same.toml")
+    assert said.code == 0, said.told
+    assert tomllib.loads((workplace / "same.toml").read_text())["outputs"] == plan["outputs"]
+    verify = ("verify", MLP, "--plan", "run/plan.toml", "--steps", 2, "--signatures")
+    assert here(capsys, *verify, "own.toml").code == 0
+    (workplace / "other.toml").write_text(own.replace("S(1)", "B"))
+    assert "--signatures with --plan" in here(capsys, *verify, "other.toml").told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh = {", "the signatures"),
+        ("[parameters]", "no `mesh`"),
+        ("mesh = { tensor = 2 }\nparametres = {}", "the field 'parametres'"),
+        ("mesh = { tensor = 0 }", "`int` >= 1"),
+        ('mesh = { tensor = 2 }\nparameters = { "0.weight" = "S(0)" }', "Expected `array`"),
+        ("mesh = { a = 2, b = 2 }", "one axis: several are not carried out yet"),
+    ],
+)
+def test_a_file_of_signatures_that_cannot_be_read_is_refused(
+    text: str, message: str, capsys: Capture, workplace: Path
+) -> None:
+    (workplace / "own.toml").write_text(text)
+    said = here(capsys, "plan", MLP, "--signatures", "own.toml")
+    assert said.code == 2, said.told
+    assert message in said.told
+    assert "Traceback" not in said.told
+
+
+def test_signatures_in_place_of_tensor_parallel(capsys: Capture, workplace: Path) -> None:
+    (workplace / "own.toml").write_text("mesh = { tensor = 2 }")
+    said = here(capsys, "plan", MLP, "--signatures", "own.toml", *MESH)
+    assert said.code == 2
+    assert "--signatures with --tensor-parallel" in said.told
+    assert "the file of signatures nowhere.toml" in here(capsys, "plan", MLP, "--signatures", "nowhere.toml").told
+
+
+def test_the_physical_graph_of_face_recognition(capsys: Capture) -> None:
+    """OneFlow's Fig. 12: features are gathered, and of the softmax only what each row needs."""
+    job, own = ROOT / "examples" / "face_recognition.py", ROOT / "examples" / "face_recognition.toml"
+    said = here(capsys, "plan", job, "--signatures", own, "--workers", 1, "--rule", "1f1b", "--show", "graph")
+    assert said.code == 0, said.told
+    graph = said.out[said.out.index("stage 0 on workers") :].splitlines()
+    assert graph == (Path(__file__).parent / "face_recognition_graph.txt").read_text().splitlines()
