@@ -185,3 +185,55 @@ def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Pairs], messag
     with pytest.raises(PlanError) as refused:
         split(place_of(), outputs=outputs)
     assert message in str(refused.value)
+
+
+class WideAndDeep(nn.Module):
+    """A table of features, and layers over what is found in it (OneFlow, Sect. 6.3.2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 6)
+        self.deep = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, features: Tensor, clicked: Tensor) -> Tensor:
+        scores = self.deep(self.table(features).sum(1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(scores, clicked)
+
+
+def clicks(seed: int, count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randint(23, (rows, 3), generator=generator), torch.rand(rows, generator=generator).round())
+        for _ in range(count)
+    ]
+
+
+def wide_and_deep(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return WideAndDeep()
+
+
+TABLED = Entry("wide_and_deep", wide_and_deep, clicks, lambda loss, batch: loss, lambda batch: (batch, {}))
+DEEP_BY_ROWS = {"deep.*": (("devices", "S(0)"),)}
+
+
+@pytest.mark.parametrize(
+    ("signature", "phases"),
+    [("S(0)", ["reduce-scatter(1)", "all-gather(1)"]), ("S(1)", ["all-to-all(3>1)", "all-to-all(1>3)"])],
+)
+@pytest.mark.parametrize(("transport", "parts"), [("memory", 3), ("shm", 2), ("gloo", 2)])
+def test_what_a_split_table_gives_goes_to_rows(signature: str, phases: list[str], transport: str, parts: int) -> None:
+    """Found in rows of the table: added up by those who get it. Found in columns: each worker sends its own."""
+    place = Bench(TABLED, None, [*clicks(0, 2), *clicks(1, 1, 7)])
+    table = {"table.weight": (("devices", signature),)}
+    plan = split(place, parts, table, DEEP_BY_ROWS, transport=transport)
+    assert [",".join(e.phases) for e in plan.exchanges if e.value == "sum_1_box"] == phases
+    held(place, plan, steps=3)
+    assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
+
+
+@pytest.mark.parametrize("rule", ["pipedream", "pipeoptim"])
+def test_splits_become_others_under_every_rule(rule: str) -> None:
+    place = Bench(TABLED, None, clicks(0, 4))
+    plan = split(place, 2, {"table.weight": (("devices", "S(1)"),)}, DEEP_BY_ROWS, rule=rule, workers=2)
+    held(place, plan)

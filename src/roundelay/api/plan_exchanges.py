@@ -154,7 +154,7 @@ def _exchange(
         raise PlanError(
             f"the boxing {name!r}",
             got=f"{source} that must become {target}",
-            expected="to or from B or P: a split that becomes another is not carried out yet",
+            expected="to or from B or P, or a split of another dimension",
             remedy="Give signatures with which it is not needed, in `parameters` of the plan.",
         )
     value = captured.graph.values[name]

@@ -80,11 +80,10 @@ class Sharding:
         """
         box = self.boxes[name]
         source, target = (box.given, box.needed) if gradient else (box.source, box.target)
-        if isinstance(source, Split) and not isinstance(target, Split):
-            return tensor.new_zeros(whole)
-        if isinstance(target, Split) and not isinstance(source, Split) and not (gradient and source == B):
-            return take_part(tensor, split=astuple(target), at=(self.parts, 0)).contiguous()
-        return tensor
+        parted = isinstance(source, Split) or isinstance(target, Split)
+        if not parted or target is None or (gradient and source == B):
+            return tensor
+        return tensor.new_zeros(local_shape(whole, target, self.parts, 0))
 
 
 def _known(size: Any, sizes: Mapping[Any, int]) -> int:

@@ -37,11 +37,15 @@ def moved(source: Signature, target: Signature, num_bytes: float, workers: int) 
     if is_local(source, target):
         return 0.0
     share = (workers - 1) / workers * num_bytes
-    if source == P_MAX and target == P:
-        return math.inf  # no part of a sum is made of the largest numbers
+    if (source == P_MAX and target == P) or _in_one_dimension(source, target):
+        return math.inf  # the largest numbers are no part of a sum; and for the other there is no exchange
     if isinstance(source, Partial):
         return share if isinstance(target, Split) else 2 * share
     return share / workers if isinstance(target, Split) else share
+
+
+def _in_one_dimension(source: Signature, target: Signature) -> bool:
+    return isinstance(source, Split) and isinstance(target, Split) and source.dim == target.dim
 
 
 def deduce(
