@@ -24,7 +24,7 @@ BATCHES, ROWS = 100, 32
 class Recogniser(nn.Module):
     """From images (rows, 1, SIDE, SIDE) and identities (rows,) to the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, identities: int = IDENTITIES) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
             nn.Conv2d(1, 32, 3, stride=2, padding=1),
@@ -36,19 +36,19 @@ class Recogniser(nn.Module):
             nn.Flatten(),
             nn.Linear(64 * (SIDE // 4) ** 2, FEATURES),
         )
-        self.head = nn.Linear(FEATURES, IDENTITIES, bias=False)
+        self.head = nn.Linear(FEATURES, identities, bias=False)
 
     def forward(self, images: Tensor, identities: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.backbone(images)), identities)
 
 
-def faces(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def faces(epoch: int, identities: int = IDENTITIES) -> Iterator[tuple[Tensor, Tensor]]:
     """Made faces, since none may be fetched: one picture for each identity, with noise."""
     generator = torch.Generator().manual_seed(0)
-    portraits = torch.randn(IDENTITIES, 1, SIDE, SIDE, generator=generator)
+    portraits = torch.randn(identities, 1, SIDE, SIDE, generator=generator)
     generator.manual_seed(epoch + 1)
     for _ in range(BATCHES):
-        who = torch.randint(IDENTITIES // 20, (ROWS,), generator=generator)  # few, so that they are soon known
+        who = torch.randint(identities // 20, (ROWS,), generator=generator)  # few, so that they are soon known
         yield portraits[who] + 0.5 * torch.randn(ROWS, 1, SIDE, SIDE, generator=generator), who
 
 

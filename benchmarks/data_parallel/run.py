@@ -9,31 +9,25 @@ computing takes. All run with the C library's memory settings that the command u
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay import Job, capture, plan
-from roundelay.api.training import Length, Session
+from benchmarks.two_processes import WARM, of_two_ranks, planned, update_ms
+from roundelay import Job
+from roundelay.api.training import Session
 from roundelay.env import better_malloc
 
 SIZES = ((512, 3, 8), (1024, 4, 16), (2048, 4, 32))
 """Width, layers, rows of a batch."""
-
-WARM = 5
-"""Updates that do not count."""
 
 
 def model(width: int, layers: int) -> nn.Module:
@@ -70,33 +64,13 @@ def alone(width: int, layers: int, rows: int, steps: int) -> float:
 
 
 def theirs(width: int, layers: int, rows: int, steps: int) -> float:
-    """Two forked processes over gloo on loopback; the slower one counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        pids = [_forked(functools.partial(_rank, rank, Path(folder), width, layers, rows, steps)) for rank in range(2)]
-        codes = [os.waitpid(pid, 0)[1] for pid in pids]
-        assert not any(codes), f"a rank failed: {codes}"
-        return max(json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
+    """Torch's on two ranks."""
 
+    def measure(rank: int) -> float:
+        x, y = data(width, rows)
+        return times(DistributedDataParallel(model(width, layers)), x[rank::2], y[rank::2], steps)
 
-def _forked(call: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            call()
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
-def _rank(rank: int, folder: Path, width: int, layers: int, rows: int, steps: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    x, y = data(width, rows)
-    found = times(DistributedDataParallel(model(width, layers)), x[rank::2], y[rank::2], steps)
-    (folder / str(rank)).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return of_two_ranks(measure)
 
 
 @functools.cache
@@ -108,16 +82,12 @@ def session(transport: str, width: int, layers: int, rows: int, steps: int) -> S
         batches=lambda epoch: [batch] * steps,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
     )
-    captured = capture(job)
-    options = {"workers": 1, "data_parallel": 2, "rule": "1f1b", "micro_batches": 1, "transport": transport}
-    return Session(job, captured, plan(job, captured=captured, **options), 0, Length(steps=steps))  # type: ignore[arg-type]
+    return planned(job, steps, data_parallel=2, transport=transport)
 
 
 def ours(transport: str, width: int, layers: int, rows: int, steps: int) -> float:
     """Median milliseconds from one update to the next."""
-    done = session(transport, width, layers, rows, steps).run(notify=lambda event: None)
-    ends = [event.end_s for event in done.events[0] if event.opcode == "update"]
-    return statistics.median([1e3 * (b - a) for a, b in zip(ends[WARM:], ends[WARM + 1 :], strict=False)])
+    return update_ms(session(transport, width, layers, rows, steps))
 
 
 def main() -> None:

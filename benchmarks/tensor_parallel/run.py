@@ -8,34 +8,28 @@ shows. Every process has one thread. All run with the C library's memory setting
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay import Job, capture, plan
-from roundelay.api.training import Length, Session
+from benchmarks.two_processes import WARM, of_two_ranks, planned, update_ms
+from roundelay import Job
+from roundelay.api.training import Session
 from roundelay.env import better_malloc
 
 SIZES = ((256, 4, 8), (512, 4, 8))
 """Width, layers, rows of a batch."""
 
 LENGTH, SYMBOLS, HEAD = 128, 256, 32
-
-WARM = 3
-"""Updates that do not count."""
 
 
 class Block(nn.Module):
@@ -106,37 +100,17 @@ def alone(width: int, layers: int, rows: int, steps: int) -> float:
 
 
 def theirs(width: int, layers: int, rows: int, steps: int) -> float:
-    """Two forked processes over gloo on loopback; the slower one counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        pids = [_forked(functools.partial(_rank, rank, Path(folder), width, layers, rows, steps)) for rank in range(2)]
-        codes = [os.waitpid(pid, 0)[1] for pid in pids]
-        assert not any(codes), f"a rank failed: {codes}"
-        return max(json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
+    """Torch's on two ranks."""
 
+    def measure(rank: int) -> float:
+        mesh, module = init_device_mesh("cpu", (2,)), model(width, layers)
+        columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+        rows_of = dict.fromkeys(("out", "down"), RowwiseParallel())
+        for block in module.blocks:
+            parallelize_module(block, mesh, columns | rows_of)
+        return times(module, rows, steps)
 
-def _forked(call: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            call()
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
-def _rank(rank: int, folder: Path, width: int, layers: int, rows: int, steps: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh, module = init_device_mesh("cpu", (2,)), model(width, layers)
-    columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
-    rows_of = dict.fromkeys(("out", "down"), RowwiseParallel())
-    for block in module.blocks:
-        parallelize_module(block, mesh, columns | rows_of)
-    found = times(module, rows, steps)
-    (folder / str(rank)).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return of_two_ranks(measure)
 
 
 @functools.cache
@@ -148,16 +122,12 @@ def session(transport: str, width: int, layers: int, rows: int, steps: int) -> S
         batches=lambda epoch: [batch] * steps,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
     )
-    captured = capture(job)
-    options = {"workers": 1, "tensor_parallel": 2, "rule": "1f1b", "micro_batches": 1, "transport": transport}
-    return Session(job, captured, plan(job, captured=captured, **options), 0, Length(steps=steps))  # type: ignore[arg-type]
+    return planned(job, steps, tensor_parallel=2, transport=transport)
 
 
 def ours(transport: str, width: int, layers: int, rows: int, steps: int) -> float:
     """Median milliseconds from one update to the next."""
-    done = session(transport, width, layers, rows, steps).run(notify=lambda event: None)
-    ends = [event.end_s for event in done.events[0] if event.opcode == "update"]
-    return statistics.median([1e3 * (b - a) for a, b in zip(ends[WARM:], ends[WARM + 1 :], strict=False)])
+    return update_ms(session(transport, width, layers, rows, steps))
 
 
 def main() -> None:
