@@ -60,6 +60,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         micro_batches=micro_batches,
         mesh={},
         parameters={},
+        outputs={},
         states={},
         transport="memory",
         deadline_s=1.0,

@@ -58,6 +58,7 @@ PLANS = st.builds(
     mesh=st.dictionaries(TEXTS, INTS, max_size=2),
     parameters=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
     states=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
+    outputs=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,

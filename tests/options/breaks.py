@@ -101,6 +101,17 @@ OPTIONS = (
         (EQUIVALENCE + "test_mesh.py", "-k", "the_two_boxings_of_megatron"),
     ),
     Break(
+        "own signatures",
+        (
+            Edit(
+                "api/planning.py",
+                "mesh=own.mesh, parameters=own.parameters, outputs=own.outputs",
+                "mesh=own.mesh, parameters=own.parameters",
+            ),
+        ),
+        ("tests/cli/test_mesh.py::test_signatures_from_a_file_are_planned_kept_and_continued",),
+    ),
+    Break(
         "split states",
         (Edit("api/plan_signatures.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"),),
         (EQUIVALENCE + "test_zero.py", "-k", "test_each_replica_writes_its_part"),
