@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -120,3 +121,28 @@ def test_the_physical_graph_of_face_recognition(capsys: Capture) -> None:
     assert said.code == 0, said.told
     graph = said.out[said.out.index("stage 0 on workers") :].splitlines()
     assert graph == (Path(__file__).parent / "face_recognition_graph.txt").read_text().splitlines()
+
+
+def test_a_plan_that_needs_more_memory_than_a_limit_is_refused(capsys: Capture, workplace: Path) -> None:
+    """As OneFlow's Fig. 2 asks: before anything runs, and with what takes the memory."""
+    plan = ("plan", MLP, "--workers", 1, "--rule", "1f1b")
+    said = here(capsys, *plan, "--memory-limit", "1KiB", "-o", "no.toml")
+    assert said.code == 2, said.told
+    for words in ("memory of worker 0, which runs stage 0", "weights ", "gradients ", "tapes ", "at most 1.0 KiB"):
+        assert words in said.told
+    assert not (workplace / "no.toml").exists()
+    assert here(capsys, *plan, "--memory-limit", "1 GiB", "-o", "plan.toml").code == 0
+    verify = ("verify", MLP, "--plan", "plan.toml", "--steps", 1, "--memory-limit")
+    assert "memory of worker 0" in here(capsys, *verify, "100").told
+    assert here(capsys, *verify, "2gib").code == 0
+    assert "--memory-limit got 'much'" in here(capsys, *plan, "--memory-limit", "much").told
+
+
+def test_what_is_split_fits_where_the_whole_does_not(capsys: Capture, workplace: Path) -> None:
+    def held(*options: object) -> float:
+        said = here(capsys, "plan", MLP, "--workers", 1, "--rule", "1f1b", "--memory-limit", 1, *options).told
+        found = re.search(r"got ([\d.]+) KiB \(weights", said)
+        assert found is not None, said
+        return float(found[1])
+
+    assert held("--tensor-parallel", 2) < 0.9 * held()

@@ -101,6 +101,11 @@ OPTIONS = (
         (EQUIVALENCE + "test_mesh.py", "-k", "the_two_boxings_of_megatron"),
     ),
     Break(
+        "a limit of memory",
+        (Edit("api/memory_limit.py", "if largest.total > most:", "if most < 0:"),),
+        ("tests/cli/test_mesh.py::test_a_plan_that_needs_more_memory_than_a_limit_is_refused",),
+    ),
+    Break(
         "own signatures",
         (
             Edit(

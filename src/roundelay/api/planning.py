@@ -16,6 +16,7 @@ from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
@@ -76,6 +77,7 @@ CHOICES = (
     "transport",
     "deadline_s",
     "devices",
+    "memory_limit",
 )
 
 
@@ -159,7 +161,7 @@ def plan(
         choices: ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
             :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``,
-            ``devices``.
+            ``devices``, ``memory_limit`` (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -266,6 +268,8 @@ def plan_with_reasons(
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
     draft = replace(draft, workers=placed, stages=_unmeasured(ends, owners))
     result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
+    if (limit := given.get("memory_limit")) is not None:
+        check_memory(job, whole, result, limit)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
 

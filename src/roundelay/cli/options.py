@@ -146,6 +146,14 @@ Deadline = Annotated[
     float | None,
     typer.Option(help="Longest wait for a batch of the loader, or for a message. [default: 300]", metavar="SECONDS"),
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        help="Refuse a plan by which a worker would hold more, by prediction: weights, gradients, optimizer states, "
+        "versions, activations, messages. Without torch itself.",
+        metavar="BYTES",
+    ),
+]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -189,6 +197,7 @@ class CommonChoices:
     cuts: Cuts = None
     devices: Devices = None
     deadline_s: Deadline = None
+    memory_limit: MemoryLimit = None
 
     def given(self) -> dict[str, Any]:
         """The choices that are not None, by name."""

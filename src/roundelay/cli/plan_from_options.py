@@ -11,6 +11,7 @@ from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.holder_choices import read_signatures
+from roundelay.api.memory_limit import check_memory
 from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.options import Choices, spread
@@ -86,11 +87,14 @@ def plan_job(
     if party is not None:
         known = source.written() or resumed
         choices = spread(choices, party.size, *((1, 1) if known is None else (known.replicas, known.mesh_size)))
-    existing = _existing_plan(model, choices, source, resumed)
+    existing = _existing_plan(model, replace(choices, memory_limit=None), source, resumed)
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
     else:
         planned = Planned(existing)
+        if choices.memory_limit is not None:
+            fitted(for_plan(captured, existing), existing)
+            check_memory(job, captured, existing, choices.memory_limit)
         if existing.compile and party is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)

@@ -124,12 +124,3 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     for row in rows:
         text_table.add_row(*row)
     return text_table
-
-
-def amount(num_bytes: float) -> str:
-    """A number of bytes as text, such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from roundelay.api.verifying import Verification
-from roundelay.cli.screen import amount, stdout, table
+from roundelay.cli.screen import stdout, table
 from roundelay.errors import counted
+from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.simulator import Simulation
 
@@ -55,9 +56,9 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
             f"worker {k}",
             _share(report.busy_s, simulation),
             str(report.tapes_peak),
-            amount(report.tape_bytes_peak),
-            amount(report.unread_bytes_peak),
-            amount(weights[k]),
+            bytes_text(report.tape_bytes_peak),
+            bytes_text(report.unread_bytes_peak),
+            bytes_text(weights[k]),
             f"{report.versions_read[0]}..{report.versions_read[1]}",
             str(report.versions_held_peak),
         ]

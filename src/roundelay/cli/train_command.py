@@ -27,11 +27,12 @@ from roundelay.api.training import Session
 from roundelay.cli.job_file import PathResolver, load_job
 from roundelay.cli.options import Choices, RunOptions, exclusive
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
-from roundelay.cli.screen import amount, announce, show_json, stderr, stdout, table
+from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
 from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
+from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.validate_plan import CPU
@@ -211,7 +212,7 @@ def _show(plan: Plan, summary: dict[str, Any]) -> None:
     if any(summary["skipped_updates"]):
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, num_bytes in enumerate(summary["activation_bytes"]):
-        rows.append([f"worker {k}, activations", amount(num_bytes)])
+        rows.append([f"worker {k}, activations", bytes_text(num_bytes)])
     workers, updates = counted(plan.num_workers, "worker"), counted(summary["steps"], "update")
     title = f"{plan.rule} on {workers} over {plan.transport}, {updates}"
     stdout.print(table(title, ["", ""], rows))
@@ -262,7 +263,7 @@ def _as_share(value: float | None) -> str:
 
 def _memory(row: dict[str, Any]) -> list[str]:
     measured = [row["private_bytes"], row["peak_rss_bytes"], row["rss_at_start_bytes"]]
-    return ["-" if value is None else amount(value) for value in (row["predicted"]["total"], *measured)]
+    return ["-" if value is None else bytes_text(value) for value in (row["predicted"]["total"], *measured)]
 
 
 def _show_debug(trained: Trained) -> None:
