@@ -1,7 +1,7 @@
 """Wide & Deep with one large table for both parts, which no device needs to hold whole (OneFlow, Sect. 6.3.2, Fig. 13).
 
-The rows of the table are divided over the devices, and the layers have a part of the clicks on each; `wide_and_deep.toml`
-says so. Give `S(1)` in place of `S(0)` to divide columns.
+The rows of the table are divided over the devices, and the layers have a part of the clicks on each, as
+`wide_and_deep.toml` says. Give `S(1)` in place of `S(0)` to divide columns.
 
     roundelay train examples/wide_and_deep.py --signatures examples/wide_and_deep.toml --workers 1 --rule 1f1b
 """

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
     from roundelay.api import Updated, capture, compare, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import RoundelayError
+    from roundelay.global_tensor import (
+        GlobalTensor,
+        Placement,
+        from_local,
+        ones,
+        placement,
+        rand,
+        randn,
+        sbp,
+        tensor,
+        zeros,
+    )
     from roundelay.ir.plan import Plan
     from roundelay.ir.rule import UpdateRule, register_rule
     from roundelay.job import Job, StopTraining
@@ -45,10 +57,22 @@ _HOMES = {
     "register_rule": "roundelay.ir.rule",
     "Job": "roundelay.job",
     "StopTraining": "roundelay.job",
+    "GlobalTensor": "roundelay.global_tensor",
+    "Placement": "roundelay.global_tensor",
+    "from_local": "roundelay.global_tensor",
+    "ones": "roundelay.global_tensor",
+    "placement": "roundelay.global_tensor",
+    "rand": "roundelay.global_tensor",
+    "randn": "roundelay.global_tensor",
+    "sbp": "roundelay.global_tensor",
+    "tensor": "roundelay.global_tensor",
+    "zeros": "roundelay.global_tensor",
 }
 
 __all__ = [
+    "GlobalTensor",
     "Job",
+    "Placement",
     "Plan",
     "RoundelayError",
     "StopTraining",
@@ -57,12 +81,20 @@ __all__ = [
     "capture",
     "compare",
     "empty_weights",
+    "from_local",
     "load",
+    "ones",
+    "placement",
     "plan",
+    "rand",
+    "randn",
     "register_rule",
+    "sbp",
     "simulate",
+    "tensor",
     "train",
     "verify",
+    "zeros",
 ]
 
 

@@ -94,20 +94,7 @@ def _forward(
             continue
         have = {name: [values.get(name, B), *boxed.get(name, ())] for name in op.form.args}
 
-        def cost(row: Row, op: ShardedOp = op, have: Mapping[str, Sequence[Signature]] = have) -> tuple[float, str]:
-            bytes_moved = sum(
-                min(
-                    math.inf
-                    if _varies(op.form.args[name], own, row.args[name])
-                    else moved(own, row.args[name], price.get(name, 0.0), workers)
-                    for own in owned
-                )
-                for name, owned in have.items()
-            )
-            shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
-            return 2 * bytes_moved + shared, _PREFERRED[row.kind]
-
-        row = min(_fitting(op, _candidates(op, have), wanted.get(op.name)), key=cost)
+        row = cheapest_row(op, have, price, workers, wanted.get(op.name))
         rows[op.name] = row
         for name, owned in have.items():
             if row.args[name] not in owned and not is_local(owned[0], row.args[name]):
@@ -117,15 +104,45 @@ def _forward(
     return values, rows
 
 
+def cheapest_row(
+    op: ShardedOp,
+    have: Mapping[str, Sequence[Signature]],
+    price: Mapping[str, float],
+    workers: int,
+    wanted: Wanted | None = None,
+) -> Row:
+    """The row that costs least in bytes moved and in what is computed, near what the operation's tensors are already.
+
+    Args:
+        op: the operation.
+        have: by tensor the signatures that there are of it.
+        price: bytes of each tensor.
+        workers: p.
+        wanted: of its result.
+
+    Raises:
+        PlanError: it cannot give what is wanted.
+    """
+
+    def cost(row: Row) -> tuple[float, str]:
+        bytes_moved = sum(
+            min(_price(op.form.args[name], own, row.args[name], price.get(name, 0.0), workers) for own in owned)
+            for name, owned in have.items()
+        )
+        shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
+        return 2 * bytes_moved + shared, _PREFERRED[row.kind]
+
+    return min(_fitting(op, _candidates(op, have), wanted), key=cost)
+
+
+def _price(dims: Dims, own: Signature, wanted: Signature, num_bytes: float, workers: int) -> float:
+    """Bytes moved; not to be had where zeros around a part need the size of the whole, which varies with the batch."""
+    varies = isinstance(own, Split) and not all(isinstance(size, int) for _, size in dims[own.dim])
+    return math.inf if varies and wanted == P else moved(own, wanted, num_bytes, workers)
+
+
 _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
 """Among rows of equal cost: what is partial will have to be reduced."""
-
-
-def _varies(dims: Dims, own: Signature, wanted: Signature) -> bool:
-    """Whether zeros around a part would need the size of the whole, which varies from batch to batch."""
-    if wanted != P or not isinstance(own, Split):
-        return False
-    return not all(isinstance(size, int) for _, size in dims[own.dim])
 
 
 def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None) -> list[Row]:

@@ -1,0 +1,176 @@
+"""Operators on tensors that lie on several processes: the compiler's rules, one operator at a time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from roundelay.errors import PlanError
+from roundelay.frontend.export import Exported
+from roundelay.frontend.local_graph import Part, local_graph
+from roundelay.frontend.op_forms import op_form
+from roundelay.global_tensor.placement import Placement
+from roundelay.global_tensor.transfer import boxed
+from roundelay.ir.deduction import Deduction, Row, ShardedOp, Use
+from roundelay.ir.op_form import OpForm
+from roundelay.ir.sbp import B, Signature
+from roundelay.lower.signatures import cheapest_row, is_local
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """What this process has of a tensor that lies on several.
+
+    Args:
+        local: its part, all of it, or its addend; empty outside of the placement.
+        shape: of the whole.
+        placement: where it lies.
+        signature: how.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    placement: Placement
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An operator on tensors of some shapes and signatures.
+
+    Args:
+        exported: a graph of it alone.
+        name: of its node.
+        form: its form.
+        row: how it is computed.
+        results: shape and dtype of each result, on no device.
+    """
+
+    exported: Exported
+    name: str
+    form: OpForm
+    row: Row
+    results: Any
+
+    def local(self, has: Mapping[str, Signature], part: Part) -> torch.fx.GraphModule:
+        """What one process runs, of tensors with these signatures."""
+        uses = {(self.name, arg): Use(arg, has[arg], self.row.args[arg], False) for arg in self.row.args}
+        results = {self.name: Use(self.name, B, B, False)}
+        deduction = Deduction({self.name: self.row}, {}, {}, (), uses, results)
+        return local_graph(self.exported, {self.name: self.form}, deduction, part).module
+
+
+_COMPILED: dict[Any, Compiled] = {}
+_LOCAL: dict[Any, torch.fx.GraphModule] = {}
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of an operator, of which arguments are :class:`Laid`.
+
+    Raises:
+        PlanError: it is not to be had, naming the operator and the signatures.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = {f"x{i}": leaf for i, leaf in enumerate(_distinct(leaves))}
+    on = _check(func, leaves, tensors)
+    key = (func, on.size, str(spec), *[_key(leaf, tensors) for leaf in leaves])
+    if key not in _COMPILED:
+        _COMPILED[key] = _compiled(func, leaves, spec, tensors, on.size)
+    made = _COMPILED[key]
+    position = on.position
+    if position is None:
+        nothing = next(iter(tensors.values())).local
+        return _wrapped(made, [nothing.new_empty(0, dtype=one.dtype) for one in tree_flatten(made.results)[0]], on)
+    has = {name: _nearest(laid.signature, made.row.args.get(name, laid.signature)) for name, laid in tensors.items()}
+    own = [boxed(laid.local, laid.shape, laid.signature, has[name], on) for name, laid in tensors.items()]
+    local = (key, position)
+    if local not in _LOCAL:
+        _LOCAL[local] = made.local(has, Part(on.size, position))
+    results = [result.contiguous() for result in tree_flatten(_LOCAL[local](*own))[0]]  # as global tensors say they are
+    return _wrapped(made, results, on)
+
+
+def _nearest(own: Signature, wanted: Signature) -> Signature:
+    """What a tensor is boxed to: itself, if the process makes the wanted from it alone."""
+    return own if is_local(own, wanted) else wanted
+
+
+def _wrapped(made: Compiled, results: Sequence[torch.Tensor], on: Placement) -> Any:
+    shapes, spec = tree_flatten(made.results)
+    laid = [
+        Laid(local, tuple(shape.shape), on, signature)
+        for local, shape, signature in zip(results, shapes, made.row.results, strict=True)
+    ]
+    return tree_unflatten(laid, spec)
+
+
+def _distinct(leaves: Sequence[Any]) -> list[Laid]:
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Laid)}.values())
+
+
+def _key(leaf: Any, tensors: Mapping[str, Laid]) -> Any:
+    if isinstance(leaf, Laid):
+        (name,) = [name for name, one in tensors.items() if one is leaf]
+        return name, leaf.shape, leaf.local.dtype, leaf.signature
+    if isinstance(leaf, torch.Tensor):  # a number of no dimensions
+        return leaf.item(), leaf.dtype
+    return type(leaf), leaf
+
+
+def _compiled(func: Any, leaves: Sequence[Any], spec: Any, tensors: Mapping[str, Laid], workers: int) -> Compiled:
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in tensors}
+    for name, laid in tensors.items():
+        nodes[name].meta["val"] = torch.empty(laid.shape, dtype=laid.local.dtype, device="meta")
+    named = {id(laid): nodes[name] for name, laid in tensors.items()}
+    args, kwargs = tree_unflatten([named.get(id(leaf), leaf) for leaf in leaves], spec)
+    node = graph.call_function(func, args, kwargs)
+    metas = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    try:
+        node.meta["val"] = func(*metas[0], **metas[1])
+    except Exception as error:  # also of shapes that do not fit, in torch's words
+        raise _refused(
+            func, tensors, str(error).splitlines()[0], "shapes that fit, and results whose shapes follow"
+        ) from error
+    graph.output((node,))
+    exported = Exported(torch.fx.GraphModule(torch.nn.Module(), graph), {}, None, (), lambda tensors: None)  # type: ignore[arg-type]
+    form = op_form(node)
+    price = {name: float(_numbers(laid.shape) * laid.local.element_size()) for name, laid in tensors.items()}
+    op = ShardedOp(node.name, form, 0.0)
+    row = cheapest_row(op, {name: [tensors[name].signature] for name in form.args}, price, workers)
+    return Compiled(exported, node.name, form, row, node.meta["val"])
+
+
+def _numbers(shape: Sequence[int]) -> int:
+    return reduce(operator.mul, shape, 1)
+
+
+def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[str, Laid]) -> Placement:
+    """The placement of an operator's tensors."""
+    placements = list(dict.fromkeys(laid.placement for laid in tensors.values()))
+    if len(placements) > 1:
+        both = " and ".join(map(str, placements))
+        raise _refused(
+            func, tensors, f"tensors on {both}", "tensors on one placement", "Call to_global on one of them."
+        )
+    if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves):
+        raise _refused(func, tensors, "a tensor that is not global", "global tensors", "Make it by roundelay.tensor.")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise _refused(func, tensors, "an operator that draws random numbers", "numbers drawn by roundelay.rand")
+    if func._schema.is_mutable:
+        raise _refused(func, tensors, "an operator that writes into a tensor", "one that makes a new tensor")
+    return placements[0]
+
+
+def _refused(
+    func: Any, tensors: Mapping[str, Laid], got: str, expected: str, remedy: str = "Use another operator, or to_local."
+) -> PlanError:
+    lies = ", ".join(f"{tuple(laid.shape)} {laid.signature}" for laid in tensors.values())
+    return PlanError(f"{func} on global tensors {lies}", got=got, expected=expected, remedy=remedy)

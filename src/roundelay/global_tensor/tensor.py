@@ -1,0 +1,110 @@
+"""A tensor of which every process of a placement has a part, all, or an addend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_map
+
+from roundelay.errors import PlanError
+from roundelay.global_tensor.operators import Laid, compute
+from roundelay.global_tensor.placement import Placement
+from roundelay.global_tensor.transfer import boxed, moved_to
+from roundelay.ir.sbp import B, Signature, Split
+
+
+@final
+class GlobalTensor(torch.Tensor):
+    """A tensor with a placement and a signature; torch's operators and autograd work on it.
+
+    Operators are computed by the cheapest legal row of the rules for signatures, on what each process has; a partial
+    sum is kept as long as it can be. A process outside of the placement has nothing of it, and computes nothing.
+    """
+
+    _laid: Laid
+
+    @staticmethod
+    def __new__(cls, laid: Laid) -> GlobalTensor:
+        """Made by the functions of :mod:`roundelay.global_tensor.factories`, by operators, and by ``to_global``."""
+        made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
+            cls, laid.shape, dtype=laid.local.dtype, device=laid.local.device
+        )
+        made._laid = laid
+        return made
+
+    @property
+    def placement(self) -> Placement:
+        """The processes on which it lies."""
+        return self._laid.placement
+
+    @property
+    def sbp(self) -> Signature:
+        """How it lies there."""
+        return self._laid.signature
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"GlobalTensor(shape={tuple(self.shape)}, {self.dtype}, {self.sbp} on {self.placement}{grad})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute an operator."""
+        given = tree_map(lambda x: x._laid if isinstance(x, GlobalTensor) else x, (tuple(args), dict(kwargs or {})))
+        return tree_map(lambda x: GlobalTensor(x) if isinstance(x, Laid) else x, compute(func, *given))
+
+    def to_global(self, *, placement: Placement | None = None, sbp: Signature | None = None) -> GlobalTensor:
+        """The same tensor on other processes, or with another signature there. Every process calls it.
+
+        Raises:
+            PlanError: the signature does not fit the shape.
+        """
+        target, signature = placement or self.placement, self.sbp if sbp is None else sbp
+        check_signature(self.shape, signature, target)
+        result: GlobalTensor = _ToGlobal.apply(self, target, signature)  # type: ignore[no-untyped-call]
+        return result
+
+    def to_local(self) -> torch.Tensor:
+        """What this process has of it; empty outside of the placement. Its gradient does not flow back."""
+        return self._laid.local
+
+    def full(self) -> torch.Tensor:
+        """All of it, on every process of the placement; empty on others. Every process of the placement calls it."""
+        own = self._laid
+        return boxed(own.local, own.shape, own.signature, B, own.placement)
+
+
+class _ToGlobal(torch.autograd.Function):
+    """The gradient of what is split is split, and of all else broadcast, where the tensor was before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor, target: Placement, signature: Signature) -> GlobalTensor:
+        ctx.before = x.placement, x.sbp if isinstance(x.sbp, Split) else B
+        return moved(x, target, signature)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: GlobalTensor) -> tuple[GlobalTensor, None, None]:
+        return moved(grads[0], *ctx.before), None, None
+
+
+def moved(x: GlobalTensor, target: Placement, signature: Signature) -> GlobalTensor:
+    """The tensor elsewhere, or otherwise."""
+    own = x._laid
+    local = moved_to(own.local, own.shape, (own.placement, own.signature), (target, signature))
+    return GlobalTensor(Laid(local, own.shape, target, signature))
+
+
+def check_signature(shape: Sequence[int], signature: Signature, on: Placement) -> None:
+    """Refuse a signature that does not fit.
+
+    Raises:
+        PlanError: a split of a dimension that there is not.
+    """
+    if isinstance(signature, Split) and not (signature.dim < len(shape) and signature.fits(shape[signature.dim])):
+        raise PlanError(
+            f"a global tensor of shape {tuple(shape)} on {on}",
+            got=str(signature),
+            expected="broadcast, partial_sum, or a split of one of its dimensions",
+            remedy="Correct sbp.",
+        )
