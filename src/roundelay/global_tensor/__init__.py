@@ -1,4 +1,4 @@
-"""Tensors that lie on several processes, by hand and at once (OneFlow, Sect. 3.4, Table 4).
+"""Tensors that lie on several processes, by hand and at once.
 
 Every process runs the same program, under torchrun; operators on global tensors are torch's own, and are carried out by
 the rules for signatures that the compiler uses::

@@ -28,8 +28,7 @@ class Placement:
     @property
     def position(self) -> int | None:
         """Which of them this process is; None if it is none."""
-        rank = dist.get_rank()
-        return self.ranks.index(rank) if rank in self.ranks else None
+        return dict(zip(self.ranks, range(self.size), strict=True)).get(dist.get_rank())
 
     def __str__(self) -> str:
         return f"ranks {', '.join(map(str, self.ranks))}"

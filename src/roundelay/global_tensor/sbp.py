@@ -1,4 +1,4 @@
-"""Signatures by the names that OneFlow gives them: ``split(dim)``, ``broadcast``, ``partial_sum``."""
+"""Signatures by name: ``split(dim)``, ``broadcast``, ``partial_sum``."""
 
 from __future__ import annotations
 
