@@ -1,10 +1,9 @@
 """Wide & Deep with tables of several sizes (OneFlow, Fig. 13): whole on both processes, divided by rows, by columns.
 
-The model of ``examples/wide_and_deep.py``, trained by Adagrad on two processes over shm with one thread each. A batch is
-256 clicks.
-Whole: ``--data-parallel 2``, where the table's gradient is summed. Divided: the table's rows (S(0)) or its
-columns (S(1)) on each, the layers on half of the clicks. Then a large softmax: ``examples/face_recognition.py`` with its
-classes on both processes, or divided.
+The model of ``examples/wide_and_deep.py``, trained by Adagrad with batches of 256 clicks on two processes over shm, one
+thread each. Whole: ``--data-parallel 2``, where the table's gradient is summed. Divided: the table's rows (S(0)) or its
+columns (S(1)) on each, the layers on half of the clicks. Then a large softmax: ``examples/face_recognition.py`` with
+its classes on both processes, or divided.
 """
 
 from __future__ import annotations
