@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
+import roundelay
 from roundelay.api import fidelity_on_mesh
 from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import plan as planned
@@ -156,6 +157,17 @@ def test_every_worker_sends_the_bytes_that_the_plan_says() -> None:
         for position, port in enumerate(channels[number].sources):
             predicted = steps * sum(own.bytes_sent(2, position))
             assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+
+
+def test_a_stage_that_begins_with_a_boxing_is_compared_with_plain_pytorch_too() -> None:
+    place = place_of()
+    plan = split(place, workers=2, cuts="linear")
+    assert [stage.segments[:1] for stage in plan.stages] == [("linear",), ("linear_box",)]
+    place.restore()
+    found = roundelay.verify(place.job(), plan=plan, steps=2)
+    assert found.equal, found.differences()
+    assert found.fidelity is not None
+    assert found.fidelity.gradients
 
 
 def test_the_longest_pattern_wins() -> None:

@@ -371,9 +371,10 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
     before: dict[str, str] = {}  # the last operation of the model up to each one
     for op in boxed.ops:
         before[op.name] = op.name if op.name in known else next(reversed(before.values()))
-    stages = []
-    for stage in plan.stages:
-        ends = tuple(dict.fromkeys(before.get(name, name) for name in stage.segments))
+    stages: list[StagePlan] = []
+    for stage in plan.stages:  # a boxing at its beginning is none of its segments
+        past = stages[-1].segments[-1:] if stages else ()
+        ends = tuple([end for end in dict.fromkeys(before.get(n, n) for n in stage.segments) if end not in past])
         stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
     named = {name for stage in stages for name in stage.workers}
     workers = tuple(worker for worker in plan.workers if worker.name in named)
