@@ -29,13 +29,20 @@ HEAD = {"head.weight": (("devices", "S(0)"),)}
 ROWS_SPLIT = {"backbone.*": (("devices", "S(0)"),)}
 
 
+class Flat(nn.Module):
+    """Names the size of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], 4, -1).transpose(1, 2).reshape(x.shape[0], -1)
+
+
 class Recogniser(nn.Module):
     """A backbone, and a head for so many classes, as in OneFlow's Fig. 11."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, 5)
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), Flat(), nn.Linear(4 * (SIDE - 2) ** 2, 5)
         )
         self.head = nn.Linear(5, CLASSES, bias=False)
 
@@ -173,7 +180,7 @@ def test_a_stage_that_begins_with_a_boxing_is_compared_with_plain_pytorch_too() 
 def test_the_longest_pattern_wins() -> None:
     """The features are computed whole, of what is gathered before."""
     plan = split(place_of(), outputs=ROWS_SPLIT | {"backbone.4": (("devices", "B"),)})
-    assert boxes(plan)[0] == ("boxed", "flatten_box", "all-gather(1)")
+    assert boxes(plan)[0] == ("boxed", "reshape_box", "all-gather(1)")
     held(place_of(), plan)
 
 
@@ -182,6 +189,23 @@ def test_a_pattern_gives_what_it_can() -> None:
     plan = split(place_of(), parameters={}, outputs={"*": (("devices", "S(0)"),)})
     assert boxes(plan)[0][1:] == ("linear_1_box", "all-gather(1)")
     held(place_of(), plan)
+
+
+class Largest(Recogniser):
+    """With a gradient that flows through the largest score, which one worker has."""
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.backbone(images))
+        return (scores.amax(1) - scores.mean(1)).square().mean()
+
+
+def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
+    torch.manual_seed(0)
+    place = Bench(ENTRY, Largest(), drawn(0, 3))
+    plan = split(place)
+    assert not [e for e in plan.exchanges if "max" in "".join(e.phases)]
+    assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
+    held(place, plan, steps=3)
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ def gradients_are_those_of_the_whole() -> None:
     for own, other, place in product(SIGNATURES, SIGNATURES, (on(0, 1, 2), on(2, 3))):
         x, w = r(ROWS, COLUMNS), r(COLUMNS, 4)
         whole = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        (torch.relu(whole[0] @ whole[1]) ** 2).sum().backward()
+        (torch.relu((whole[0] * whole[0]) @ whole[1]) ** 2).sum().backward()
         a = roundelay.tensor(x, placement=on(0, 1, 2), sbp=own).requires_grad_()
         b = roundelay.tensor(w, placement=place, sbp=other).requires_grad_()
-        (torch.relu(a.to_global(placement=place, sbp=sbp.broadcast) @ b) ** 2).sum().backward()
+        (torch.relu((a * a).to_global(placement=place, sbp=sbp.broadcast) @ b) ** 2).sum().backward()
         for leaf, expected in zip((a, b), whole, strict=True):
             assert isinstance(leaf.grad, GlobalTensor)
             assert expected.grad is not None

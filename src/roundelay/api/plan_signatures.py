@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
-from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, splits_rows, with_local_sizes
+from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
 from roundelay.frontend.written_out_softmax import written_out
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
 from roundelay.ir.graph import Graph
@@ -44,8 +44,6 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
         rewritten = captured
     places = parameter_places(rewritten.builder.exported)
     boxed = with_local_sizes(boxed_graph(rewritten.graph, deduction), deduction, places, parts)
-    if splits_rows(own.values(), deduction):
-        boxed = replace(boxed, min_rows=max(boxed.min_rows, parts))
     forms = {name: op.form for name, op in own.items()}
     made = rewritten.on(boxed, sharded(rewritten.builder, boxed, forms, deduction, parts))
     return replace(made, states=states, whole=captured)

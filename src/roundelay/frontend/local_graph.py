@@ -7,7 +7,8 @@ local result; random masks are slices of the whole tensor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,7 +92,7 @@ def _local_node(
     row = deduction.rows[node.name]
     split = next((own for own in row.results if isinstance(own, Split)), None)
     if split is not None:
-        _localise(local, node, form, split, at)
+        _localise(local, node, form, row, split, at)
     elif row.kind == "split" and node.target in LOOKUPS:
         _localise_lookup(local, node, row, at)
     return local
@@ -138,7 +139,7 @@ def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
     return put_part, {"split": astuple(has), "at": tuple(at), "size": size}
 
 
-def _localise(local: Node, node: Node, form: OpForm, split: Split, at: Part) -> None:
+def _localise(local: Node, node: Node, form: OpForm, row: Row, split: Split, at: Part) -> None:
     """Give an operation whose result is split the sizes of its part."""
     if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
         _localise_blocks(local, node, split, at)
@@ -155,8 +156,12 @@ def _localise(local: Node, node: Node, form: OpForm, split: Split, at: Part) -> 
     for position in form.sizes:
         sizes = list(local.args[position])  # type: ignore[arg-type]
         place = split.dim - _first_of_sizes(node)
-        if 0 <= place < len(sizes) and sizes[place] != -1:
-            sizes[place] = _local_size(local, node, sizes[place], split, at)
+        if 0 <= place < len(sizes):
+            if sizes[place] != -1:
+                sizes[place] = _local_size(local, node, sizes[place], split, at)
+            given = row.args.get(str(node.args[0]))
+            if -1 in sizes and isinstance(given, Split) and local.target is aten.reshape.default:
+                local.target, local.kwargs = part_view, {"dims": (given.dim, place)}
             local.args = (*local.args[:position], sizes, *local.args[position + 1 :])
 
 
@@ -223,6 +228,22 @@ def _static(node: Node, size: Any) -> int:
 def part_size(size: int, *, split: Place, at: tuple[int, int]) -> int:
     """The size of one worker's part of a dimension."""
     return Split(*split).local_size(size, *at)
+
+
+def part_view(x: torch.Tensor, sizes: Sequence[int], *, dims: tuple[int, int]) -> torch.Tensor:
+    """``reshape`` of a part, in which a size may be -1 although the part is empty.
+
+    Args:
+        x: the part.
+        sizes: of its result.
+        dims: the split dimension of the part, and of the result.
+    """
+    if x.numel() > 0:
+        return x.reshape(sizes)
+    own, place = dims
+    others = math.prod(x.shape[:own]) * math.prod(x.shape[own + 1 :])
+    said = math.prod([size for d, size in enumerate(sizes) if d != place and size != -1])
+    return x.reshape([x.shape[own] if d == place else others // said if n == -1 else n for d, n in enumerate(sizes)])
 
 
 def take_part(x: torch.Tensor, *, split: Place, at: tuple[int, int]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -159,15 +159,6 @@ def sharded(
         {name: signature for name, signature in signatures.items() if isinstance(signature, Split)},
         {name: deduction.gradients[place] for name, place in places.items() if place in deduction.gradients},
     )
-
-
-def splits_rows(ops: Iterable[ShardedOp], deduction: Deduction) -> bool:
-    """Whether a dimension is split whose size varies with the batch."""
-    for op in ops:
-        for signature, dims in zip(deduction.rows[op.name].results, op.form.results, strict=False):
-            if isinstance(signature, Split) and not all(isinstance(size, int) for _, size in dims[signature.dim]):
-                return True
-    return False
 
 
 def with_local_sizes(graph: Graph, deduction: Deduction, places: Mapping[str, str], parts: int) -> Graph:

@@ -148,7 +148,7 @@ _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
 def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None) -> list[Row]:
     """The rows whose result is the wanted one, or all if it is one of many that match a pattern and has none."""
     every = list(rows)
-    if wanted is None:
+    if wanted is None or not op.form.results:
         return every
     if isinstance(wanted.signature, Split) and wanted.signature.dim < len(op.form.results[0]):
         row = split_row(op.form, 0, wanted.signature)
