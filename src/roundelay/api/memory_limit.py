@@ -17,7 +17,7 @@ from roundelay.lower.partition import partition
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 
 
-def check_memory(job: Job, captured: Captured, plan: Plan, limit: str) -> None:
+def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:
     """Check that no worker is predicted to hold more than a limit.
 
     Args:

@@ -22,10 +22,10 @@ from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 from roundelay.frontend.op_forms_base import shape_of
-from roundelay.frontend.split_lookup import LOOKUPS
+from roundelay.frontend.split_lookup import LOOKUPS, split_amax
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
-from roundelay.ir.sbp import B, P, Signature, Split
+from roundelay.ir.sbp import P_MAX, B, P, Signature, Split
 
 aten = torch.ops.aten
 
@@ -95,6 +95,8 @@ def _local_node(
         _localise(local, node, form, row, split, at)
     elif row.kind == "split" and node.target in LOOKUPS:
         _localise_lookup(local, node, row, at)
+    elif P_MAX in row.results:
+        local.target = split_amax
     return local
 
 

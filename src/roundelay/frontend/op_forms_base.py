@@ -100,6 +100,11 @@ def others(ndim: int, *dims: int) -> list[int]:
     return [d for d in range(ndim) if d not in without]
 
 
+def varying(shape: Sequence[Any]) -> list[int]:
+    """The numbers of the dimensions whose sizes vary with the batch."""
+    return [d for d, size in enumerate(shape) if not isinstance(size, int)]
+
+
 def labelled(shape: Sequence[Any], labels: Sequence[int | None]) -> Dims:
     """One label for each dimension."""
     return tuple(((label, size),) for label, size in zip(labels, shape, strict=True))

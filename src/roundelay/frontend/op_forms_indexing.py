@@ -107,13 +107,13 @@ def _indexed(node: Node, dim: int, index: Any) -> NodeForm | None:
         return None
     new = range(len(own), len(own) + len(places))
     result = labelled(result_shape(node), [*range(dim), *new, *range(dim + 1, len(own))])
-    of_x = numbered(own, *([] if _adds_up(x) else [dim]))
+    of_x = numbered(own, *([] if _adds_up(x, own[dim]) else [dim]))
     return NodeForm({x: of_x, index: labelled(places, new)}, (result,), (frozenset([x]),))
 
 
-def _adds_up(x: Node) -> bool:
-    """Whether numbers and zeros can be added up; truth values cannot."""
-    return x.meta["val"].dtype is not torch.bool
+def _adds_up(x: Node, size: Any) -> bool:
+    """Whether a dimension of this size can be split: truth values cannot be added up, and a place must be known."""
+    return isinstance(size, int) and x.meta["val"].dtype is not torch.bool
 
 
 def _gather(node: Node) -> NodeForm | None:
@@ -123,7 +123,7 @@ def _gather(node: Node) -> NodeForm | None:
         return None
     along_dim = dim_argument(node, 1, len(own))
     whole = [d for d in range(len(own)) if d == along_dim or own[d] != shape[d]]
-    of_x = numbered(own, *[d for d in whole if d != along_dim or not _adds_up(x)])
+    of_x = numbered(own, *[d for d in whole if d != along_dim or not _adds_up(x, own[d])])
     return NodeForm({x: of_x, index: numbered(shape, *whole)}, (numbered(shape, *whole),), (frozenset([x]),))
 
 

@@ -14,10 +14,12 @@ from roundelay.frontend.op_forms_base import (
     aligned,
     along,
     arg_shape,
+    first_tensor,
     numbered,
     result_shapes,
     shape_of,
     tensors_of,
+    varying,
 )
 from roundelay.frontend.written_out_softmax import widened
 
@@ -34,6 +36,12 @@ def pointwise(node: Node) -> NodeForm:
 def _as_type(node: Node) -> NodeForm:
     """The first argument alone counts; of another, the type is read."""
     return along(node)._replace(linear=_linear_groups(node))
+
+
+def _dropout(node: Node) -> NodeForm:
+    """A part's mask is that part of the whole's, whose sizes must be known."""
+    _, own = first_tensor(node)
+    return along(node, *varying(own))
 
 
 _LINEAR_IN_FIRST = {
@@ -65,7 +73,7 @@ def _linear_groups(node: Node) -> tuple[frozenset[Node], ...]:
 
 
 POINTWISE: dict[Any, Rule] = {
-    keyed_dropout: along,
+    keyed_dropout: _dropout,
     aten.dropout.default: along,
     widened: pointwise,
     aten.contiguous.default: pointwise,

@@ -39,7 +39,7 @@ def _along_listed(node: Node, *, at: int = 1, default: Any = -1, linear: bool = 
 def _softmax(node: Node) -> NodeForm:
     x, own = first_tensor(node)
     dim = dim_argument(node, 1, len(own))
-    return along(node, dim, linear=False)._replace(over=(x, dim))
+    return along(node, dim, linear=False)._replace(over=(x, dim) if isinstance(own[dim], int) else None)
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
@@ -105,7 +105,7 @@ def _label_loss(node: Node) -> NodeForm | None:
         return None
     given, kept = arg_shape(labels), others(len(own), 1)
     one_each = node.target is aten.cross_entropy_loss.default and len(given) < len(own)
-    over = (x, 1) if one_each else None
+    over = (x, 1) if one_each and isinstance(own[1], int) else None
     if reduction == _MEAN:
         return NodeForm(whole_args(node), (unlabelled(result_shape(node)),), over=over)
     of_labels = numbered(given, 1) if len(given) == len(own) else labelled(given, kept)

@@ -6,7 +6,7 @@ Sect. 3; OneFlow, Sect. 6.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,19 +47,21 @@ def split_embedding(
     if padding_idx >= 0:
         place, owned = own_places(torch.tensor(padding_idx), of)
         padding = int(place) if owned else -1
-    return _only(mine.unsqueeze(-1), aten.embedding.default(weight, places, padding, *rest))
+    return _only(mine.unsqueeze(-1), aten.embedding.default(_not_empty(weight, 0), places, padding, *rest))
 
 
 def split_gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, of: Of) -> torch.Tensor:
     """``aten.gather`` along a split dimension."""
     places, mine = own_places(index, of)
-    return _only(mine, aten.gather.default(x, dim, places))
+    return _only(mine, aten.gather.default(_not_empty(x, dim), dim, places))
 
 
 def split_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, *, of: Of) -> torch.Tensor:
     """``aten.index_select`` along a split dimension."""
     places, mine = own_places(index, of)
-    return _only(mine.view(-1, *[1] * (x.ndim - 1 - dim % x.ndim)), aten.index_select.default(x, dim, places))
+    return _only(
+        mine.view(-1, *[1] * (x.ndim - 1 - dim % x.ndim)), aten.index_select.default(_not_empty(x, dim), dim, places)
+    )
 
 
 def split_index(x: torch.Tensor, indices: list[torch.Tensor | None], *, of: Of) -> torch.Tensor:
@@ -68,8 +70,28 @@ def split_index(x: torch.Tensor, indices: list[torch.Tensor | None], *, of: Of) 
     index = indices[dim]
     assert index is not None, "this dimension is indexed"
     places, mine = own_places(torch.where(index < 0, index + size, index), of)
-    found = aten.index.Tensor(x, [None] * dim + [places])
+    found = aten.index.Tensor(_not_empty(x, dim), [None] * dim + [places])
     return _only(mine.view(*mine.shape, *[1] * (x.ndim - 1 - dim)), found)
+
+
+def split_amax(x: torch.Tensor, dims: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    """``aten.amax`` of a part, which may be empty: the least number that there is."""
+    if x.numel() == 0:
+        reduced = [dim % x.ndim for dim in dims or range(x.ndim)]
+        shape = [max(size, 1) if d in reduced else size for d, size in enumerate(x.shape)]
+        least = -torch.inf if x.dtype.is_floating_point else 0 if x.dtype is torch.bool else torch.iinfo(x.dtype).min
+        x = x.new_full(shape, least)
+    largest: torch.Tensor = aten.amax.default(x, dims, keepdim)
+    return largest
+
+
+def _not_empty(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A part, or in place of one without places a place that nobody asks for."""
+    if x.shape[dim] > 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = 1
+    return x.new_zeros(shape)
 
 
 def _only(mine: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,9 @@ def _shifted(add: _Steps, x: Node, dim: int) -> tuple[Node, Node, Node]:
     return shifted, exponential, add(aten.sum.dim_IntList, exponential, [dim], True)
 
 
-def _softmax(add: _Steps, x: Node, dim: int, *_: Any, log: bool) -> Node:
+def _softmax(add: _Steps, x: Node, dim: int, dtype: torch.dtype | None = None, *, log: bool) -> Node:
+    if dtype is not None:
+        x = add(aten.to.dtype, x, dtype)
     shifted, exponential, total = _shifted(add, x, dim)
     if log:
         result = add(aten.sub.Tensor, shifted, add(aten.log.default, total))
@@ -139,9 +141,7 @@ def _smooth(add: _Steps, shifted: Node, log_total: Node, weight: Node | None) ->
 
 WRITTEN_OUT: Mapping[Any, Callable[..., Node]] = {
     aten.softmax.int: partial(_softmax, log=False),
-    aten._softmax.default: partial(_softmax, log=False),
     aten.log_softmax.int: partial(_softmax, log=True),
-    aten._log_softmax.default: partial(_softmax, log=True),
     aten.cross_entropy_loss.default: _cross_entropy,
 }
 """The operators that can be written out."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from roundelay.errors import PlanError
 from roundelay.global_tensor.operators import Laid
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.tensor import GlobalTensor, check_signature
 from roundelay.global_tensor.transfer import boxed
-from roundelay.ir.sbp import B, Signature
+from roundelay.ir.sbp import B, Signature, local_shape
 
 
 def tensor(whole: torch.Tensor, *, placement: Placement, sbp: Signature = B) -> GlobalTensor:
@@ -27,8 +28,21 @@ def tensor(whole: torch.Tensor, *, placement: Placement, sbp: Signature = B) -> 
 
 
 def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placement, sbp: Signature) -> GlobalTensor:
-    """A global tensor of this shape of what each process has of it."""
+    """A global tensor of this shape of what each process has of it.
+
+    Raises:
+        PlanError: the signature does not fit the shape, or what this process has is not its part.
+    """
     check_signature(shape, sbp, placement)
+    if (position := placement.position) is not None:
+        expected = local_shape(shape, sbp, placement.size, position)
+        if tuple(local.shape) != expected:
+            raise PlanError(
+                f"a global tensor of shape {shape}, {sbp} on {placement}",
+                got=f"{tuple(local.shape)} on rank {placement.ranks[position]}",
+                expected=f"{expected}: its part",
+                remedy="Give each process its part, or all of it to roundelay.tensor.",
+            )
     return GlobalTensor(Laid(local.detach(), shape, placement, sbp))
 
 

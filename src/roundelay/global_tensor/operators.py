@@ -78,8 +78,9 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PlanError: it is not to be had, naming the operator and the signatures.
     """
     leaves, spec = tree_flatten((args, kwargs))
+    on = _check(func, leaves, dict(enumerate(_distinct(leaves))))
+    leaves = [Laid(leaf, (), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = {f"x{i}": leaf for i, leaf in enumerate(_distinct(leaves))}
-    on = _check(func, leaves, tensors)
     key = (func, on.size, str(spec), *[_key(leaf, tensors) for leaf in leaves])
     if key not in _COMPILED:
         _COMPILED[key] = _compiled(func, leaves, spec, tensors, on.size)
@@ -87,14 +88,14 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     position = on.position
     if position is None:
         nothing = next(iter(tensors.values())).local
-        return _wrapped(made, [nothing.new_empty(0, dtype=one.dtype) for one in tree_flatten(made.results)[0]], on)
+        shapes = tree_flatten(made.results)[0]
+        return _wrapped(made, [None if one is None else nothing.new_empty(0, dtype=one.dtype) for one in shapes], on)
     has = {name: _nearest(laid.signature, made.row.args.get(name, laid.signature)) for name, laid in tensors.items()}
     own = [boxed(laid.local, laid.shape, laid.signature, has[name], on) for name, laid in tensors.items()]
     local = (key, position)
     if local not in _LOCAL:
         _LOCAL[local] = made.local(has, Part(on.size, position))
-    results = [result.contiguous() for result in tree_flatten(_LOCAL[local](*own))[0]]  # as global tensors say they are
-    return _wrapped(made, results, on)
+    return _wrapped(made, tree_flatten(_LOCAL[local](*own))[0], on)
 
 
 def _nearest(own: Signature, wanted: Signature) -> Signature:
@@ -102,11 +103,13 @@ def _nearest(own: Signature, wanted: Signature) -> Signature:
     return own if is_local(own, wanted) else wanted
 
 
-def _wrapped(made: Compiled, results: Sequence[torch.Tensor], on: Placement) -> Any:
+def _wrapped(made: Compiled, results: Sequence[torch.Tensor | None], on: Placement) -> Any:
+    """Results, contiguous as global tensors say that they are; None where an operator gives none."""
     shapes, spec = tree_flatten(made.results)
+    signatures = iter(made.row.results)
     laid = [
-        Laid(local, tuple(shape.shape), on, signature)
-        for local, shape, signature in zip(results, shapes, made.row.results, strict=True)
+        None if local is None else Laid(local.contiguous(), tuple(shape.shape), on, next(signatures))
+        for local, shape in zip(results, shapes, strict=True)
     ]
     return tree_unflatten(laid, spec)
 
@@ -119,9 +122,7 @@ def _key(leaf: Any, tensors: Mapping[str, Laid]) -> Any:
     if isinstance(leaf, Laid):
         (name,) = [name for name, one in tensors.items() if one is leaf]
         return name, leaf.shape, leaf.local.dtype, leaf.signature
-    if isinstance(leaf, torch.Tensor):  # a number of no dimensions
-        return leaf.item(), leaf.dtype
-    return type(leaf), leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf  # -0.0 is no 0.0
 
 
 def _compiled(func: Any, leaves: Sequence[Any], spec: Any, tensors: Mapping[str, Laid], workers: int) -> Compiled:
@@ -152,7 +153,7 @@ def _numbers(shape: Sequence[int]) -> int:
     return reduce(operator.mul, shape, 1)
 
 
-def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[str, Laid]) -> Placement:
+def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, Laid]) -> Placement:
     """The placement of an operator's tensors."""
     placements = list(dict.fromkeys(laid.placement for laid in tensors.values()))
     if len(placements) > 1:
@@ -170,7 +171,7 @@ def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[str, Laid]) -> Pla
 
 
 def _refused(
-    func: Any, tensors: Mapping[str, Laid], got: str, expected: str, remedy: str = "Use another operator, or to_local."
+    func: Any, tensors: Mapping[Any, Laid], got: str, expected: str, remedy: str = "Use another operator, or to_local."
 ) -> PlanError:
     lies = ", ".join(f"{tuple(laid.shape)} {laid.signature}" for laid in tensors.values())
     return PlanError(f"{func} on global tensors {lies}", got=got, expected=expected, remedy=remedy)

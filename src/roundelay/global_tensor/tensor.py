@@ -12,7 +12,7 @@ from roundelay.errors import PlanError
 from roundelay.global_tensor.operators import Laid, compute
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed, moved_to
-from roundelay.ir.sbp import B, Signature, Split
+from roundelay.ir.sbp import P_MAX, B, Broadcast, Partial, Signature, Split
 
 
 @final
@@ -99,9 +99,12 @@ def check_signature(shape: Sequence[int], signature: Signature, on: Placement) -
     """Refuse a signature that does not fit.
 
     Raises:
-        PlanError: a split of a dimension that there is not.
+        PlanError: it is none, or splits a dimension that there is not.
     """
-    if isinstance(signature, Split) and not (signature.dim < len(shape) and signature.fits(shape[signature.dim])):
+    fits = isinstance(signature, (Broadcast, Partial)) and signature != P_MAX
+    if isinstance(signature, Split):
+        fits = 0 <= signature.dim < len(shape) and signature.fits(shape[signature.dim])
+    if not fits:
         raise PlanError(
             f"a global tensor of shape {tuple(shape)} on {on}",
             got=str(signature),

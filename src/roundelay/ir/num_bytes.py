@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from roundelay.errors import PlanError
 
@@ -19,21 +20,21 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
-def parse_bytes(text: str, subject: str) -> int:
+def parse_bytes(text: str | int, subject: str) -> int:
     """The number of bytes that a text such as ``8GiB`` means.
 
     Args:
-        text: a number, with or without a unit of 1024.
+        text: a number, with or without a unit, a power of 1024.
         subject: what is parsed, for the error.
 
     Raises:
         PlanError: it means none.
     """
-    match = _TEXT.fullmatch(text.strip())
+    match = _TEXT.fullmatch(str(text).strip())
     if match is None:
         raise PlanError(
             subject, got=repr(text), expected="a number and one of " + ", ".join(_UNITS), remedy="Give 8GiB, say."
         )
     number, unit = match.groups()
     exponent = [one.lower() for one in _UNITS].index((unit or "B").lower())
-    return int(float(number) * 1024**exponent)
+    return int(Decimal(number) * 1024**exponent)

@@ -25,7 +25,7 @@ from roundelay.errors import PlanError
 Reduction = Literal["sum", "max"]
 """How values become one, number by number."""
 
-_TEXT = re.compile(r"S\((\d+)(?:/(\d+))?(?:\*(\d+))?\)")
+_TEXT = re.compile(r"S\((\d+)(?:/([1-9]\d*))?(?:\*([1-9]\d*))?\)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ def _forward(
     price = {**sizes, **dict.fromkeys(given, math.inf)}  # what a worker holds of a parameter is not moved
     for op in ops:
         if op.takes is not None:
+            _refuse_exact(op, wanted.get(op.name), "one of an operation's several results")
             source, number = op.takes
             rows[op.name] = Row("broadcast", {}, ())
             values[op.name] = rows[source].results[number] if rows[source].results else B
@@ -132,7 +133,11 @@ def cheapest_row(
         shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
         return 2 * bytes_moved + shared, _PREFERRED[row.kind]
 
-    return min(_fitting(op, _candidates(op, have), wanted), key=cost)
+    every = list(_candidates(op, have))
+    row = min(_fitting(op, every, wanted, workers), key=cost)
+    if wanted is not None and not wanted.exactly and math.isinf(cost(row)[0]):  # it would move a parameter
+        return min(every, key=cost)
+    return row
 
 
 def _price(dims: Dims, own: Signature, wanted: Signature, num_bytes: float, workers: int) -> float:
@@ -145,15 +150,33 @@ _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
 """Among rows of equal cost: what is partial will have to be reduced."""
 
 
-def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None) -> list[Row]:
+def _refuse_exact(op: ShardedOp, wanted: Wanted | None, what: str) -> None:
+    if wanted is not None and wanted.exactly:
+        raise PlanError(
+            f"the signature of the result of operation {op.name!r}",
+            got=f"{wanted.signature} for {what}",
+            expected="an operation whose result can have a signature of its own",
+            remedy="Correct `outputs` of the plan.",
+        )
+
+
+def _divides(dims: Dims, split: Split, workers: int) -> bool:
+    """Whether a dimension is long enough, as far as that is known."""
+    sizes = [size for _, size in dims[split.dim]]
+    return not all(isinstance(size, int) for size in sizes) or split.count(math.prod(sizes)) >= workers
+
+
+def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None, workers: int) -> list[Row]:
     """The rows whose result is the wanted one, or all if it is one of many that match a pattern and has none."""
     every = list(rows)
     if wanted is None or not op.form.results:
+        _refuse_exact(op, wanted, "no tensor")
         return every
-    if isinstance(wanted.signature, Split) and wanted.signature.dim < len(op.form.results[0]):
-        row = split_row(op.form, 0, wanted.signature)
+    own, dims = wanted.signature, op.form.results[0]
+    if isinstance(own, Split) and own.dim < len(dims) and _divides(dims, own, workers):
+        row = split_row(op.form, 0, own)
         every += [row] if isinstance(row, Row) else []
-    fit = [row for row in every if row.results[:1] == (wanted.signature,)]
+    fit = [row for row in every if row.results[:1] == (own,)]
     if not fit and wanted.exactly:
         raise PlanError(
             f"the signature of the result of operation {op.name!r}",
