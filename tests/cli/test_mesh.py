@@ -79,6 +79,9 @@ def test_signatures_from_a_file_are_planned_kept_and_continued(capsys: Capture, 
     said = here(capsys, "plan", MLP, "--signatures", "run/plan.toml", "--workers", 1, "-o", "same.toml")
     assert said.code == 0, said.told
     assert tomllib.loads((workplace / "same.toml").read_text())["outputs"] == plan["outputs"]
+    (workplace / "three.toml").write_text(own.replace("tensor = 2", "tensor = 3"))
+    said = here(capsys, "train", MLP, "--from", "run", "--signatures", "three.toml", "--steps", 1, "--out", "three")
+    assert said.code == 0, said.told
     verify = ("verify", MLP, "--plan", "run/plan.toml", "--steps", 2, "--signatures")
     assert here(capsys, *verify, "own.toml").code == 0
     (workplace / "other.toml").write_text(own.replace("S(1)", "B"))

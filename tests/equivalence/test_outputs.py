@@ -212,6 +212,8 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
     ("outputs", "message"),
     [
         ({"nobody": (("devices", "S(0)"),)}, "no module or operation of this name"),
+        ({"view": (("devices", "S(2/0)"),)}, "S(DIM/BLOCKS)"),
+        ({"head": (("devices", "S(1)"),)}, "result of operation 'linear_1': got S(1); expected one that it can"),
         ({"backbone": (("rows", "S(0)"),)}, "each at most once, of the mesh: devices"),
         ({"backbone": (("devices", "S(4)"),)}, "result of operation 'linear': got S(4); expected one that it can"),
         ({"backbone.1": (("devices", "S(1)"),)}, "result of operation 'group_norm': got S(1); expected one that it"),
@@ -219,8 +221,25 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
 )
 def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Pairs], message: str) -> None:
     with pytest.raises(PlanError) as refused:
-        split(place_of(), outputs=outputs)
+        split(place_of(), 8, outputs=outputs, parameters={})
     assert message in str(refused.value)
+
+
+class Varied(Recogniser):
+    """With dropout, places of rows, and a maximum over them: of what varies with the batch."""
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.backbone(images), 0.5)
+        x = x[labels.argsort()] - x.detach().amax(0)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def test_what_needs_the_whole_of_what_varies_gathers_it() -> None:
+    torch.manual_seed(0)
+    place = Bench(ENTRY, Varied(), [*drawn(0, 2), *drawn(1, 1, 2), *drawn(2, 1, 1)])
+    plan = split(place, 3, outputs={"*": (("devices", "S(0)"),)})
+    assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
+    held(place, plan, steps=4)
 
 
 class WideAndDeep(nn.Module):

@@ -19,6 +19,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "softmax": (lambda x: x.softmax(-1), r(5, 3, 4)),
     "softmax of the first": (lambda x: x.softmax(0), r(5, 3)),
     "log_softmax": (lambda x: F.log_softmax(x, 1), r(5, 3, 4)),
+    "of single precision in double": (lambda x: x.softmax(-1, dtype=torch.float64), r(5, 3).float()),
     "mean": (F.cross_entropy, r(5, 7), ints(7, 5)),
     "some ignored": (F.cross_entropy, r(5, 7), LABELS),
     "another ignored": (lambda x, y: F.cross_entropy(x, y, ignore_index=2), r(5, 7), ints(7, 5)),

@@ -56,6 +56,8 @@ ONE: dict[str, Callable[..., Any]] = {
     "slice": lambda x: x[:, 1:],
     "times a number": lambda x: 2 * x,
     "plus a number": lambda x: x + 1,
+    "times a tensor without dimensions": lambda x: x * torch.tensor(2.0, dtype=x.dtype),
+    "over zero": lambda x: torch.stack([1 / x.abs().copysign(zero) for zero in (0.0, -0.0)]),
     "layer norm": lambda x: F.layer_norm(x, (COLUMNS,)),
     "split": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
     "topk": lambda x: x.topk(2).values,
@@ -172,6 +174,23 @@ def gradients_are_those_of_the_whole() -> None:
             same(leaf.grad, expected.grad)
 
 
+def gradients_of_operators() -> None:
+    for function in (
+        lambda x: torch.where(x > 0, x, x * 2),
+        lambda x: F.layer_norm(x, (COLUMNS,)),
+        lambda x: x.softmax(1) * x,
+    ):
+        for own in SIGNATURES:
+            x = r(ROWS, COLUMNS)
+            whole = x.clone().requires_grad_()
+            (function(whole) ** 2).sum().backward()
+            ours = roundelay.tensor(x, placement=on(0, 1, 2), sbp=own).requires_grad_()
+            (function(ours) ** 2).sum().backward()
+            assert isinstance(ours.grad, GlobalTensor)
+            assert whole.grad is not None
+            same(ours.grad, whole.grad)
+
+
 def refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(UsageError) as error:
         call()
@@ -191,10 +210,19 @@ def refusals() -> None:
         (lambda: x.sum().item(), "aten._local_scalar_dense"),
         (lambda: x.to_global(sbp=sbp.split(2)), "a split of one of its dimensions"),
         (lambda: roundelay.randn(3, placement=on(0), sbp=sbp.split(1)), "a split of one of its dimensions"),
+        (lambda: x.to_global(sbp=sbp.split(-1)), "a split of one of its dimensions"),
+        (lambda: x.to_global(sbp="S(0)"), "a split of one of its dimensions"),  # type: ignore[arg-type]
         (lambda: on(0, 0), "different ones from 0 to 3"),
         (lambda: on(4), "different ones from 0 to 3"),
     ):
         refused(call, words)
+
+
+def parts_of_other_shapes_are_refused() -> None:
+    place = on(0, 1, 2, 3)
+    refused(
+        lambda: roundelay.from_local(r(3, 7), (4, 2), placement=place, sbp=sbp.split(0)), "expected (1, 2): its part"
+    )
 
 
 def dtensors_both_ways() -> None:
@@ -227,7 +255,8 @@ def checks() -> Iterator[tuple[str, Check]]:
         yield name, lambda function=function: of_two(function)  # type: ignore[misc]
     for check in (
         partial_sums_are_kept, table_4, every_change, sums_are_in_the_order_of_the_processes,
-        random_numbers_do_not_depend_on_the_placement, gradients_are_those_of_the_whole, refusals, dtensors_both_ways,
+        random_numbers_do_not_depend_on_the_placement, gradients_are_those_of_the_whole,
+        gradients_of_operators, parts_of_other_shapes_are_refused, refusals, dtensors_both_ways,
     ):  # fmt: skip
         yield check.__name__, check
 
