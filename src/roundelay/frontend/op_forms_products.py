@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from roundelay.frontend.op_forms_base import (
     numbered,
     result_shape,
     unlabelled,
+    varying,
 )
 from roundelay.ir.op_form import Dims
 
@@ -97,7 +98,19 @@ def _attention(node: Node) -> NodeForm | None:
     shapes = {n: arg_shape(n) for n in (*node.args[:3], _mask(node)) if isinstance(n, Node)}
     args = {n: aligned(own[:-2], shape[:-2]) + unlabelled(own[-2:]) for n, own in shapes.items()}
     form = NodeForm(args, (numbered(shape, -2, -1),))
+    if node.target is keyed_attention:  # a part's mask is that part of the whole's, whose sizes must be known
+        form = _whole_along(form, varying(shape))
     return _grouped(node, form) if node.kwargs.get("enable_gqa") else form
+
+
+def _whole_along(form: NodeForm, labels: Collection[int]) -> NodeForm:
+    """The form in which the dimensions with these labels stay whole."""
+
+    def stripped(dims: Dims) -> Dims:
+        return tuple([tuple([(None if label in labels else label, size) for label, size in own]) for own in dims])
+
+    args = {arg: stripped(dims) for arg, dims in form.args.items()}
+    return form._replace(args=args, results=tuple(map(stripped, form.results)))
 
 
 def _mask(node: Node) -> Any:
