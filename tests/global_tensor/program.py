@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import roundelay
 from roundelay import GlobalTensor, sbp
 from roundelay.errors import UsageError
-from roundelay.global_tensor import from_dtensor, to_dtensor
-from roundelay.ir.sbp import B, P, Signature
+from roundelay.global_tensor import from_dtensor, operators, to_dtensor
+from roundelay.ir.sbp import P_MAX, B, P, Signature
 
 Check = Callable[[], None]
 
@@ -191,6 +191,78 @@ def gradients_of_operators() -> None:
             same(ours.grad, whole.grad)
 
 
+def gradients_of_few() -> None:
+    """Results that are not asked for, gradients that are added up, and zeros that autograd makes."""
+    x, w, place = r(ROWS, COLUMNS), r(COLUMNS), on(0, 1, 2)
+    functions: tuple[Callable[..., Tensor], ...] = (
+        lambda x, w: F.layer_norm(x, (COLUMNS,), w, w),
+        lambda x, w: F.conv1d(x.unsqueeze(1), w[:3].view(1, 1, 3)),
+        lambda x, w: x * w.split([2, 5])[1].sum(),
+    )
+    for function, own in product(functions, SIGNATURES):
+        whole = w.clone().requires_grad_()
+        leaf = roundelay.tensor(w, placement=place).requires_grad_()
+        for _ in range(2):
+            (function(x, whole) ** 2).sum().backward()
+            (function(roundelay.tensor(x, placement=place, sbp=own), leaf) ** 2).sum().backward()
+        assert isinstance(leaf.grad, GlobalTensor)
+        assert whole.grad is not None
+        same(leaf.grad, whole.grad)
+    assert roundelay.ones(2, placement=place, requires_grad=True).requires_grad
+
+
+def fewer_rows_than_processes() -> None:
+    x, place = r(2, 1), on(0, 1, 2)
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        torch.relu, lambda x: x.sum(1), lambda x: x.softmax(0), lambda x: x @ x.t(), lambda x: x.t().reshape(-1),
+    )  # fmt: skip
+    for own, wanted in product(SIGNATURES, SIGNATURES):
+        one = roundelay.tensor(x, placement=place, sbp=own)
+        for target in (place, on(1, 3)):
+            same(one.to_global(placement=target, sbp=wanted), x)
+        for function in functions:
+            found = function(one)
+            assert isinstance(found, GlobalTensor)
+            same(found, function(x))
+
+
+def numbers_among_the_arguments() -> None:
+    """Numbers that are equal and not the same, and a tensor of no dimensions that changes afterwards."""
+    x = roundelay.tensor(torch.ones(3), placement=on(0, 1))
+    for number in (0.0, -0.0):
+        same(x / number, torch.ones(3) / number)
+    two = torch.tensor(2.5)
+    same(x * two, torch.full((3,), 2.5))
+    two.fill_(9.0)
+    same(x * torch.tensor(2.5), torch.full((3,), 2.5))
+    for i in range(operators._MOST + 1):
+        operators._kept(operators._COMPILED, ("a number", i), lambda: None)
+    assert len(operators._COMPILED) <= operators._MOST
+    operators._COMPILED.clear()
+
+
+def memory_is_not_the_callers() -> None:
+    x = r(4, 3)
+    before, one = x.clone(), [roundelay.tensor(x, placement=on(0, 1), sbp=own) for own in SIGNATURES]
+    x.zero_()
+    for made in one:
+        same(made, before)
+
+
+def attention_without_dropout() -> None:
+    q = r(2, 3, 4, 4)
+    one = roundelay.tensor(q, placement=on(0, 1, 2), sbp=sbp.split(1)).requires_grad_()
+    whole = q.clone().requires_grad_()
+    found, expected = (F.scaled_dot_product_attention(x, x, x) for x in (one, whole))
+    found.sum().backward()
+    expected.sum().backward()
+    assert isinstance(found, GlobalTensor)
+    same(found, expected)
+    assert isinstance(one.grad, GlobalTensor)
+    assert whole.grad is not None
+    same(one.grad, whole.grad)
+
+
 def refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(UsageError) as error:
         call()
@@ -212,6 +284,9 @@ def refusals() -> None:
         (lambda: roundelay.randn(3, placement=on(0), sbp=sbp.split(1)), "a split of one of its dimensions"),
         (lambda: x.to_global(sbp=sbp.split(-1)), "a split of one of its dimensions"),
         (lambda: x.to_global(sbp="S(0)"), "a split of one of its dimensions"),  # type: ignore[arg-type]
+        (lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "draws random numbers"),
+        (lambda: F.batch_norm(x, x[0], x[1], training=True), "an operator that writes into a tensor"),
+        (lambda: roundelay.ones(3, placement=on(0), sbp=P_MAX), "got P(max)"),
         (lambda: on(0, 0), "different ones from 0 to 3"),
         (lambda: on(4), "different ones from 0 to 3"),
     ):
@@ -256,7 +331,9 @@ def checks() -> Iterator[tuple[str, Check]]:
     for check in (
         partial_sums_are_kept, table_4, every_change, sums_are_in_the_order_of_the_processes,
         random_numbers_do_not_depend_on_the_placement, gradients_are_those_of_the_whole,
-        gradients_of_operators, parts_of_other_shapes_are_refused, refusals, dtensors_both_ways,
+        gradients_of_operators, gradients_of_few, fewer_rows_than_processes, numbers_among_the_arguments,
+        memory_is_not_the_callers, attention_without_dropout, parts_of_other_shapes_are_refused, refusals,
+        dtensors_both_ways,
     ):  # fmt: skip
         yield check.__name__, check
 

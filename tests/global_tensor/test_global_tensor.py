@@ -13,7 +13,7 @@ import pytest
 from tests.global_tensor.program import checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 240.0
+LIMIT_S = 100.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 

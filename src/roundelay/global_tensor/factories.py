@@ -23,12 +23,12 @@ def tensor(whole: torch.Tensor, *, placement: Placement, sbp: Signature = B) -> 
     """
     check_signature(whole.shape, sbp, placement)
     inside = placement.position is not None
-    local = boxed(whole.detach(), whole.shape, B, sbp, placement) if inside else whole.new_empty(0)
+    local = boxed(whole.detach(), whole.shape, B, sbp, placement).clone() if inside else whole.new_empty(0)
     return GlobalTensor(Laid(local, tuple(whole.shape), placement, sbp))
 
 
 def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placement, sbp: Signature) -> GlobalTensor:
-    """A global tensor of this shape of what each process has of it.
+    """A global tensor of this shape of what each process has of it, whose memory it shares.
 
     Raises:
         PlanError: the signature does not fit the shape, or what this process has is not its part.
@@ -47,8 +47,12 @@ def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placem
 
 
 def _made(make: Callable[..., torch.Tensor], name: str) -> Callable[..., GlobalTensor]:
-    def factory(*size: int, placement: Placement, sbp: Signature = B, **options: Any) -> GlobalTensor:
-        return tensor(make(*size, **options), placement=placement, sbp=sbp)
+    def factory(
+        *size: int, placement: Placement, sbp: Signature = B, requires_grad: bool = False, **options: Any
+    ) -> GlobalTensor:
+        made = tensor(make(*size, **options), placement=placement, sbp=sbp)
+        made.requires_grad_(requires_grad)
+        return made
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"""``torch.{name}`` of these sizes on a placement.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -67,6 +67,11 @@ class Compiled:
         return local_graph(self.exported, {self.name: self.form}, deduction, part).module
 
 
+_MOST = 4096
+"""How many operators are kept."""
+
+Made = TypeVar("Made")
+
 _COMPILED: dict[Any, Compiled] = {}
 _LOCAL: dict[Any, torch.fx.GraphModule] = {}
 
@@ -79,23 +84,32 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     leaves, spec = tree_flatten((args, kwargs))
     on = _check(func, leaves, dict(enumerate(_distinct(leaves))))
-    leaves = [Laid(leaf, (), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    leaves = [Laid(leaf, tuple(leaf.shape), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = {f"x{i}": leaf for i, leaf in enumerate(_distinct(leaves))}
     key = (func, on.size, str(spec), *[_key(leaf, tensors) for leaf in leaves])
-    if key not in _COMPILED:
-        _COMPILED[key] = _compiled(func, leaves, spec, tensors, on.size)
-    made = _COMPILED[key]
+    made = _kept(_COMPILED, key, lambda: _compiled(func, leaves, spec, tensors, on.size))
     position = on.position
     if position is None:
         nothing = next(iter(tensors.values())).local
-        shapes = tree_flatten(made.results)[0]
-        return _wrapped(made, [None if one is None else nothing.new_empty(0, dtype=one.dtype) for one in shapes], on)
+        return _wrapped(made, [_empty(one, nothing) for one in tree_flatten(made.results)[0]], on)
     has = {name: _nearest(laid.signature, made.row.args.get(name, laid.signature)) for name, laid in tensors.items()}
     own = [boxed(laid.local, laid.shape, laid.signature, has[name], on) for name, laid in tensors.items()]
-    local = (key, position)
-    if local not in _LOCAL:
-        _LOCAL[local] = made.local(has, Part(on.size, position))
-    return _wrapped(made, tree_flatten(_LOCAL[local](*own))[0], on)
+    program = _kept(_LOCAL, (key, position), lambda: made.local(has, Part(on.size, position)))
+    return _wrapped(made, tree_flatten(program(*own))[0], on)
+
+
+def _kept(cache: dict[Any, Made], key: Any, make: Callable[[], Made]) -> Made:
+    """What was made for a key before, or now. Numbers among the arguments are part of the key: there may be many."""
+    if key not in cache:
+        if len(cache) >= _MOST:
+            cache.clear()
+        cache[key] = make()
+    return cache[key]
+
+
+def _empty(result: Any, like: torch.Tensor) -> Any:
+    """What a process outside of the placement has of a result."""
+    return like.new_empty(0, dtype=result.dtype) if isinstance(result, torch.Tensor) else result
 
 
 def _nearest(own: Signature, wanted: Signature) -> Signature:
@@ -103,12 +117,12 @@ def _nearest(own: Signature, wanted: Signature) -> Signature:
     return own if is_local(own, wanted) else wanted
 
 
-def _wrapped(made: Compiled, results: Sequence[torch.Tensor | None], on: Placement) -> Any:
-    """Results, contiguous as global tensors say that they are; None where an operator gives none."""
+def _wrapped(made: Compiled, results: Sequence[Any], on: Placement) -> Any:
+    """Results, contiguous as global tensors say that they are; None where an operator gives none, and numbers, stay."""
     shapes, spec = tree_flatten(made.results)
     signatures = iter(made.row.results)
     laid = [
-        None if local is None else Laid(local.contiguous(), tuple(shape.shape), on, next(signatures))
+        Laid(local.contiguous(), tuple(shape.shape), on, next(signatures)) if isinstance(local, torch.Tensor) else local
         for local, shape in zip(results, shapes, strict=True)
     ]
     return tree_unflatten(laid, spec)
@@ -161,13 +175,38 @@ def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, Laid]) -> Pla
         raise _refused(
             func, tensors, f"tensors on {both}", "tensors on one placement", "Call to_global on one of them."
         )
-    if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves):
+    if any(isinstance(leaf, torch.Tensor) and not _is_alike(leaf) for leaf in leaves):
         raise _refused(func, tensors, "a tensor that is not global", "global tensors", "Make it by roundelay.tensor.")
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, leaves, "dropout_p") != 0.0:
         raise _refused(func, tensors, "an operator that draws random numbers", "numbers drawn by roundelay.rand")
-    if func._schema.is_mutable:
+    if func._schema.is_mutable or _writes_statistics(func, leaves):
         raise _refused(func, tensors, "an operator that writes into a tensor", "one that makes a new tensor")
     return placements[0]
+
+
+def _is_alike(leaf: torch.Tensor) -> bool:
+    """Whether every process has a plain tensor alike: a number, or zeros of a formula of autograd's."""
+    return not leaf.ndim or (in_backward() and not leaf.any())
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def _argument(func: Any, leaves: Sequence[Any], name: str) -> Any:
+    """An argument of an operator that takes no lists, or its default; None if none has this name."""
+    names = [arg.name for arg in func._schema.arguments]
+    if name not in names:
+        return None
+    place = names.index(name)
+    return leaves[place] if place < len(leaves) else func._schema.arguments[place].default_value
+
+
+def _writes_statistics(func: Any, leaves: Sequence[Any]) -> bool:
+    """Whether it is a batch norm that writes its running statistics, of which its schema says nothing."""
+    running, training = (_argument(func, leaves, name) for name in ("running_mean", "training"))
+    return isinstance(running, Laid) and training is True
 
 
 def _refused(

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from roundelay.errors import PlanError
-from roundelay.global_tensor.operators import Laid, compute
+from roundelay.global_tensor.operators import Laid, compute, in_backward
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed, moved_to
 from roundelay.ir.sbp import P_MAX, B, Broadcast, Partial, Signature, Split
@@ -51,6 +51,8 @@ class GlobalTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute an operator."""
+        if func is torch.ops.aten.add_.Tensor and in_backward():
+            return _accumulated(*args)
         given = tree_map(lambda x: x._laid if isinstance(x, GlobalTensor) else x, (tuple(args), dict(kwargs or {})))
         return tree_map(lambda x: GlobalTensor(x) if isinstance(x, Laid) else x, compute(func, *given))
 
@@ -73,6 +75,12 @@ class GlobalTensor(torch.Tensor):
         """All of it, on every process of the placement; empty on others. Every process of the placement calls it."""
         own = self._laid
         return boxed(own.local, own.shape, own.signature, B, own.placement)
+
+
+def _accumulated(total: GlobalTensor, gradient: GlobalTensor) -> GlobalTensor:
+    """A leaf's gradient to which autograd adds another."""
+    total._laid = moved(torch.add(total, gradient), total.placement, total.sbp)._laid  # type: ignore[arg-type]
+    return total
 
 
 class _ToGlobal(torch.autograd.Function):
