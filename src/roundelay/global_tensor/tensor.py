@@ -51,7 +51,7 @@ class GlobalTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute an operator."""
-        if func is torch.ops.aten.add_.Tensor and in_backward():
+        if func is torch.ops.aten.add_.Tensor and in_backward() and not kwargs:
             return _accumulated(*args)
         given = tree_map(lambda x: x._laid if isinstance(x, GlobalTensor) else x, (tuple(args), dict(kwargs or {})))
         return tree_map(lambda x: GlobalTensor(x) if isinstance(x, Laid) else x, compute(func, *given))
