@@ -138,6 +138,7 @@ def test_a_plan_that_needs_more_memory_than_a_limit_is_refused(capsys: Capture, 
     verify = ("verify", MLP, "--plan", "plan.toml", "--steps", 1, "--memory-limit")
     assert "memory of worker 0" in here(capsys, *verify, "100").told
     assert here(capsys, *verify, "2gib").code == 0
+    assert here(capsys, *verify, "9" * 400).code == 0
     assert "--memory-limit got 'much'" in here(capsys, *plan, "--memory-limit", "much").told
 
 

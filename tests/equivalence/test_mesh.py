@@ -127,18 +127,34 @@ def trained(place: Bench, plan: Plan, optimizer: Callable[..., Any], steps: int)
     return session.run(notify=lambda event: None)
 
 
+def train_alike(place: Bench, one: Plan, several: Plan, optimizer: Callable[..., Any], steps: int = 10) -> None:
+    """Of a model in double precision."""
+    alone, on_mesh = (trained(place, plan, optimizer, steps) for plan in (one, several))
+    for number, (loss, _) in alone.micro_losses.items():
+        assert on_mesh.micro_losses[number][0] == pytest.approx(loss, rel=1e-10)
+    for name, weight in alone.snapshot.parameters.items():
+        torch.testing.assert_close(on_mesh.snapshot.parameters[name], weight, rtol=1e-8, atol=1e-8)
+
+
+def send_what_is_planned(place: Bench, plan: Plan, steps: int) -> None:
+    """Counted at the transport."""
+    done = trained(place, plan, partial(SGD, lr=0.1), steps)
+    channels = {channel.id: channel for channel in channels_of(plan)}
+    for number, exchange in exchanges_of(plan).items():
+        times = steps * (plan.micro_batches if exchange.value else 1)
+        holders = channels[number].sources
+        for position, port in enumerate(holders):
+            predicted = times * sum(exchange.bytes_sent(len(holders), position))
+            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+
+
 @pytest.mark.parametrize("model", ["gpt2", "bert_classifier", "skip"])
 def test_ten_updates_are_those_without_a_mesh(model: str) -> None:
     entry = ZOO[model]
     batches = [_double(batch) for batch in entry.batches(0, 10)]
     place = Bench(entry, entry.build(0).double(), batches)
     optimizer = partial(AdamW, lr=1e-3)
-    one = trained(place, place.plan(VARIANTS["1f1b"], 2, 2), optimizer, 10)
-    several = trained(place, place.on_mesh("1f1b", 2, 2, 2), optimizer, 10)
-    for number, (loss, _) in one.micro_losses.items():
-        assert several.micro_losses[number][0] == pytest.approx(loss, rel=1e-10)
-    for name, weight in one.snapshot.parameters.items():
-        torch.testing.assert_close(several.snapshot.parameters[name], weight, rtol=1e-8, atol=1e-8)
+    train_alike(place, place.plan(VARIANTS["1f1b"], 2, 2), place.on_mesh("1f1b", 2, 2, 2), optimizer)
 
 
 def test_a_sum_that_is_counted_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +178,7 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str) -> None
     place, steps = bench("gpt2"), 3
     place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, steps))
     plan = place.on_mesh("1f1b", 1, 3, 2, 2, transport)
-    done = trained(place, plan, partial(SGD, lr=0.1), steps)
-    channels = {channel.id: channel for channel in channels_of(plan)}
-    for number, exchange in exchanges_of(plan).items():
-        times = steps * (plan.micro_batches if exchange.value else 1)
-        holders = channels[number].sources
-        for position, port in enumerate(holders):
-            predicted = times * sum(exchange.bytes_sent(len(holders), position))
-            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+    send_what_is_planned(place, plan, steps)
 
 
 def test_a_layer_of_gpt2_has_the_two_boxings_of_megatron_in_each_direction() -> None:

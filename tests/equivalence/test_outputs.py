@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import roundelay
 from roundelay.api import fidelity_on_mesh
@@ -19,9 +19,8 @@ from roundelay.api.planning import plan as planned
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures, Pairs
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import channels_of, exchanges_of
 from tests.equivalence.cells import DEADLINE_S, Bench
-from tests.equivalence.test_mesh import held, trained
+from tests.equivalence.test_mesh import held, send_what_is_planned, train_alike
 from tests.zoo.entry import Entry
 
 CLASSES, SIDE, ROWS = 7, 6, 10
@@ -146,24 +145,13 @@ def in_double(count: int) -> Bench:
 def test_ten_updates_are_those_without_a_mesh() -> None:
     place = in_double(10)
     optimizer = partial(AdamW, lr=1e-3)
-    one = trained(place, split(place, 1, outputs={}, parameters={}), optimizer, 10)
-    several = trained(place, split(place, 3), optimizer, 10)
-    for number, (loss, _) in one.micro_losses.items():
-        assert several.micro_losses[number][0] == pytest.approx(loss, rel=1e-10)
-    for name, weight in one.snapshot.parameters.items():
-        torch.testing.assert_close(several.snapshot.parameters[name], weight, rtol=1e-8, atol=1e-8)
+    train_alike(place, split(place, 1, outputs={}, parameters={}), split(place, 3), optimizer)
 
 
 def test_every_worker_sends_the_bytes_that_the_plan_says() -> None:
     steps = 2
     place = Bench(ENTRY, None, drawn(0, steps))
-    plan = split(place, micro_batches=1)
-    done = trained(place, plan, partial(SGD, lr=0.1), steps)
-    channels = {channel.id: channel for channel in channels_of(plan)}
-    for number, own in exchanges_of(plan).items():
-        for position, port in enumerate(channels[number].sources):
-            predicted = steps * sum(own.bytes_sent(2, position))
-            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+    send_what_is_planned(place, split(place, micro_batches=1), steps)
 
 
 def test_a_stage_that_begins_with_a_boxing_is_compared_with_plain_pytorch_too() -> None:
@@ -189,6 +177,22 @@ def test_a_pattern_gives_what_it_can() -> None:
     plan = split(place_of(), parameters={}, outputs={"*": (("devices", "S(0)"),)})
     assert boxes(plan)[0][1:] == ("linear_1_box", "all-gather(1)")
     held(place_of(), plan)
+
+
+class Halved(Recogniser):
+    """With one of an operation's several results."""
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        first, second = self.head(self.backbone(images)).double().split([3, CLASSES - 3], 1)
+        return F.cross_entropy(torch.cat([second, first], 1), labels)
+
+
+def test_one_of_several_results_has_no_signature_of_its_own() -> None:
+    torch.manual_seed(0)
+    place = Bench(ENTRY, Halved(), drawn(0, 3))
+    with pytest.raises(PlanError, match=r"'getitem': got S\(0\) for one of an operation's several results"):
+        split(place, outputs={"getitem": (("devices", "S(0)"),)})
+    held(place, split(place, outputs={"*": (("devices", "S(0)"),)}), steps=3)
 
 
 class Largest(Recogniser):
@@ -232,7 +236,8 @@ class Varied(Recogniser):
         x = F.dropout(self.backbone(images), 0.5)
         q = x.unsqueeze(1)
         x = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).squeeze(1)
-        x = x[labels.argsort()] - x.detach().amax(0)
+        order = labels.argsort()
+        x = x[order] - x.detach().amax(0) + F.embedding(order, x)
         return F.cross_entropy(self.head(x), labels)
 
 

@@ -8,18 +8,17 @@ from math import prod
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from roundelay.api import fidelity_on_mesh
 from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import plan as planned
 from roundelay.ir.plan import Plan
 from roundelay.lower import megatron
-from roundelay.lower.emit import channels_of, exchanges_of
 from roundelay.runtime import exchange
 from roundelay.runtime.tamper import EXCHANGE_WAYS
 from tests.equivalence.cells import VARIANTS, Bench
-from tests.equivalence.test_mesh import BY_RULE, held, trained
+from tests.equivalence.test_mesh import BY_RULE, held, send_what_is_planned, train_alike
 from tests.equivalence.test_replicas import _double
 from tests.zoo import ZOO
 
@@ -112,26 +111,15 @@ def test_ten_updates_are_those_without_a_mesh() -> None:
     batches = [_double(batch) for batch in entry.batches(0, 10)]
     place = Bench(entry, entry.build(0).double(), batches)
     optimizer = partial(AdamW, lr=1e-3)
-    one = trained(place, place.plan(VARIANTS["1f1b"], 2, 2), optimizer, 10)
-    several = trained(place, split := place.on_mesh("1f1b", 2, 2, 2), optimizer, 10)
+    split = place.on_mesh("1f1b", 2, 2, 2)
     assert [e for e in split.exchanges if "max" in "".join(e.phases)]
-    for number, (loss, _) in one.micro_losses.items():
-        assert several.micro_losses[number][0] == pytest.approx(loss, rel=1e-10)
-    for name, weight in one.snapshot.parameters.items():
-        torch.testing.assert_close(several.snapshot.parameters[name], weight, rtol=1e-8, atol=1e-8)
+    train_alike(place, place.plan(VARIANTS["1f1b"], 2, 2), split, optimizer)
 
 
 def test_every_worker_sends_the_bytes_that_the_plan_says() -> None:
     steps = 2
     place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, steps))
-    plan = place.on_mesh("1f1b", 1, 3, 2)
-    done = trained(place, plan, partial(SGD, lr=0.1), steps)
-    channels = {channel.id: channel for channel in channels_of(plan)}
-    for number, own in exchanges_of(plan).items():
-        times = steps * (plan.micro_batches if own.value else 1)
-        for position, port in enumerate(channels[number].sources):
-            predicted = times * sum(own.bytes_sent(2, position))
-            assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
+    send_what_is_planned(place, place.on_mesh("1f1b", 1, 3, 2), steps)
 
 
 @pytest.mark.parametrize("way", EXCHANGE_WAYS)

@@ -263,6 +263,15 @@ def attention_without_dropout() -> None:
     same(one.grad, whole.grad)
 
 
+def places_of_nothing() -> None:
+    """One process has none of two columns."""
+    x, index, place = r(4, 2), torch.tensor([[1], [0], [1], [1]]), on(0, 1, 2)
+    ours = roundelay.tensor(x, placement=place, sbp=sbp.split(1))
+    same(ours.gather(1, roundelay.tensor(index, placement=place)), x.gather(1, index))
+    same(ours[:, roundelay.tensor(index[:, 0], placement=place)], x[:, index[:, 0]])
+    same(ours.amax(1), x.amax(1))
+
+
 def refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(UsageError) as error:
         call()
@@ -331,7 +340,7 @@ def checks() -> Iterator[tuple[str, Check]]:
     for check in (
         partial_sums_are_kept, table_4, every_change, sums_are_in_the_order_of_the_processes,
         random_numbers_do_not_depend_on_the_placement, gradients_are_those_of_the_whole,
-        gradients_of_operators, gradients_of_few, fewer_rows_than_processes, numbers_among_the_arguments,
+        gradients_of_operators, gradients_of_few, places_of_nothing, fewer_rows_than_processes, numbers_among_the_arguments,
         memory_is_not_the_callers, attention_without_dropout, parts_of_other_shapes_are_refused, refusals,
         dtensors_both_ways,
     ):  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.holder_choices import read_signatures, signatures_of
+from roundelay.api.holder_choices import parts_of, read_signatures
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
@@ -191,16 +191,14 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     of workers.
     """
     sizes = _sizes(plan)
-    if "signatures" in given or ("tensor_parallel" not in given and plan.mesh_size > 1):
-        del sizes["tensor_parallel"]
+    del sizes["tensor_parallel"]  # what found the plan's signatures; they are inherited themselves
     divided = sizes.pop("zero") if given.get("data_parallel", plan.replicas) > 1 else 0
     kept: dict[str, Any] = sizes | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
-    if "tensor_parallel" not in sizes and "signatures" not in given:
+    if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
-    mesh_size = signatures_of({"signatures": given.get("signatures", kept.get("signatures"))})
-    same_size = all(given.get(name, size) == size for name, size in sizes.items())
-    same_size = same_size and (mesh_size is None or mesh_size.size == plan.mesh_size)
+    same_size = parts_of(kept | given) == plan.mesh_size
+    same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
         if given.get("backward", plan.backward) == plan.backward:

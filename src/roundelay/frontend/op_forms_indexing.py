@@ -142,8 +142,9 @@ def _embedding(node: Node) -> NodeForm | None:
     w, index = (n for n in node.args[:2] if isinstance(n, Node))
     shape = result_shape(node)
     rows = others(len(shape), -1)
+    by_rows = not argument(node, 4, False) and _adds_up(w, arg_shape(w)[0])
     args = {
-        w: labelled(arg_shape(w), [None if argument(node, 4, False) else len(rows) + 1, len(rows)]),
+        w: labelled(arg_shape(w), [len(rows) + 1 if by_rows else None, len(rows)]),
         index: labelled(arg_shape(index), rows),
     }
     return NodeForm(args, (numbered(shape),), (frozenset([w]),))
