@@ -340,7 +340,8 @@ def checks() -> Iterator[tuple[str, Check]]:
     for check in (
         partial_sums_are_kept, table_4, every_change, sums_are_in_the_order_of_the_processes,
         random_numbers_do_not_depend_on_the_placement, gradients_are_those_of_the_whole,
-        gradients_of_operators, gradients_of_few, places_of_nothing, fewer_rows_than_processes, numbers_among_the_arguments,
+        gradients_of_operators, gradients_of_few, places_of_nothing,
+        fewer_rows_than_processes, numbers_among_the_arguments,
         memory_is_not_the_callers, attention_without_dropout, parts_of_other_shapes_are_refused, refusals,
         dtensors_both_ways,
     ):  # fmt: skip
