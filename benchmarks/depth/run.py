@@ -214,7 +214,7 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     workers = tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(depth))
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
-        format=FORMAT, model="none", rule=line.rule, predictor=predictor, backward=line.backward, recompute=(),
+        format=FORMAT, model="none", rule=line.rule, layout="pipeline", predictor=predictor, backward=line.backward, recompute=(),
         compile=False, precision="fp32", loss_scale="none",
         clip="none", ema=0.0, replicas=1, micro_batches=parts, mesh={}, parameters={}, outputs={}, states={},
         transport="memory", deadline_s=1.0, latency_s=0.0,

@@ -48,6 +48,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         format=FORMAT,
         model="none",
         rule=rule,
+        layout="pipeline",
         predictor="none",
         backward="stash",
         recompute=(),

@@ -9,7 +9,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES
 from roundelay.ir.rule import rule_named
-from roundelay.lower.emit import schedule_of
+from roundelay.lower.channels import schedule_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.simulator import Interval, simulate
 

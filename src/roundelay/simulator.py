@@ -17,8 +17,8 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.ir.program import Channel, Program
-from roundelay.lower.emit import exchanges_of
+from roundelay.ir.program import OPCODES, SUMS, Channel, Program
+from roundelay.lower.channels import exchanges_of
 from roundelay.observe.trace import Span
 
 
@@ -227,10 +227,10 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        loads = run.instruction.opcode == "read" and not run.takes
+        loads = run.instruction.opcode in ("read", "deal") and not run.takes
         seconds = self.load_s(worker, run.g) if loads else self.compute_s(worker, run)
         for channel, _ in run.gives:
-            self.count(channel, self.consumer(channel, worker), 1)
+            self.count(channel, self.consumer(channel, worker, run.g), 1)
         self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
@@ -245,7 +245,7 @@ class _Clock:
         self.intervals.append(
             Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, self.now, header.batch, *what)
         )
-        self.machines[worker].finish(header if run.instruction.opcode == "read" else None)
+        self.machines[worker].finish(header if run.instruction.opcode in ("read", "deal") else None)
         for number, _ in run.gives:
             if self.channels[number].phases:
                 self.box(number, header)
@@ -253,13 +253,14 @@ class _Clock:
                 self.send(number, worker, header)
         for number, _ in run.takes:
             self.count(number, worker, -1)
-            producer = worker if self.channels[number].phases else self.channels[number].sources[0].worker
+            channel = self.channels[number]
+            producer = worker if channel.phases else channel.refilled_by(run.g).worker
             grant_s = 0.0 if producer == worker else self.plan.latency_s
-            self.push(grant_s, producer, partial(self.machines[producer].grant, number))
+            self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
 
     def send(self, number: int, worker: int, header: MicroBatch) -> None:
         """Let a message arrive."""
-        consumer = self.channels[number].targets[0].worker
+        consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
         self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
 
@@ -274,9 +275,9 @@ class _Clock:
                 arrive = partial(self.machines[port.worker].arrive, number, known)
                 self.push(self.exchange_s[number], port.worker, arrive)
 
-    def consumer(self, number: int, worker: int) -> int:
-        """The worker that gets what this one gives: in an exchange itself."""
-        return worker if self.channels[number].phases else self.channels[number].targets[0].worker
+    def consumer(self, number: int, worker: int, g: int) -> int:
+        """The worker that gets what this one gives of a micro-batch: in an exchange itself."""
+        return worker if self.channels[number].phases else self.channels[number].target_of(g).worker
 
     def count(self, number: int, consumer: int, change: int) -> None:
         """Count a message on the way to a worker, or unread."""
@@ -344,8 +345,8 @@ class _Clock:
         incoming = [c.id for c in program.channels if c.read_by(program.worker)]
         unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
         return WorkerReport(
-            busy_s=sum(i.end_s - i.start_s for i in intervals if i.opcode != "read"),
-            data_s=sum(i.end_s - i.start_s for i in intervals if i.opcode == "read"),
+            busy_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share != "data"),
+            data_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share == "data"),
             registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
             tapes_peak=peak_tapes,
             owed_peak=peak_owed,
@@ -412,6 +413,8 @@ def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     for edge in plan.edges:
         sizes["forward", edge.source, edge.target] = edge.forward_bytes
         sizes["gradient", edge.target, edge.source] = edge.backward_bytes
+    for exchange in plan.exchanges:
+        sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
     found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
     return found | {number: exchange.num_bytes for number, exchange in exchanges_of(plan).items()}
 

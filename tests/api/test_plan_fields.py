@@ -301,8 +301,9 @@ def averages() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 6}),
+    "format": lambda _: refused({"format": 7}),
     "model": lambda _: refused({"model": "0" * 24}),
+    "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
     "predictor": lambda _: trains_otherwise({"predictor": "paper"}) and refused({"predictor": "none"}),
     "backward": lambda _: trains_otherwise({"backward": "recompute"}) and slower({"backward": "recompute"}),

@@ -265,7 +265,9 @@ def test_credits_are_taken_together_once_each_and_before_those_that_receive_give
         first = [endpoint.receive(WAIT_S, credits=False)]
         while not isinstance(first[-1], Arrived):  # a credit that nobody has asked for
             first.append(endpoint.receive(WAIT_S, credits=False))
-        got = [one.channel for one in first if isinstance(one, Granted)] + list(endpoint.credits())
+        got = [one.channel for one in first if isinstance(one, Granted)] + [
+            credit.channel for credit in endpoint.credits()
+        ]
         while len(got) < 3:  # a credit may be late
             one = endpoint.receive(WAIT_S)
             assert isinstance(one, Granted)

@@ -23,7 +23,7 @@ from roundelay.errors import DivergedError, PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Named
-from roundelay.lower.emit import channels_of
+from roundelay.lower.channels import channels_of
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.stage_state import Stage

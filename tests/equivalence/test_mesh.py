@@ -19,7 +19,7 @@ from roundelay.errors import JobError, PlanError
 from roundelay.frontend import local_graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
-from roundelay.lower.emit import channels_of, exchanges_of
+from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_replicas import _double

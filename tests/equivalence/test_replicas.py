@@ -16,7 +16,7 @@ from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
-from roundelay.lower.emit import channels_of
+from roundelay.lower.channels import channels_of
 from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import VARIANTS, Bench, allowed, bench
 from tests.zoo import ZOO, Batch, Entry

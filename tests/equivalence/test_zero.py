@@ -20,7 +20,7 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Split
-from roundelay.lower.emit import channels_of, exchanges_of
+from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.verify_schedule import check_run
 from roundelay.runtime.state_bucket import StateBucket
 from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS

@@ -25,7 +25,7 @@ def test_a_stream_numbers_micro_batches_through_and_closes_every_batch(
     places = [(start_batch + t, i, counts[t]) for t in range(len(counts)) for i in range(counts[t])]
     assert [(header.batch, header.index, header.count) for header in headers] == places
     assert [header.ends_batch for header in headers] == [i + 1 == count for _, i, count in places]
-    assert [header.final for header in headers] == [0] * (len(headers) - 1) + [1]
+    assert [header.final for header in headers] == [int(batch == headers[-1].batch) for batch, _, _ in places]
     assert [header.ends_epoch for header in headers] == [int(batch == headers[-1].batch) for batch, _, _ in places]
     assert all((header.rows, header.batch_rows) == (rows, rows * header.count) for header in headers)
 

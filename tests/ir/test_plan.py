@@ -50,6 +50,7 @@ PLANS = st.builds(
     format=st.just(FORMAT),
     model=TEXTS,
     rule=TEXTS,
+    layout=TEXTS,
     predictor=TEXTS,
     backward=TEXTS,
     recompute=st.lists(TEXTS, max_size=3).map(tuple),
@@ -127,7 +128,7 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 5\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 6\n")
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -209,15 +210,15 @@ def test_a_wrong_value_in_a_stage_or_edge_is_refused_with_its_place(field: str, 
     assert refusal.value.subject == f"{place}: field {field!r}"
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) -> None:
     old = SMALL.text().replace(f"format = {FORMAT}", f"format = {version}")
-    with pytest.raises(PlanError, match=r"how many replicas there are.*roundelay plan JOB\.py"):
+    with pytest.raises(PlanError, match=r"which layout they have.*roundelay plan JOB\.py"):
         Plan.parse(old)
 
 
 def test_a_stage_on_no_worker_of_the_plan_is_refused_by_its_number() -> None:
-    for wrong in ('["w9"]', "[]", '["w0", "w1"]'):
+    for wrong in ('["w9"]', "[]"):
         plan = Plan.parse(SMALL.text().replace('workers = ["w1"]', f"workers = {wrong}"))
         with pytest.raises(PlanError, match=r"stages\[1\].workers of the plan.*w0, w1, w2"):
             plan.worker_of(1)
@@ -237,7 +238,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "6", "'5'", "5.5", "5.0", "true"])
+@pytest.mark.parametrize("version", ["0", "7", "'6'", "6.5", "6.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

@@ -63,6 +63,7 @@ def plan_of(
         "format": FORMAT,
         "model": "a model",
         "rule": rule,
+        "layout": "pipeline",
         "predictor": rule_named(rule).predictors[0] if rule_named(rule).predicts else NO_PREDICTOR,
         "backward": rule_named(rule).modes[0],
         "recompute": (),

@@ -10,7 +10,8 @@ from hypothesis import given
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Port
-from roundelay.lower.emit import channels_of, emit, schedule_of
+from roundelay.lower.channels import channels_of, schedule_of
+from roundelay.lower.emit import emit
 from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
 FIRST, SECOND, THIRD = Port(0, 0), Port(1, 1), Port(2, 2)

@@ -12,7 +12,8 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
-from roundelay.lower.emit import channels_of, emit
+from roundelay.lower.channels import channels_of
+from roundelay.lower.emit import emit
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.prove_plan import fired, prove
 from roundelay.simulator import simulate

@@ -13,7 +13,8 @@ from roundelay.ir.exchange import all_reduce
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import EdgePlan, Plan
 from roundelay.ir.program import Channel, Port
-from roundelay.lower.emit import channels_of, emit
+from roundelay.lower.channels import channels_of
+from roundelay.lower.emit import emit
 from roundelay.observe.time_shares import Shares, gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
 from roundelay.simulator import simulate

@@ -10,7 +10,8 @@ import pytest
 from roundelay.cli.sim_output import simulation_json
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import channels_of, emit
+from roundelay.lower.channels import channels_of
+from roundelay.lower.emit import emit
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, flows_of, write_trace
 from roundelay.page.run_page import predicted_window

@@ -10,7 +10,8 @@ from typing import Any
 
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import channels_of, emit
+from roundelay.lower.channels import channels_of
+from roundelay.lower.emit import emit
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace

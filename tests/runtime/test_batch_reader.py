@@ -63,9 +63,9 @@ def test_a_run_of_whole_epochs_does_not_ask_for_one_more() -> None:
         assert asked == [0, 1]
 
 
-def test_only_the_last_micro_batch_of_the_run_is_final() -> None:
+def test_only_the_micro_batches_of_the_last_batch_are_final() -> None:
     found = headers(Extent(epochs=1), micro_batches=2)
-    assert [final for *_, final, _ in found] == [0, 0, 0, 0, 0, 1]
+    assert [final for *_, final, _ in found] == [0, 0, 0, 0, 1, 1]
     assert [ends for _, _, ends, _, _ in found] == [0, 0, 0, 0, 1, 1]
 
 
@@ -224,7 +224,7 @@ def test_the_parts_of_a_batch_are_dealt_out_in_turns(
         for header, _ in turn:
             last = i + 1 == len(dealt)
             assert (header.g, header.index, header.count) == (i, i, len(dealt))
-            assert (header.final, header.ends_batch, header.batch_rows) == (int(last), last, rows)
+            assert (header.final, header.ends_batch, header.batch_rows) == (1, last, rows)
 
 
 def test_numbers_go_on_where_the_batches_before_lacked_parts() -> None:

@@ -26,7 +26,7 @@ from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import ENTRY, PREVIOUS, Instruction, Program
+from roundelay.ir.program import ENTRY, PREVIOUS, SUMS, Channel, Instruction, Program
 
 _UNKNOWN = sys.maxsize
 """The last micro-batch of a window, until a header marks it as the last."""
@@ -93,18 +93,26 @@ class Machine:
         self.program = program
         #: updates that the weights of each stage have seen
         self.versions = dict.fromkeys(program.stages, first_version)
-        #: free slots at the consumer, for each channel given to
-        self.credits = {c.id: c.slots for c in program.channels if c.filled_by(program.worker)}
+        self._dealt = {c.id: c for c in program.channels if c.dealt}
+        #: free slots at the consumer, for each channel given to; where it is dealt, for each target, by its worker
+        self.credits: dict[int | tuple[int, int], int] = {
+            c.id: c.slots for c in program.channels if c.filled_by(program.worker) and not c.dealt
+        }
+        for channel in self._dealt.values():
+            self.credits |= _first_credits(channel, program.worker, first_g)
         #: micro-batches whose message is here and unread, for each channel taken from
         self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.read_by(program.worker)}
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
+        self._sums = {c.id for c in program.channels if c.kind in SUMS}
         self._headers: dict[int, MicroBatch] = {}
+        self._ends: dict[int, MicroBatch] = {}  # in a window of slots: of batches, by their last micro-batch
         self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
         self._redone = dict(in_flight or {})
         offsets = [instruction.offset for instruction in program.body]
         self._first_turn, self._least_offset = -(max(offsets) // program.every), min(offsets)
         self._first, self._last = first_g, _UNKNOWN  # micro-batches of the window
+        self._origin = first_g - first_g % program.every if program.over == "slots" else first_g  # offsets count from
         self._turn, self._line = self._first_turn, 0
         self._running: Run | None = None
         self.halted = False
@@ -122,27 +130,29 @@ class Machine:
         if len(unread) + in_use >= self._slots[channel]:
             raise self._bug(f"a message on channel {channel} with all {self._slots[channel]} slots full")
         unread.append(header.g)
-        self._headers.setdefault(header.g, header)
+        if channel not in self._sums:  # whose headers are of another holder's micro-batch
+            self._know(self._headers.get(header.g, header))
 
-    def grant(self, channel: int) -> None:
-        """The consumer of ``channel`` has freed a slot."""
-        if self.credits.get(channel, self._slots.get(channel)) == self._slots.get(channel):
+    def grant(self, channel: int, worker: int = -1) -> None:
+        """The consumer of ``channel``, or, if it is dealt, one of them, has freed a slot."""
+        key = (channel, worker) if channel in self._dealt else channel
+        if self.credits.get(key, self._slots.get(channel)) == self._slots.get(channel):
             raise self._bug(f"a free slot of channel {channel}, none of which it has filled")
-        self.credits[channel] += 1
+        self.credits[key] += 1
 
     def finish(self, header: MicroBatch | None = None) -> None:
         """The running instruction is done; after a ``read``, ``header`` is that of the micro-batch."""
         run, self._running = self._running, None
         if run is None:
             raise self._bug("a result without a running instruction")
-        if header is not None:
-            self._headers[header.g] = header._replace(entry=run.version)
+        if header is not None and run.instruction.opcode == "read":
+            self._know(header._replace(entry=run.version))
         opcode = run.instruction.opcode
         if opcode == "forward" and run.instruction.runs_first:
             self.in_flight += 1
             known = self._headers[run.g]
             if known.final or (self.program.over == "batch" and known.ends_batch):
-                self._last = run.g
+                self._last = known.end
         elif opcode == "backward" and run.instruction.runs_first:
             self.in_flight -= 1
         elif opcode == "update":
@@ -163,15 +173,15 @@ class Machine:
                 self.halted = True
                 return None
             instruction = body[self._line]
-            g = self._first + self._turn * self.program.every + instruction.offset
-            if not self._first <= g <= self._last or (instruction.once_a_batch and not self._headers[g].ends_batch):
+            g = self._number(instruction)
+            if not self._first <= g <= self._last or (instruction.once_a_batch and not self._ends_batch(g)):
                 self._line += 1
                 continue
             for channel in instruction.takes:
-                if not self.unread[channel]:
+                if not self._holds(channel, g):
                     return None
             for channel in instruction.gives:
-                if not self.credits[channel]:
+                if not self.credits[self._credit(channel, g)]:
                     self.wants_credit = True
                     return None
             self._running = self._start(instruction, g)
@@ -181,13 +191,40 @@ class Machine:
     def _next_turn(self) -> bool:
         """Begin the next turn of the loop, or the first one of the next window; False when the run is over."""
         self._turn, self._line = self._turn + 1, 0
-        oldest = self._first + self._turn * self.program.every + self._least_offset  # on which a line still acts
-        over, final = oldest > self._last, oldest > self._last and bool(self._headers[self._last].final)
+        oldest = self._origin + self._turn * self.program.every + self._least_offset  # on which a line still acts
+        over = oldest > self._last
+        final = over and bool((self._ends.get(self._last) or self._headers[self._last]).final)
         for g in range(max(self._first, oldest - self.program.every), min(oldest, self._last + 1)):
             self._headers.pop(g, None)
+            self._ends.pop(g, None)
         if over:
             self._first, self._last, self._turn = self._last + 1, _UNKNOWN, self._first_turn
+            self._origin = self._first
         return not final
+
+    def _number(self, instruction: Instruction) -> int:
+        """The micro-batch on which an instruction acts in this turn."""
+        return self._origin + self._turn * self.program.every + instruction.offset
+
+    def _ends_batch(self, g: int) -> bool:
+        """Whether a micro-batch is the last of its batch."""
+        return g in self._ends or (self.program.over != "slots" and self._headers[g].ends_batch)
+
+    def _holds(self, channel: int, g: int) -> bool:
+        """Whether the next message is here: that of micro-batch g, where senders may overtake each other."""
+        unread = self.unread[channel]
+        return g in unread if channel in self._dealt else bool(unread)
+
+    def _credit(self, channel: int, g: int) -> int | tuple[int, int]:
+        """What counts the free slots for the message of micro-batch g."""
+        dealt = self._dealt.get(channel)
+        return channel if dealt is None else (channel, dealt.target_of(g).worker)
+
+    def _know(self, header: MicroBatch) -> None:
+        """Keep a header; in a window of slots, also one for the end of its batch, which may be another worker's."""
+        self._headers[header.g] = header
+        if self.program.over == "slots":
+            self._ends.setdefault(header.end, header._replace(g=header.end, index=header.count - 1))
 
     def header(self, g: int) -> MicroBatch | None:
         """Return the header of a micro-batch; None if it has not arrived or is done with."""
@@ -205,20 +242,22 @@ class Machine:
         if self.halted or self._line == len(self.program.body):
             return "the program has ended" if self.halted else "the next turn of its loop is due"
         instruction = self.program.body[self._line]
-        g = self._first + self._turn * self.program.every + instruction.offset
-        missing = [f"message {g} on channel {c}" for c in instruction.takes if not self.unread[c]]
-        missing += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[c]]
+        g = self._number(instruction)
+        missing = [f"message {g} on channel {c}" for c in instruction.takes if not self._holds(c, g)]
+        missing += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[self._credit(c, g)]]
         return f"{_described(instruction, g)} waits for {', '.join(missing) or 'nothing'}"
 
     def _start(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires, and determine its version and distance."""
         for channel in instruction.takes:
-            if self.unread[channel].popleft() != g:
+            if channel in self._dealt:
+                self.unread[channel].remove(g)
+            elif self.unread[channel].popleft() != g:
                 raise self._bug(f"a message out of order on channel {channel} for micro-batch {g}")
         for channel in instruction.gives:
-            self.credits[channel] -= 1
+            self.credits[self._credit(channel, g)] -= 1
         takes, gives = self._next_slots(instruction.takes), self._next_slots(instruction.gives)
-        header = self._headers.get(g)
+        header = self._headers.get(g) or self._ends.get(g)
         version = self.versions[instruction.stage]
         if self._redone and instruction.opcode in ("read", "forward"):
             version = self._redone.get(g, version)
@@ -259,6 +298,16 @@ class Machine:
             expected="events that its program allows",
             remedy="Report this as a bug of Roundelay, with the plan.",
         )
+
+
+def _first_credits(channel: Channel, worker: int, first_g: int) -> dict[int | tuple[int, int], int]:
+    """The slots that one of the sources of a dealt channel may fill before any is granted, by target."""
+    credits: dict[int | tuple[int, int], int] = {}
+    if channel.filled_by(worker):
+        credits = {(channel.id, port.worker): 0 for port in channel.targets}
+        for g in range(first_g, first_g + channel.slots * len(channel.targets)):
+            credits[channel.id, channel.target_of(g).worker] += channel.source_of(g).worker == worker
+    return credits
 
 
 def _described(instruction: Instruction, g: int) -> str:

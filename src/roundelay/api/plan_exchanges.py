@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from roundelay.lower.signatures import is_local
 from roundelay.runtime.boxing import exchanged_shape, phases_of
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.state_bucket import StateBucket
+from roundelay.schedules import LAYOUTS
 
 
 def plan_exchanges(
@@ -70,7 +72,7 @@ def _text(exchange: ExchangePlan | None) -> str:
     sizes = " and ".join(
         f"{'x'.join(map(str, shape))} of {dtype}" for shape, dtype in zip(exchange.shapes, exchange.dtypes, strict=True)
     )
-    by = ", ".join(exchange.phases)
+    by = ", ".join(exchange.phases) or "handing on sums"
     return f"{what} of stage {exchange.stage} over {exchange.axis} by {by}, {sizes}"
 
 
@@ -82,7 +84,9 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
         partial = [n for n in trained if captured.has_partial_gradient(n)]
         if partial:
             yield _of_weights(captured, spec, axis, partial, unused)
-    if plan.replicas > 1:
+    if plan.layout in LAYOUTS and LAYOUTS[plan.layout].sums:
+        yield replace(_of_weights(captured, spec, REPLICAS, trained, unused), phases=())
+    elif plan.replicas > 1:
         yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)
         if divided := [n for n in trained if n in captured.states]:
             yield from _of_states(captured, spec, plan.replicas, divided)

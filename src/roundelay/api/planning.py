@@ -14,8 +14,9 @@ import torch
 
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.cuts import MEASURED, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
+from roundelay.api.cuts import MEASURED, Cut, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.api.layout_choices import in_layout, owners_of, stages_in_layout
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
@@ -41,8 +42,8 @@ from roundelay.ir.stage import Edge, Partition
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.boxed_graph import segment_ends
+from roundelay.lower.channels import schedule_of
 from roundelay.lower.dataflow import message_bytes
-from roundelay.lower.emit import schedule_of
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
 from roundelay.lower.verify_schedule import programs_of
@@ -52,7 +53,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
-from roundelay.schedules import Schedule, schedule_named
+from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for, schedule_named
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
@@ -61,6 +62,8 @@ TENSOR = "tensor"
 """The axis of the mesh of ``--tensor-parallel``."""
 
 CHOICES = (
+    "layout",
+    "stages",
     "data_parallel",
     "tensor_parallel",
     "signatures",
@@ -158,7 +161,8 @@ def plan(
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
-        choices: ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
+        choices: ``layout`` (``pipeline``, ``single``, ``dp`` or ``mp``), ``stages`` (of the latter), ``data_parallel``,
+            ``tensor_parallel``, ``signatures`` (a file, or what it says:
             :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``,
             ``devices``, ``memory_limit`` (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
@@ -224,10 +228,11 @@ def plan_with_reasons(
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
-    schedule = schedule_named(rule_named(rule).schedule)
+    given = in_layout(given if workers is None else given | {"workers": workers})
     replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = count_stages(captured.graph, workers, given_cut, rule, default_workers(replicas * parts))
-    each = num_stages // schedule.stages_per_worker
+    num_stages, fewer = _count_stages(captured.graph, workers, given_cut, rule, given, choices.get("stages"))
+    schedule = schedule_for(rule_named(rule), given.get("layout", PIPELINE), num_stages=num_stages)
+    each = len(set(schedule.place(num_stages)))
     draft = _draft(captured.graph.fingerprint, rule, each, given)
     own = signatures_of(given)
     if own is not None:
@@ -247,8 +252,8 @@ def plan_with_reasons(
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
-    size = replicas * parts
-    devices = resolve_devices(given.get("devices"), size * each, draft.transport)
+    owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
+    devices = resolve_devices(given.get("devices"), size, draft.transport)
     whole = for_plan(captured, replace(draft, mesh={}, parameters={}, outputs={}))
     sample = partial(_sample, job, whole.graph, draft, seed, tell)
     with preserving_state(job):
@@ -259,19 +264,27 @@ def plan_with_reasons(
         draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
         captured = on_mesh(whole, draft)
     placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
-    owners = [
-        tuple([placed[(r * each + worker) * parts + part].name for r in range(replicas) for part in range(parts)])
-        for worker in schedule.place(num_stages)
-    ]
     ends = chosen.stages
     if captured.sharding is not None:
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
-    draft = replace(draft, workers=placed, stages=_unmeasured(ends, owners))
+    draft = replace(
+        draft, workers=placed, stages=_unmeasured(ends, [[placed[worker].name for worker in own] for own in owners])
+    )
     result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
     if (limit := given.get("memory_limit")) is not None:
         check_memory(job, whole, result, limit)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
+
+
+def _count_stages(
+    graph: Graph, workers: int | None, given_cut: Cut | None, rule: str, given: Mapping[str, Any], wanted: int | None
+) -> tuple[int, str]:
+    """The number of stages, and why there are fewer than by default, if so."""
+    if given.get("layout", PIPELINE) == PIPELINE:
+        return count_stages(graph, workers, given_cut, rule, default_workers(replicas_of(given) * parts_of(given)))
+    cut_into = None if given_cut is None else len(given_cut.stages)
+    return stages_in_layout(graph, given["stages"], cut_into, requested=wanted is not None)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
@@ -305,6 +318,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         format=FORMAT,
         model=model,
         rule=rule,
+        layout=given.get("layout", PIPELINE),
         predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
         backward=given.get("backward", _default_mode(row, given)),
         recompute=(),
@@ -332,11 +346,13 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
     )
 
 
-def _unmeasured(stages: Stages, owners: Sequence[tuple[str, ...]]) -> tuple[StagePlan, ...]:
+def _unmeasured(stages: Stages, owners: Sequence[Sequence[str]]) -> tuple[StagePlan, ...]:
     """Return stages with their ends and workers, and zeros for what is measured later."""
     nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
     nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
-    return tuple(StagePlan(workers=on, segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True))
+    return tuple(
+        StagePlan(workers=tuple(on), segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True)
+    )
 
 
 def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
@@ -443,6 +459,8 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
 
 def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
     num_slots = slots(edge.source, edge.target) if schedule.stages_per_worker == 1 else draft.num_stages
+    if draft.layout in LAYOUTS:
+        num_slots = 1 if schedule.stages_per_worker else draft.micro_batches
     return EdgePlan(
         source=edge.source,
         target=edge.target,

@@ -11,7 +11,7 @@ from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.run_record import Trained
 from roundelay.api.training import Session
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import channels_of
+from roundelay.lower.channels import channels_of
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span, write_trace

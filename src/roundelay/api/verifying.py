@@ -38,6 +38,7 @@ from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
+from roundelay.lower.channels import deals, schedule_of
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, Setting, run_reference
 from roundelay.runtime.batch_reader import read
@@ -261,7 +262,8 @@ def _reference(
     for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         device = torch.device(plan.device_of(spec.stage))
-        stages.append(reference_stage(captured, stored, plan.mesh_size, device))
+        turns = len(plan.holders(spec.stage)) if deals(plan) else 0
+        stages.append(replace(reference_stage(captured, stored, plan.mesh_size, device), turns=turns))
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
@@ -269,7 +271,9 @@ def _reference(
     ]
     extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
-    buffers = [dict(origin.buffers_of(replica)) for replica in range(plan.replicas)]
+    most = max(len(stage.workers) for stage in plan.stages) // plan.mesh_size
+    buffers = [dict(origin.buffers_of(replica)) for replica in range(most)]
+    slots = schedule_of(plan).window == "slots"
     whole = ReferenceResult(buffers=buffers, loss_scale=None if anew else session.initial.loss_scale)
 
     def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -289,6 +293,7 @@ def _reference(
             captured.values,
             replicas=plan.replicas,
             min_rows=least,
+            padded=slots,
             registers=registers,
         )
         result = run_reference(
@@ -315,7 +320,7 @@ def _reference(
             return whole
         states = result.optimizer_state
         extent = Extent(
-            max(whole.losses) // plan.replicas + 1,
+            result.updates * plan.micro_batches if slots else max(whole.losses) // plan.replicas + 1,
             result.updates,
             extent.start_epoch + 1,
             0,
@@ -342,6 +347,7 @@ def _setting(
         numbers=numbers,
         ema=plan.ema,
         labels_per_row=graph.labels_per_row,
+        staggered=plan.batch_parts if schedule_of(plan).window == "slots" else 0,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 

@@ -35,6 +35,17 @@ Workers = Annotated[
         help="Number of workers (of each replica), with one stage each, or two with zb-v. [default: cores, at most 2]"
     ),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        help="How micro-batches and stages lie on workers: pipeline, or cyclic data parallelism: single (one worker), "
+        "dp (one for each micro-batch), mp (several for each stage). [default: pipeline]",
+        metavar="pipeline|single|dp|mp",
+    ),
+]
+Stages = Annotated[
+    int | None, typer.Option(help="Stages of a --layout other than pipeline. [default: one per micro-batch]")
+]
 DataParallel = Annotated[
     int | None,
     typer.Option(
@@ -182,6 +193,8 @@ class CommonChoices:
     """Choices for the plans of any rule, one option each; None where the command line has no such option."""
 
     workers: Workers = None
+    layout: Layout = None
+    stages: Stages = None
     data_parallel: DataParallel = None
     tensor_parallel: TensorParallel = None
     signatures: SignatureFile = None

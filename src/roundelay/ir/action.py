@@ -12,9 +12,9 @@ from typing import Literal
 
 from roundelay.errors import UsageError
 
-Kind = Literal["F", "B", "W", "U"]
+Kind = Literal["F", "B", "W", "A", "T", "U"]
 
-_PATTERN = re.compile(r"(0|[1-9][0-9]{0,17})([FBWU])(0|[1-9][0-9]{0,17})")
+_PATTERN = re.compile(r"(0|[1-9][0-9]{0,17})([FBWATU])(0|[1-9][0-9]{0,17})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,9 @@ class Action:
 
     Args:
         stage: k, from 0.
-        kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``U`` update.
-        number: the micro-batch g of a forward or backward, the batch t of an update.
+        kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``A`` adding to a sum of gradients,
+            ``T`` sharing their total, ``U`` update.
+        number: the micro-batch g of a forward or backward, the batch t of the others.
     """
 
     stage: int
@@ -46,7 +47,7 @@ class Action:
             raise UsageError(
                 "an action",
                 got=repr(text),
-                expected="stage number, F, B, W or U, and a number, such as 2F0",
+                expected="stage number, F, B, W, A, T or U, and a number, such as 2F0",
                 remedy="Correct the text.",
             )
         stage, kind, number = match.groups()

@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
         batch_rows: rows of the whole batch.
         epoch: number of the epoch, from 0.
         ends_epoch: whether its batch is the last of the epoch (1) or not (0).
-        final: whether it is the last micro-batch of the run (1) or not (0).
+        final: whether its batch is the last of the run (1) or not (0).
         entry: updates that stage 0 had seen when it ran the forward.
         saved: whether a checkpoint is due after its batch's update (1) or not (0).
         scale_log2: base-2 logarithm of its loss scale, which stage 0 chooses; 0 where losses are not scaled.
@@ -56,6 +56,11 @@ class MicroBatch(NamedTuple):
     def ends_batch(self) -> bool:
         """Whether the update follows its backward."""
         return self.index + 1 == self.count
+
+    @property
+    def end(self) -> int:
+        """The number of its batch's last micro-batch."""
+        return self.g + self.count - 1 - self.index
 
     @property
     def whole(self) -> bool:
@@ -99,8 +104,7 @@ def stream(counts: list[int], *, rows: int = 1, start_g: int = 0, start_batch: i
     for t, count in enumerate(counts):
         last = int(t + 1 == len(counts))
         for i in range(count):
-            final = int(last and i + 1 == count)
-            made.append(MicroBatch(g, start_batch + t, i, count, rows, rows * count, 0, last, final))
+            made.append(MicroBatch(g, start_batch + t, i, count, rows, rows * count, 0, last, last))
             g += 1
     return made
 

@@ -20,7 +20,7 @@ import tomli_w
 from roundelay.errors import PlanError, listed
 from roundelay.ir.exchange import Phase, elements_sent
 
-FORMAT = 5
+FORMAT = 6
 
 REPLICAS = "replicas"
 """The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
@@ -102,7 +102,7 @@ class ExchangePlan:
         axis: among whom: ``replicas``, or an axis of the mesh.
         value: name of the boxed value; empty for gradients of weights.
         segment: number of the stage's segment after which the boxing stands.
-        phases: how, as :class:`roundelay.ir.exchange.Phase` prints.
+        phases: how, as :class:`roundelay.ir.exchange.Phase` prints; none where holders hand on sums one after another.
         dtypes: of the tensors that are exchanged together.
         shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.
         unused: names of trained parameters of the stage that get no gradient.
@@ -137,6 +137,8 @@ class ExchangePlan:
             holders: how many take part.
             position: the holder's among them.
         """
+        if not self.phases:  # each but the last sends a partial sum, and each but one the total
+            return [self.num_bytes * (position + 1 < holders), self.num_bytes * (position + 2 != holders)]
         phases = tuple(map(Phase.parse, self.phases))
         each = [
             [size * count for count in elements_sent(phases, shape, holders, position)]
@@ -153,6 +155,8 @@ class Plan:
         format: version of this text.
         model: fingerprint of the captured model that it is for.
         rule: update rule.
+        layout: how micro-batches and stages lie on workers: ``pipeline``, or a form of cyclic data parallelism
+            (:mod:`roundelay.schedules.cyclic`): ``single``, ``dp``, ``mp`` or ``zero``.
         predictor: how weights are predicted: ``improved``, ``paper``, ``released-code``, ``partial``; ``none`` if the
             rule does not.
         backward: backward mode: ``stash``, ``recompute`` or ``mixed``.
@@ -189,6 +193,7 @@ class Plan:
     format: _Count
     model: str
     rule: str
+    layout: str
     predictor: str
     backward: str
     recompute: tuple[str, ...]
@@ -245,21 +250,25 @@ class Plan:
         """The numbers of the workers that hold a stage, in the order of the replicas and then of the mesh.
 
         Raises:
-            PlanError: the stage does not name a worker of the plan for each place of each replica.
+            PlanError: the stage names none, or one that the plan does not have.
         """
         names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
-        count = self.replicas * self.mesh_size
-        if len(names) != count or not set(names) <= set(known):
-            each = "one for each replica" if self.mesh_size == 1 else "one for each place of the mesh in each replica"
-            raise PlanError(
-                f"stages[{stage}].workers of the plan",
-                got=", ".join(names) or "no name",
-                expected=(f"{count} names, {each}, " if count > 1 else "the name of one ")
-                + "of its [[workers]]: "
-                + ", ".join(known),
-                remedy="Correct the plan, or write a new one with `roundelay plan`.",
-            )
+        if not names or not set(names) <= set(known):
+            raise self.wrong_holders(stage, max(1, len(names)))
         return tuple(known.index(name) for name in names)
+
+    def wrong_holders(self, stage: int, count: int) -> PlanError:
+        """The error for a stage that does not name so many workers of the plan."""
+        names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
+        each = "one for each replica" if self.mesh_size == 1 else "one for each place of the mesh in each replica"
+        return PlanError(
+            f"stages[{stage}].workers of the plan",
+            got=", ".join(names) or "no name",
+            expected=(f"{count} names, {each}, " if count > 1 else "the name of one ")
+            + "of its [[workers]]: "
+            + ", ".join(known),
+            remedy="Correct the plan, or write a new one with `roundelay plan`.",
+        )
 
     def worker_of(self, stage: int, holder: int = 0) -> int:
         """The number of a worker that holds a stage; raises as :meth:`holders`."""
@@ -317,7 +326,7 @@ class Plan:
             raise PlanError(
                 "format of the plan",
                 got=repr(table.get("format")),
-                expected=f"{FORMAT}; plans of earlier formats do not say how many replicas there are",
+                expected=f"{FORMAT}; plans of earlier formats do not say which layout they have",
                 remedy="Write a new plan with `roundelay plan JOB.py`; a later Roundelay may have written this one.",
             )
         for kind, where, part in _parts(table):

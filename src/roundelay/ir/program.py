@@ -15,8 +15,9 @@ micro-batch number ``g``::
       backward 0 g takes 1 weights live mode recompute
       update 0 g
 
-``forward 0 g+1`` is the forward of stage 0 on micro-batch g + 1. A *window* is one batch, or the whole run. In it the
-body runs once for every K-th micro-batch (``every K``), from the turn in which a line first meets the window's first
+``forward 0 g+1`` is the forward of stage 0 on micro-batch g + 1. A *window* is one batch, or the whole run, or, as
+``slots``, the whole run with M micro-batches in each batch: those that a short one lacks have no rows. In it the body
+runs once for every K-th micro-batch (``every K``), from the turn in which a line first meets the window's first
 micro-batch to the one in which a line last meets its last. A line whose micro-batch lies outside of the window is
 passed over, so that warm-up and drain are the same body. ``update`` acts only where g ends its batch.
 
@@ -39,6 +40,18 @@ stage 1 on worker 1. Where several workers hold a stage, an *exchange* is a chan
 (OneFlow, Sect. 3.2). Where a value is boxed within a stage, ``box 0 g of add_5_box gives 7`` stands between
 ``forward 0 g segments 0:3`` and ``forward 0 g segments 3:6``, and the like in the backward.
 
+Instead, gradients may be summed over time (Cyclic Data Parallelism, Sect. 4.2). ``sum 0 g takes 5 gives 6`` ends a
+batch on a holder: it adds what this one has to the partial sum of those before it, and sends that to the next. The last
+one's is the total, which ``share 0 g takes 7 gives 8`` takes, keeps for its update, and passes on.
+
+Where the holders of two stages take micro-batches in turns, a channel between them is *dealt*: micro-batch g goes from
+its g-th source to its g-th target, counted modulo their numbers::
+
+    channel 2 forward 0.0,1.0,2.0>3.1,4.1 slots 1
+
+A slot is then one at each target, and is granted to the source that will fill it next. ``deal 0 g+1 gives 9`` reads a
+micro-batch and gives it to the holder whose turn it is.
+
 Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and each
 channel it gives to has a free slot; a slot is its register, and a consumer without a free one stops its producer.
 """
@@ -53,17 +66,32 @@ from typing import Literal, NamedTuple, final, get_args
 from roundelay.errors import PlanError
 from roundelay.ir.exchange import Phase
 
-Opcode = Literal["read", "forward", "backward", "backward-weight", "box", "unbox", "grad-norm-sq", "update"]
-ChannelKind = Literal[
-    "data", "forward", "gradient", "boxed", "boxed-gradient", "weight-gradient", "weight", "grad-norm-sq", "grad-norm"
+Opcode = Literal[
+    "read", "deal", "forward", "backward", "backward-weight", "box", "unbox", "sum", "share", "grad-norm-sq", "update"
 ]
-Window = Literal["batch", "run"]
+ChannelKind = Literal[
+    "data",
+    "forward",
+    "gradient",
+    "boxed",
+    "boxed-gradient",
+    "weight-gradient",
+    "weight",
+    "partial",
+    "total",
+    "grad-norm-sq",
+    "grad-norm",
+]
+Window = Literal["batch", "run", "slots"]
 
 EDGES = ("forward", "gradient")
 """Channels that carry the values of an edge between two stages."""
 
 EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient", "weight")
 """Channels that are exchanges among holders of a stage."""
+
+SUMS = ("partial", "total")
+"""Channels that carry gradients summed over some or all holders of a stage, once a batch."""
 
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
@@ -94,11 +122,14 @@ class OpcodeInfo(NamedTuple):
 
 OPCODES: dict[str, OpcodeInfo] = {
     "read": OpcodeInfo("R", "data", scheduled=False),
+    "deal": OpcodeInfo("D", "data", scheduled=False),
     "forward": OpcodeInfo("F", "forward"),
     "backward": OpcodeInfo("B", "backward"),
     "backward-weight": OpcodeInfo("W", "backward"),
     "box": OpcodeInfo("X", "backward", once_a_batch=True, scheduled=False),
     "unbox": OpcodeInfo("Y", "backward", once_a_batch=True, scheduled=False),
+    "sum": OpcodeInfo("A", "backward", once_a_batch=True),
+    "share": OpcodeInfo("T", "backward", once_a_batch=True),
     "grad-norm-sq": OpcodeInfo("S", "backward", once_a_batch=True, scheduled=False),
     "update": OpcodeInfo("U", "update", once_a_batch=True),
 }
@@ -122,11 +153,11 @@ class Channel:
 
     Args:
         id: number, the same at all ports.
-        kind: what it carries: micro-batches of another replica, activations, gradients, gradients of weights, the
-            squared norm of a stage's gradients, or the norm of all.
-        sources: the ports that send: one, or in an exchange those of all holders, in order.
+        kind: what it carries: micro-batches of another replica, activations, gradients, gradients of weights, partial
+            or total sums of these, the squared norm of a stage's gradients, or the norm of all.
+        sources: the ports that send: one, those that take turns, or in an exchange those of all holders, in order.
         targets: the ports that receive, likewise.
-        slots: messages that may be on the way or unread at one time.
+        slots: messages that may be on the way to a target or unread at one time.
         phases: of an exchange; empty for a channel from one port to another.
     """
 
@@ -144,6 +175,23 @@ class Channel:
     def read_by(self, worker: int) -> bool:
         """Whether this worker receives from it."""
         return any(port.worker == worker for port in self.targets)
+
+    @property
+    def dealt(self) -> bool:
+        """Whether ports take turns on it."""
+        return not self.phases and len(self.sources) + len(self.targets) > 2
+
+    def source_of(self, g: int) -> Port:
+        """The port that sends the message of micro-batch g, on a channel that is no exchange."""
+        return self.sources[g % len(self.sources)]
+
+    def target_of(self, g: int) -> Port:
+        """The port that receives it."""
+        return self.targets[g % len(self.targets)]
+
+    def refilled_by(self, g: int) -> Port:
+        """The port whose message will fill the slot that the message of micro-batch g leaves."""
+        return self.source_of(g + self.slots * len(self.targets))
 
     def __str__(self) -> str:
         ends = ">".join([",".join(map(str, ports)) for ports in (self.sources, self.targets)])
@@ -224,7 +272,7 @@ class Program:
         worker: its number.
         num_workers: of how many.
         every: micro-batches from one turn of the loop to the next.
-        over: the window: ``batch`` or ``run``.
+        over: the window: ``batch``, ``run`` or ``slots``.
         tapes: forwards that may wait for their backward at one time.
         owed: backwards that may wait for their weight half at one time; 0 where a backward is whole.
         registers: batches of data in use, waiting, or being loaded; 0 where nothing is read.
@@ -295,7 +343,7 @@ class Program:
 
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),
-    "loop": re.compile(r"loop every ([1-9]\d*) over (batch|run)"),
+    "loop": re.compile(r"loop every ([1-9]\d*) over (batch|run|slots)"),
     "tapes": re.compile(r"tapes (\d+)"),
     "owed": re.compile(r"owed (\d+)"),
     "registers": re.compile(r"registers (\d+)"),

@@ -42,6 +42,7 @@ Distance = Literal["crossed", "lag", "lag+1"]
 Versions = Literal["newest", "entry", "table"]
 Target = Literal["backward", "entry", "next"]
 Fresh = Callable[[int, int, int], bool]
+StaggeredFresh = Callable[[int, int, int, int], bool]
 
 MODES: tuple[Mode, ...] = ("stash", "recompute", "mixed")
 
@@ -68,6 +69,8 @@ class UpdateRule:
         versions: which version the forward reads: the ``newest`` of its stage; the newest that stage 0 had when the
             micro-batch entered there (``entry``); or W[t] or W[t-1] by ``table``.
         fresh: the table: (i, j, D) to whether micro-batch i of a batch reads W[t] on stage j; i and j count from 1.
+        staggered: the table where micro-batches start evenly staggered, if it depends on their number: (i, j, D, N), of
+            N micro-batches; ``fresh`` by default.
         target: for a rule that predicts, the moment for which it predicts: the stage's own ``backward``, stage 0's
             backward (``entry``), or after the ``next`` update. With the last two, backwards read predicted weights too.
         predictors: settings of the predictor that it allows, its default first.
@@ -81,6 +84,7 @@ class UpdateRule:
     source: str
     versions: Versions = "newest"
     fresh: Fresh | None = None
+    staggered: StaggeredFresh | None = None
     target: Target = "backward"
     predictors: tuple[str, ...] = FROM_STATE
 
@@ -89,6 +93,21 @@ class UpdateRule:
         if self.stashes or mode == "stash":
             return "forward"
         return "ahead" if self.predicts and self.target != "backward" else "live"
+
+    def is_fresh(self, micro_batch: int, stage: int, num_stages: int, num_staggered: int = 0) -> bool:
+        """Return whether micro-batch i reads W[t] on stage j by the table of a rule that has one, and not W[t-1].
+
+        Args:
+            micro_batch: i, from 1.
+            stage: j, from 1.
+            num_stages: D.
+            num_staggered: N where N micro-batches start evenly staggered, as cyclic data parallelism has them; 0 where
+                a pipeline runs them.
+        """
+        assert self.fresh is not None, "a rule that reads versions by table"
+        if num_staggered and self.staggered is not None:
+            return self.staggered(micro_batch, stage, num_stages, num_staggered)
+        return self.fresh(micro_batch, stage, num_stages)
 
 
 ASYNC = "async-1f1b"
@@ -103,6 +122,11 @@ def _previous(micro_batch: int, stage: int, num_stages: int) -> bool:
 def _as_early_as_possible(micro_batch: int, stage: int, num_stages: int) -> bool:
     """W[t] as soon as a stage has it (Cyclic Data Parallelism, section 3.2, with as many workers as stages)."""
     return micro_batch + stage >= num_stages + 1
+
+
+def _as_early_as_staggered(micro_batch: int, stage: int, num_stages: int, num_staggered: int) -> bool:
+    """The same where N micro-batches start 2D / N steps after one another: i + j >= N + 1 if D = N."""
+    return num_staggered * (stage - 1) >= num_stages * (num_staggered - micro_batch)
 
 
 def _rule(name: str, source: str, **fields: object) -> UpdateRule:
@@ -120,7 +144,13 @@ _BUILT_IN = (
     _rule("pipedream-vertical", "PipeDream (2019), vertical sync", versions="entry"),
     _rule("pipedream-2bw", "PipeDream-2BW (2021)", versions="table", fresh=_previous),
     _rule("cdp-v1", "Cyclic Data Parallelism (2024), CDP-v1", versions="table", fresh=_previous),
-    _rule("cdp-v2", "Cyclic Data Parallelism (2024), CDP-v2", versions="table", fresh=_as_early_as_possible),
+    _rule(
+        "cdp-v2",
+        "Cyclic Data Parallelism (2024), CDP-v2",
+        versions="table",
+        fresh=_as_early_as_possible,
+        staggered=_as_early_as_staggered,
+    ),
     _rule(
         "spectrain",
         "SpecTrain (2018)",

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import Phase
-from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.program import (
     END,
     ENTRY,
     EXCHANGES,
     FRESH,
     PREVIOUS,
+    SUMS,
     Channel,
     ChannelKind,
     Instruction,
@@ -23,90 +21,19 @@ from roundelay.ir.program import (
     Program,
 )
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.schedules import Body, Schedule, schedule_named
+from roundelay.lower.channels import (
+    REGISTERS,
+    awaits_grad_norm,
+    channels_of,
+    deals,
+    hops_in,
+    schedule_of,
+    uses_grad_norm,
+)
+from roundelay.schedules import LAYOUTS, Body, Schedule
 
 Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
-
-REGISTERS = 2
-"""Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan's rule runs on.
-
-    Raises:
-        PlanError: there is no such rule, or no such schedule.
-    """
-    return schedule_named(rule_named(plan.rule).schedule)
-
-
-def channels_of(plan: Plan) -> tuple[Channel, ...]:
-    """Every channel of a plan.
-
-    Between two stages each edge has one forward, and one back if a gradient travels, for each holder of the stages. The
-    worker that reads sends the other holders of stage 0 their micro-batches. What the holders of a stage exchange has a
-    channel for each group of them along the exchange's axis.
-
-    Where the norm of the whole model's gradient is needed, every other port that has a part of it sends its own squared
-    norm to the first port, with slots for the batches that stage k can finish before stage 0 has finished the first of
-    them. Where updates wait for the norm, it is sent to every other port, one batch's at a time.
-    """
-    channels: list[Channel] = []
-    flushes = schedule_of(plan).window == "batch"
-    ports = [[Port(worker, stage) for worker in plan.holders(stage)] for stage in range(plan.num_stages)]
-    first_of_all, size = ports[0][0], plan.mesh_size
-
-    def add(kind: ChannelKind, source: Port, target: Port, slots: int) -> None:
-        channels.append(Channel(len(channels), kind, (source,), (target,), slots))
-
-    for port in ports[0][1:]:
-        add("data", first_of_all, port, REGISTERS)
-    for edge in plan.edges:
-        for source, target in zip(ports[edge.source], ports[edge.target], strict=True):
-            add("forward", source, target, edge.slots)
-            if edge.gradient:
-                add("gradient", target, source, edge.slots)
-    for exchange in plan.exchanges:
-        kind: ChannelKind = exchange.kind  # type: ignore[assignment]
-        phases, own = tuple(map(Phase.parse, exchange.phases)), ports[exchange.stage]
-        for group in _groups(plan, exchange.axis):
-            holders = tuple([own[i] for i in group])
-            channels.append(Channel(len(channels), kind, holders, holders, 1, phases))
-    if uses_grad_norm(plan):
-        for k, of_stage in enumerate(ports):
-            for port in [port for port in (of_stage if plan.states else of_stage[:size]) if port != first_of_all]:
-                add("grad-norm-sq", port, first_of_all, 1 if flushes else 1 + -(-k // plan.micro_batches))
-    if awaits_grad_norm(plan):
-        for port in [port for of_stage in ports for port in of_stage if port != first_of_all]:
-            add("grad-norm", first_of_all, port, 1)
-    return tuple(channels)
-
-
-def exchanges_of(plan: Plan) -> dict[int, ExchangePlan]:
-    """What is exchanged on each channel that is an exchange."""
-    channels = [channel for channel in channels_of(plan) if channel.phases]
-    planned = [exchange for exchange in plan.exchanges for _ in _groups(plan, exchange.axis)]
-    return {channel.id: exchange for channel, exchange in zip(channels, planned, strict=True)}
-
-
-def _groups(plan: Plan, axis: str) -> list[list[int]]:
-    """Which holders of a stage exchange along an axis: those that differ in nothing else."""
-    size, replicas = plan.mesh_size, range(plan.replicas)
-    if axis == REPLICAS:
-        return [[r * size + place for r in replicas] for place in range(size)]
-    return [[r * size + place for place in range(size)] for r in replicas]
-
-
-def uses_grad_norm(plan: Plan) -> bool:
-    """Whether stage 0 needs the norm of the whole model's gradient: for clipping, or for the loss scale."""
-    return Clip.parse(plan.clip).whole or LossScale.parse(plan.loss_scale).on
-
-
-def awaits_grad_norm(plan: Plan) -> bool:
-    """Whether an update waits for the norm of its own batch: it clips by it, or is skipped if it is not finite."""
-    flushes = schedule_of(plan).window == "batch"
-    return Clip.parse(plan.clip).by == "global" or (LossScale.parse(plan.loss_scale).on and flushes)
 
 
 def emit(plan: Plan) -> tuple[Program, ...]:
@@ -115,12 +42,12 @@ def emit(plan: Plan) -> tuple[Program, ...]:
     Raises:
         PlanError: the rule or its schedule is unknown.
     """
-    schedule, channels = schedule_of(plan), channels_of(plan)
-    return tuple(_program(plan, schedule, worker, channels) for worker in range(plan.num_workers))
+    channels = channels_of(plan)
+    return tuple(_program(plan, worker, channels) for worker in range(plan.num_workers))
 
 
-def _program(plan: Plan, schedule: Schedule, worker: int, channels: tuple[Channel, ...]) -> Program:
-    stages = plan.stages_of(worker)
+def _program(plan: Plan, worker: int, channels: tuple[Channel, ...]) -> Program:
+    schedule, stages = schedule_of(plan, worker), plan.stages_of(worker)
     body = schedule.body(stages, plan.num_stages, plan.micro_batches)
     return Program(
         worker=worker,
@@ -145,6 +72,9 @@ def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int
     last = body.last_of_all(schedule.last_kind)
     for place, action in enumerate(body.actions):
         line = lines[action.stage]
+        if schedule.updates:
+            yield from (*(line("S", action.number) if action.kind == "U" else ()), *line(action.kind, action.number))
+            continue
         yield from line(action.kind, action.number)
         if action.kind == schedule.last_kind:
             yield from line("S", action.number)
@@ -169,20 +99,27 @@ def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
     return ahead, back if rule.backward_reads(plan.backward) == "ahead" else ""
 
 
-def reads(plan: Plan, rule: UpdateRule, stage: int) -> str:
-    """Which version the forwards of ``stage`` read, as a program says it; empty for the newest."""
+def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
+    """Which version the forwards of ``stage`` on one holder read, as a program says it; empty for the newest."""
     if rule.versions == "entry":
         return ENTRY if stage else ""  # stage 0 reads its newest
     if rule.fresh is None:
         return ""
-    numbers = range(1, plan.micro_batches + 1)
-    letters = "".join([FRESH if rule.fresh(i, stage + 1, plan.num_stages) else PREVIOUS for i in numbers])
+    numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
+    size = plan.batch_parts if plan.layout in LAYOUTS else 0
+    letters = "".join([FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS for i in numbers])
     return letters if PREVIOUS in letters else ""
+
+
+def number_in_batch(plan: Plan, holder: int, index: int) -> int:
+    """Which of a batch a holder's index-th micro-batch is to a table, from 0: replicas of a layout take turns."""
+    replicates = plan.layout in LAYOUTS and LAYOUTS[plan.layout].replicates
+    return index * plan.replicas + holder if replicates else index
 
 
 def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
     """What the actions of a stage on its worker are as instructions."""
-    rule, stage = rule_named(plan.rule), port.stage
+    rule, stage, holder = rule_named(plan.rule), port.stage, plan.holders(port.stage).index(port.worker)
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Channels of a kind into the port and out of it, by number."""
@@ -194,7 +131,7 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
     exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(plan, rule, stage)
     summed = uses_grad_norm(plan)
-    version, weights, mode = reads(plan, rule, stage), rule.backward_reads(plan.backward), plan.backward
+    version, weights, mode = reads(plan, rule, stage, holder), rule.backward_reads(plan.backward), plan.backward
     onward = _boxes(plan, stage, "boxed", boxed)
     back = _boxes(plan, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})
@@ -202,13 +139,15 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
     def lines(kind: str, offset: int) -> list[Instruction]:
         if kind == "F":
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            made = [Instruction("read", stage, offset, *data)] if stage == 0 else []
+            made = _read(plan, port, offset, data) if stage == 0 else []
             return [*made, *_in_parts(ran, borders, onward)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
             return _in_parts(ran, borders, back)
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
+        if kind in ("A", "T"):
+            return [_handed_on(plan, port, kind, offset, channels)]
         if kind == "S":
             ran = Instruction("grad-norm-sq", stage, offset, *squares)
             return [*(line for channel in exchanged for line in _exchanged(ran, channel)), *([ran] if summed else [])]
@@ -216,6 +155,27 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         return [ran, *(line for channel in gathered for line in _exchanged(ran, channel))]
 
     return lines
+
+
+def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Instruction]:
+    """Reading a micro-batch; where holders take them in turns, the one that reads deals out the others too."""
+    takes, gives = data
+    if not (gives and deals(plan)):
+        return [Instruction("read", port.stage, offset, takes, gives)]
+    dealt = [Instruction("deal", port.stage, offset + n, gives=(channel,)) for n, channel in enumerate(gives, 1)]
+    return [Instruction("read", port.stage, offset), *dealt]
+
+
+def _handed_on(plan: Plan, port: Port, kind: str, end: int, channels: Sequence[Channel]) -> Instruction:
+    """Adding a holder's gradients of a batch to those of the others, or sharing the total."""
+    ports = [Port(worker, port.stage) for worker in plan.holders(port.stage)]
+    known = {(c.kind, c.sources[0], c.targets[0]): c.id for c in channels if c.kind in SUMS}
+    hops = [(of, ports[source], ports[target]) for of, source, target in hops_in(plan, port.stage, end)]
+    into = "total" if kind == "T" else "partial"
+    takes = tuple([known[hop] for hop in hops if hop[0] == into and hop[2] == port])
+    last = port not in [target for of, _, target in hops if of == "total"]
+    out = [hop for hop in hops if hop[1] == port and (hop[0] == into or (last and hop[0] == "total"))]
+    return Instruction("sum" if kind == "A" else "share", port.stage, end, takes, tuple([known[hop] for hop in out]))
 
 
 _Boxing = tuple[str, int, int]

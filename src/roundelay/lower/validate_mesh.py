@@ -9,14 +9,18 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
-from roundelay.lower.emit import schedule_of
+from roundelay.lower.channels import num_holders, schedule_of
+from roundelay.schedules import LAYOUTS
 
 WEIGHTS = "weight-gradient"
 """The exchange that every stage has where there are several replicas."""
 
 
 def check_holders(plan: Plan) -> None:
-    """Check that a worker is one holder of all its stages, and that the holders of a stage have like devices."""
+    """Check that each stage has its holders, of like devices, and that a worker is one holder of all its stages."""
+    for stage, planned in enumerate(plan.stages):
+        if len(planned.workers) != (count := num_holders(plan, stage)):
+            raise plan.wrong_holders(stage, count)
     for worker, stages in enumerate(plan.worker_stages):
         places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
         if len({r for _, r in places}) > 1:
@@ -40,11 +44,13 @@ def check_holders(plan: Plan) -> None:
 
 def check_exchanges(plan: Plan) -> None:
     """Check the exchanges as far as that is possible without the model."""
-    due = [] if plan.replicas == 1 else [(stage, WEIGHTS) for stage in range(plan.num_stages)]
+    sums = plan.layout in LAYOUTS and LAYOUTS[plan.layout].sums
+    due = [(stage, WEIGHTS) for stage in range(plan.num_stages)] if plan.replicas > 1 or sums else []
     of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
-    got = [(e.stage, e.kind) for e in of_replicas if tuple(map(Phase.parse, e.phases)) == all_reduce()]
+    by = () if sums else all_reduce()
+    got = [(e.stage, e.kind) for e in of_replicas if tuple(map(Phase.parse, e.phases)) == by]
     if got != due or (len(of_replicas) > len(got) and not plan.states):
-        every = ",".join(map(str, all_reduce()))
+        every = ",".join(map(str, by)) or "no phases"
         raise PlanError(
             "exchanges of the plan",
             got=", ".join(f"{e.kind} of stage {e.stage} by {','.join(e.phases)}" for e in of_replicas) or "none",
@@ -56,8 +62,8 @@ def check_exchanges(plan: Plan) -> None:
         known = (
             exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
         )
-        summed = exchange.kind != WEIGHTS or phases == all_reduce() or (plan.states and phases == reduce_scatter())
-        if not (known and phases and summed) or len(exchange.dtypes) != len(exchange.shapes):
+        summed = exchange.kind != WEIGHTS or phases == by or (plan.states and phases == reduce_scatter())
+        if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
                 got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(exchange.phases)}, "

@@ -12,7 +12,8 @@ from roundelay.ir.plan import FORMAT, Plan, check_ema
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.stage import Partition
 from roundelay.ir.transports import TRANSPORTS, transport_named
-from roundelay.lower.emit import schedule_of
+from roundelay.lower.channels import schedule_of
+from roundelay.lower.validate_layout import check_layout
 from roundelay.lower.validate_mesh import check_exchanges, check_holders, check_mesh
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -40,6 +41,7 @@ def check_plan(plan: Plan) -> None:
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    check_layout(plan)
     _check_recompute(plan)
     _check_clip(plan, rule)
     check_precision(plan)
@@ -118,15 +120,16 @@ def _check_workers(plan: Plan) -> None:
             remedy="Correct the plan.",
         )
     schedule = schedule_of(plan)
-    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
     check_holders(plan)
+    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
     check_exchanges(plan)
-    if plan.num_stages % schedule.stages_per_worker or set(placed) != schedule.groups(plan.num_stages):
-        groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % schedule.stages_per_worker))
+    each = schedule.stages_per_worker or plan.num_stages
+    if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
+        groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % each))
         raise PlanError(
             "workers of the plan's stages",
             got="; ".join(f"{name}: {_numbers(stages)}" for name, stages in zip(names, placed, strict=True)),
-            expected=f"{schedule.stages_per_worker} for each worker, as {schedule.name} makes them take turns: "
+            expected=f"{each} for each worker, as {schedule.name} makes them take turns: "
             + "; ".join(_numbers(group) for group in groups),
             remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
         )

@@ -30,9 +30,10 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.emit import awaits_grad_norm, emit, schedule_of, uses_grad_norm
+from roundelay.lower.channels import awaits_grad_norm, schedule_of, uses_grad_norm
+from roundelay.lower.emit import emit, number_in_batch
 from roundelay.lower.validate_plan import check_plan
-from roundelay.schedules import Schedule, actions, schedule_named
+from roundelay.schedules import Schedule, actions
 
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are checked; above, only those that differ."""
@@ -58,6 +59,8 @@ class Fired:
 def runs_to_check(plan: Plan) -> list[list[int]]:
     """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
     m, d = plan.micro_batches, plan.num_workers // (plan.replicas * plan.mesh_size)
+    if schedule_of(plan).window == "slots":  # each batch has all micro-batches
+        return [[m] * n for n in range(1, 2 * plan.batch_parts + 2)]
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
@@ -78,23 +81,23 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         PlanError: naming the first stage and micro-batch at which the rule is violated.
     """
     rule = rule_named(plan.rule)
-    schedule = schedule_named(rule.schedule)
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     for k, executed in enumerate(fired):
-        stages, together = plan.stages_of(k), awaits_grad_norm(plan)
+        schedule, stages, together = schedule_of(plan, k), plan.stages_of(k), awaits_grad_norm(plan)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
         done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS and not f.continues]
         if done != due:
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
-        _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
+        if not schedule.updates:  # else their order has been checked
+            _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
         _check_gathered(plan, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
-                _check_weights(plan, rule, f.stage, counts, headers[f.g], f)
-            elif f.opcode == "update" and f.entry - 1 != norm_read(plan, counts, f.g):
+                _check_weights(plan, rule, k, counts, headers[f.g], f)
+            elif f.opcode == "update" and not schedule.updates and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
@@ -133,16 +136,18 @@ def _check_gathered(plan: Plan, executed: Sequence[Fired]) -> None:
 
 
 def _check_weights(
-    plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, f: Fired
+    plan: Plan, rule: UpdateRule, worker: int, counts: Sequence[int], header: MicroBatch, f: Fired
 ) -> None:
     """Check that a forward or backward has read the version that the rule states, predicted as far as it states."""
-    place = f"stage {stage}, {f.opcode} of micro-batch {f.g}"
-    forward = f.opcode == "forward"
-    schedule = schedule_named(rule.schedule)
-    newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
+    stage, place = f.stage, f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
+    forward, schedule = f.opcode == "forward", schedule_of(plan)
+    if schedule.updates:
+        newest = f.version  # where the updates stand is checked by their order
+    else:
+        newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
     if f.version != newest:
         raise _violation(plan, place, f"version {f.version}", f"version {newest}")
-    stated = version_read(plan, rule, stage, counts, header) if forward else newest
+    stated = version_read(plan, rule, stage, counts, header, plan.holder_of(worker)) if forward else newest
     if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
         raise _violation(plan, place, f"version {newest}, its newest", f"version {stated}")
     if f.reads != min(stated, newest):
@@ -152,7 +157,9 @@ def _check_weights(
         raise _violation(plan, place, f"distance {f.distance}", f"{distance}")
 
 
-def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch) -> int:
+def version_read(
+    plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, holder: int = 0
+) -> int:
     """Return the version that the rule states for a forward; greater than U(k,g) if the stage does not have it yet.
 
     Args:
@@ -161,13 +168,14 @@ def version_read(plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int]
         stage: k.
         counts: micro-batches of each batch.
         header: header of the micro-batch.
+        holder: of the stage's holders the one that runs it.
     """
     if rule.versions == "table":
-        assert rule.fresh is not None
-        previous = not rule.fresh(header.index + 1, stage + 1, plan.num_stages)
-        return max(0, header.batch - previous)
+        size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
+        i = number_in_batch(plan, holder, header.index) + 1
+        return max(0, header.batch - (not rule.is_fresh(i, stage + 1, plan.num_stages, size)))
     k = 0 if rule.versions == "entry" else stage
-    return updates_before(schedule_named(rule.schedule), k, plan.num_stages, counts, header.g)
+    return updates_before(schedule_of(plan), k, plan.num_stages, counts, header.g)
 
 
 def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
@@ -247,7 +255,7 @@ def programs_of(plan: Plan) -> tuple[Program, ...]:
 
 
 def _action(fired: Fired, batch_of: dict[int, int]) -> Action:
-    number = batch_of[fired.g] if fired.opcode == "update" else fired.g
+    number = batch_of[fired.g] if OPCODES[fired.opcode].once_a_batch else fired.g
     return Action(fired.stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from roundelay.errors import counted
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.emit import channels_of
+from roundelay.lower.channels import channels_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.time_shares import gaps_of
 from roundelay.page import sections as s

@@ -1,4 +1,7 @@
-"""What one replica has of its own: its buffers, and the sums over its micro-batches of a batch."""
+"""What one replica has of its own: its buffers, and the sums over its micro-batches of a batch.
+
+Where holders take a stage's micro-batches in turns, a replica is one of these holders.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,9 @@ class Replica:
     def begin_batch(self) -> None:
         """Forget the sums of the batch before."""
         self.gradients: list[Tensors] = [{} for _ in range(self.workers)]
-        self.count: float | None = None
-        self.missing = 0.0  # weight in the batch's mean that ignored labels would have had
+        #: by stage: terms that the losses have summed; weight in the batch's mean that ignored labels would have had
+        self.counts: dict[int, float] = {}
+        self.missing: dict[int, float] = {}
         self._rows = 0
 
     def add(self, each: Sequence[Tensors]) -> None:
@@ -45,31 +49,52 @@ class Replica:
     def note(self, done: int, header: MicroBatch) -> None:
         """Record the sums as they are when ``done`` micro-batches are done, of which this one is the last."""
         self._rows += header.rows
-        weight = self._rows / header.batch_rows - self.missing
-        self.begun[done] = dict(self.gradients[0]), self.count or weight or 1.0
+        weight = self._rows / header.batch_rows - self.missing.get(0, 0.0)
+        self.begun[done] = dict(self.gradients[0]), self.counts.get(0) or weight or 1.0
 
 
-def total_gradients(replicas: Sequence[Replica], stages: Sequence[ReferenceStage]) -> Tensors:
+def in_order(replicas: Sequence[Replica], stage: ReferenceStage, batch_end: int) -> Sequence[Replica]:
+    """The replicas in the order in which a batch's sums of a stage are added.
+
+    Where holders take turns, it is that of their last micro-batches of the batch (Cyclic Data Parallelism, Sect. 4.3).
+
+    Args:
+        replicas: all.
+        stage: has the turns.
+        batch_end: the number of the batch's last micro-batch.
+    """
+    if not stage.turns:
+        return replicas
+    lasts = range(batch_end - stage.turns + 1, batch_end + 1)
+    return [replicas[g % stage.turns] for g in lasts]
+
+
+def total_gradients(replicas: Sequence[Replica], stages: Sequence[ReferenceStage], batch_end: int) -> Tensors:
     """Return the sums over all replicas, added in their order; they are contiguous where there are several."""
-    each = [whole_gradients(stages, replica.gradients) for replica in replicas]
+    every = {replica.number: whole_gradients(stages, replica.gradients) for replica in replicas}
     if len(replicas) == 1:
-        return each[0]
+        return every[0]
     totals: Tensors = {}
-    for gradients in each:
-        for name, gradient in gradients.items():
-            totals[name] = totals[name] + gradient if name in totals else gradient
+    for stage in stages:
+        for replica in in_order(replicas, stage, batch_end):
+            for name in stage.parameters:
+                if (gradient := every[replica.number].get(name)) is not None:
+                    totals[name] = totals[name] + gradient if name in totals else gradient
     return {name: total.clone(memory_format=torch.contiguous_format) for name, total in totals.items()}
 
 
-def total_count(replicas: Sequence[Replica]) -> float | None:
-    """Return the number of terms that the losses have summed, over all replicas in their order; None if not counted."""
-    counts = [replica.count for replica in replicas if replica.count is not None]
+def total_divisor(replicas: Sequence[Replica], stage: int) -> float | None:
+    """Return what divides a stage's sums: summed terms of the losses, or the weight without ignored labels.
+
+    Args:
+        replicas: in the order in which their sums are added.
+        stage: its number.
+    """
+    missing = _added(replica.missing[stage] for replica in replicas if stage in replica.missing)
+    if missing:
+        return 1.0 - missing
+    counts = [replica.counts[stage] for replica in replicas if stage in replica.counts]
     return _added(counts) if counts else None
-
-
-def total_missing(replicas: Sequence[Replica]) -> float:
-    """Return the weight that ignored labels would have had, over all replicas in their order."""
-    return _added(replica.missing for replica in replicas)
 
 
 def _added(numbers: Iterable[float]) -> float:

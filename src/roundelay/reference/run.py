@@ -32,7 +32,7 @@ from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
 from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
-from roundelay.reference.replica import Replica, total_count, total_gradients, total_missing
+from roundelay.reference.replica import Replica, in_order, total_divisor, total_gradients
 from roundelay.reference.run_inputs import (
     Audit,
     Named,
@@ -139,14 +139,14 @@ class _Run:
         self._check_number(last)
         newest = self._version(0) - 1  # the last batch that stage 0 had finished before this forward
         scale = self._scales.enter(newest)
-        for replica, (header, values) in zip(self._replicas, dealt, strict=True):
+        for replica, (header, values) in zip(self._replicas, dealt, strict=False):
             if header.rows:
                 self._micro_batch(replica, header, dict(values), scale)
         self._done += 1
-        for replica, (header, _) in zip(self._replicas, dealt, strict=True):
+        for replica, (header, _) in zip(self._replicas, dealt, strict=False):
             replica.note(self._done, header)
         if last.ends_batch:
-            self._update(last.batch, newest)
+            self._update(last, newest)
         for replica in self._replicas:
             replica.begun.pop(self._done - len(self._stages), None)
         self._trainer.forget(min(self._trainer.live - 1, *(self._version(k) for k in range(len(self._stages)))))
@@ -185,7 +185,7 @@ class _Run:
 
     def _version(self, stage: int) -> int:
         """Return U, the updates that the stage had done before this forward, which runs ``lag`` micro-batches ahead."""
-        if self._flushes:
+        if self._flushes or self._setting.staggered:
             return self._trainer.live
         lag = len(self._stages) - 1 - stage
         backwards = max(0, self._done - lag)
@@ -200,10 +200,11 @@ class _Run:
 
     def _version_read(self, header: MicroBatch, stage: int, newest: int) -> int:
         """Return the version that the rule states, or the newest if the stage does not have it yet (short batches)."""
-        rule = self._setting.rule
+        rule, staggered = self._setting.rule, self._setting.staggered
         if rule.versions == "entry":
             return self._version(0)
-        if rule.fresh is None or rule.fresh(header.index + 1, stage + 1, len(self._stages)):
+        number = header.index * header.replicas + header.replica if staggered else header.index
+        if rule.fresh is None or rule.is_fresh(number + 1, stage + 1, len(self._stages), staggered):
             return newest
         return min(newest, max(self._start, header.batch - 1))
 
@@ -261,16 +262,21 @@ class _Run:
         passes = []
         for k, stage in enumerate(self._stages):
             read = self._forward_weights(replica, header, k)
-            buffers = [{name: on(stage.device, replica.buffers[name]) for name in stage.buffers} for _ in values]
+            own = self._holding(replica, header, stage)
+            buffers = [{name: on(stage.device, own.buffers[name]) for name in stage.buffers} for _ in values]
             key, weights = self._draw(header.number), self._local(stage, read)
             tapes = forward(stage, weights, buffers, values, key, self._setting.mode)
-            replica.buffers.update(buffers[0])
-            for worker, own in enumerate(values):
-                outputs = {name: own[name] for name in stage.functions[worker].outputs}
+            own.buffers.update(buffers[0])
+            for worker, known in enumerate(values):
+                outputs = {name: known[name] for name in stage.functions[worker].outputs}
                 tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
-                self._audit("forward", k, self._holder(replica, worker), header.g, tensors)
+                self._audit("forward", k, self._holder(own, worker), header.g, tensors)
             passes.append((read, tapes))
         return passes
+
+    def _holding(self, replica: Replica, header: MicroBatch, stage: ReferenceStage) -> Replica:
+        """The replica that a micro-batch has on a stage: where holders take turns, the one whose turn it is."""
+        return self._replicas[header.g % stage.turns] if stage.turns else replica
 
     def _local(self, stage: ReferenceStage, whole: Tensors) -> list[Tensors]:
         """What every worker has of a stage's weights."""
@@ -284,13 +290,18 @@ class _Run:
         loss = values[LOSS]
         if LABELS in values and not header.whole:  # weighted by labels; the update divides by the sum of the weights
             present = float(values[LABELS]) / (header.rows * self._setting.labels_per_row)
-            replica.missing += (missing := header.weight * (1.0 - present))
+            missing = header.weight * (1.0 - present)
+            for k, stage in enumerate(self._stages):
+                sums = self._holding(replica, header, stage).missing
+                sums[k] = sums.get(k, 0.0) + missing
             return torch.full_like(loss, header.weight - missing)
         if COUNT not in values:
             return torch.full_like(loss, header.weight)
         count = float(values[COUNT])
         self._result.counts[header.number] = count
-        replica.count = count if replica.count is None else replica.count + count
+        for k, stage in enumerate(self._stages):
+            sums = self._holding(replica, header, stage).counts
+            sums[k] = sums[k] + count if k in sums else count
         return torch.ones_like(loss)
 
     def _backward(
@@ -300,6 +311,7 @@ class _Run:
         gradients: Each = [{LOSS: loss_gradient} for _ in self._workers]
         for k in reversed(range(len(self._stages))):
             stage, (read, tapes) = self._stages[k], passes[k]
+            holding = self._holding(replica, header, stage)
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
                 read = self._backward_weights(replica, header, k)
             of_parameters = backward(stage, self._local(stage, read), tapes, gradients)
@@ -308,8 +320,8 @@ class _Run:
             for worker, own in enumerate(of_parameters):
                 inputs, known = stage.functions[worker].inputs, gradients[worker]
                 of_inputs = {f"d {n}": known[n] for n in inputs if known.get(n) is not None}
-                self._audit("backward", k, self._holder(replica, worker), header.g, {**of_inputs, **own})
-            replica.add(of_parameters)
+                self._audit("backward", k, self._holder(holding, worker), header.g, {**of_inputs, **own})
+            holding.add(of_parameters)
         if left := [name for own in gradients for name in own]:
             raise InternalError(
                 f"the reference's backward of micro-batch {header.g}",
@@ -318,17 +330,22 @@ class _Run:
                 remedy="Report this as a bug: the stages' inputs and outputs do not match.",
             )
 
-    def _update(self, batch: int, newest: int) -> None:
-        self._gradients = total_gradients(self._replicas, self._stages)
-        missing = total_missing(self._replicas)
-        divisor = 1.0 - missing if missing else total_count(self._replicas)
-        norms = self._norms_of_workers(divisor)
+    def _update(self, last: MicroBatch, newest: int) -> None:
+        batch = last.batch
+        self._gradients = total_gradients(self._replicas, self._stages, last.g)
+        divisors = [total_divisor(in_order(self._replicas, s, last.g), k) for k, s in enumerate(self._stages)]
+        norms = self._norms_of_workers(divisors[0])  # the same of all stages, unless holders take turns
         whole = self._norms[batch] = whole_norm(norms)
         if self._setting.loss_scale.on:
             self._scales.end(batch, math.isfinite(whole))
             self._skip(batch, norms)
         # if the losses of the batch summed no terms, the count is 0 and so are the gradients
-        gradients = {n: torch.div(g, divisor) for n, g in self._gradients.items()} if divisor else self._gradients
+        gradients = {
+            n: torch.div(self._gradients[n], divisor) if divisor else self._gradients[n]
+            for stage, divisor in zip(self._stages, divisors, strict=True)
+            for n in stage.parameters
+            if n in self._gradients
+        }
         bound_by = {"previous": newest, "global": batch}.get(self._setting.clip.by)
         clipped = self._clipped(gradients) if bound_by is None else self._bounded(gradients, self._norms.get(bound_by))
         self._trainer.step(clipped)
@@ -343,6 +360,8 @@ class _Run:
             replica.begin_batch()
             replica.begun[self._done] = {}, 1.0
             for k, stage in reversed([*enumerate(self._stages)]):
+                if stage.turns and replica.number >= stage.turns:
+                    continue
                 for worker, own in enumerate(self._local(stage, self._weights(k, self._trainer.live))):
                     its = updated(stage, own, replica.number, len(self._replicas))
                     self._audit("update", k, self._holder(replica, worker), batch, its)

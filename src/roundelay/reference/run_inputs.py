@@ -83,6 +83,7 @@ class ReferenceStage:
         partial: names of the parameters whose gradient is the sum of what the workers compute.
         states: signatures of the parameters of which each replica updates a part.
         boxes: what is boxed between the parts of the functions, by name of the boxed value.
+        turns: holders that take its micro-batches in turns; 0 where each replica has its own holder.
     """
 
     functions: Sequence[StageFunctions]
@@ -93,6 +94,7 @@ class ReferenceStage:
     partial: frozenset[str] = frozenset()
     boxes: Mapping[str, Box] = field(default_factory=dict, hash=False)
     states: Mapping[str, Split] = field(default_factory=dict, hash=False)
+    turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Setting:
         numbers: metrics of the evaluations so far, for ``ReduceLROnPlateau``.
         ema: decay of the weights' exponential moving average; 0 for none.
         ema_at: the averages by parameter name at the start of the run; None to start from the weights.
+        staggered: N where N micro-batches of a batch start evenly staggered, so that a rule's table holds for every
+            batch, short ones included (Cyclic Data Parallelism); 0 for pipelines.
         labels_per_row: labels per row of the sample, where the loss is a mean over labels; else 0.
         loss_scale_at: a dynamic scale and its finite batches in a row at the start of a resumed run; else None.
     """
@@ -122,6 +126,7 @@ class Setting:
     ema_at: Mapping[str, torch.Tensor] | None = field(default=None, hash=False)
     loss_scale_at: tuple[float, int] | None = None
     labels_per_row: float = 0.0
+    staggered: int = 0
 
 
 @dataclass(slots=True)

@@ -35,6 +35,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
     *,
     replicas: int = 1,
     min_rows: int = 1,
+    padded: bool = False,
     registers: Registers | None = None,
     control: RunControl | None = None,
 ) -> Generator[Dealt, None, None]:
@@ -48,6 +49,7 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
         values: micro-batch -> tensors by value name.
         replicas: R.
         min_rows: minimum rows of a micro-batch, from the graph.
+        padded: whether every batch has M, some of them without rows.
         registers: if given, a separate thread prefetches into them.
         control: may request a checkpoint, or the end, before any batch.
 
@@ -65,11 +67,11 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
             if control is not None and control.ending:
                 final = True
             saved = int(not final and _saves(extent, control, t, ends_epoch))
-            count = -(-len(sizes) // replicas)
+            count = micro_batches if padded else -(-len(sizes) // replicas)
             known = (t, 0, count, 0, num_rows(batch), epoch, int(ends_epoch), 0)
             whole = MicroBatch(g, *known, saved=saved, replicas=replicas)
-            for i, dealt in enumerate(_dealt(split(batch, parts, min_rows), replicas)):
-                header = whole._replace(g=g, index=i, final=int(final and i + 1 == count))
+            for i, dealt in enumerate(_dealt(split(batch, parts, min_rows), replicas, count)):
+                header = whole._replace(g=g, index=i, final=int(final))
                 yield tuple(
                     (header._replace(rows=0, replica=r), {})
                     if part is None
@@ -82,10 +84,11 @@ def read(  # noqa: PLR0913  data, from where to where, and in which parts
                 return
 
 
-def _dealt(parts: list[Any], replicas: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the parts of a batch in rounds, with one for each replica; the last round may lack some."""
-    for start in range(0, len(parts), replicas):
-        yield tuple(parts[start : start + replicas]) + (None,) * (start + replicas - len(parts))
+def _dealt(parts: list[Any], replicas: int, count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of a batch in so many rounds, with one for each replica; the last ones may lack some."""
+    given = [*parts, *[None] * (replicas * count - len(parts))]
+    for start in range(0, len(given), replicas):
+        yield tuple(given[start : start + replicas])
 
 
 def _saves(extent: Extent, control: RunControl | None, batch: int, ends_epoch: bool) -> bool:

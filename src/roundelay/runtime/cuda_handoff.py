@@ -15,7 +15,7 @@ import torch
 
 from roundelay.runtime.device import AcceleratorDevice, Device
 from roundelay.transport.cuda import Cuda, Event, Stream
-from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Message, Value
+from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Message, Value
 
 Events = defaultdict[tuple[int, int, int], deque[Event | None]]
 """(sender, receiver, channel) to the events of the messages on the way, in the messages' order."""
@@ -71,7 +71,7 @@ class StreamEndpoint(Endpoint):
         values = tuple(self._on_own_device(value, event) for value in message.values)
         return Arrived(delivery.source, Message(message.channel, message.header, values))
 
-    def credits(self) -> Sequence[int]:
+    def credits(self) -> Sequence[Granted]:
         """The credits of `inner`."""
         return self._inner.credits()
 

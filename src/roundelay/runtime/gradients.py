@@ -51,6 +51,8 @@ class Gradients:
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
         self._count = 0.0
+        #: sums and count over all holders of the last batch that :meth:`total` was given
+        self._total: tuple[Tensors, float] | None = None
         self._share = 0.0  # fraction of the batch's rows summed so far
         self.rows = 0
         """Rows of the micro-batches summed so far."""
@@ -116,9 +118,27 @@ class Gradients:
         assert self._states is not None, "only then are there parts"
         self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
 
+    def added(self, before: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """End a batch: this holder's sums, in flat tensors, added to those of the holders before it."""
+        own = self.packed(REPLICAS)
+        self.clear()
+        if before and own:
+            return tuple([torch.add(*both, out=both[1]) for both in zip(before, own, strict=True)])
+        return own or before
+
+    def total(self, parts: tuple[torch.Tensor, ...]) -> None:
+        """Take the sums of a batch over all holders, for the next update."""
+        assert self._total is None, "each total has its update before the next one comes"
+        self._total = self._buckets[REPLICAS].unpack(parts)
+
+    def _complete(self) -> tuple[Tensors, float]:
+        """The sums of the batch that is updated next, and what the losses have counted."""
+        return (self._sums, self._count) if self._total is None else self._total
+
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""
-        return 1.0 - self._count if self._shares and self._count else self._count
+        count = self._complete()[1]
+        return 1.0 - count if self._shares and count else count
 
     def square(self) -> float:
         """Return the squared 2-norm of the complete batch's mean gradients, before clipping."""
@@ -134,7 +154,8 @@ class Gradients:
         Args:
             norm: norm of the whole model's gradient to clip by; None if the plan does not clip by it or none is known.
         """
-        means = {n: self._sums[n] for n in self._names if n in self._sums}
+        sums, _ = self._complete()
+        means = {n: sums[n] for n in self._names if n in sums}
         if divisor := self._divisor():
             means = {n: torch.div(total, divisor) for n, total in means.items()}
         return self._clipped(means, norm)
@@ -153,6 +174,12 @@ class Gradients:
     def drop(self) -> None:
         """Discard the gradients: the update of the batch is skipped."""
         self._sums, self._own = {}, set()
+
+    def updated(self) -> None:
+        """Forget the batch of which an update has been made."""
+        if self._total is None:
+            self.clear()
+        self._total = None
 
     def clear(self) -> None:
         """Reset for the next batch."""

@@ -48,6 +48,7 @@ class Context:
         rooms: by channel, the memory from which it sends, where that is shared.
         axes: by channel, the axis along which gradients of weights are exchanged.
         boxings: by channel, what is boxed within the stage.
+        partials: channels on which sums of some holders are handed on.
         edges: the edge of every channel, and the channel itself.
         report: called with reports to the launcher.
         audit: called with everything that is computed; None for no audit.
@@ -77,6 +78,7 @@ class Context:
     rooms: Mapping[int, Parts]
     axes: Mapping[int, str]
     boxings: Mapping[int, Boxing]
+    partials: frozenset[int]
     edges: Mapping[int, tuple[Channel, Edge]]
     report: Reporter
     audit: Audit | None
@@ -121,6 +123,15 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
             parts = tuple([_value(sent[name]) for name in context.read]) if sent else ()
             context.outbox[channel] = Message(channel, carried.numbers(), parts)
     context.values[header.g] = dict(values)
+    return header
+
+
+def do_deal(context: Context, run: Run) -> MicroBatch | None:
+    """Read the next micro-batch and give it to the holder whose turn it is."""
+    ((header, values),) = next(context.data)
+    parts = tuple([_value(values[name]) for name in context.read]) if values else ()
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, header.numbers(), parts)
     return header
 
 
@@ -229,6 +240,35 @@ def _boxed(context: Context, run: Run, channel: int) -> Parts:
     return boxing.packed(value)
 
 
+def do_sum(context: Context, run: Run) -> MicroBatch | None:
+    """Add the gradients of a batch to those of the holders before this one; the last one's sum is the total."""
+    before = [context.inbox.pop((channel, run.g)).values for channel, _ in run.takes]
+    parts: Parts = context.stage.gradients.added(*before or [()])  # type: ignore[arg-type]
+    if not any(channel in context.partials for channel, _ in run.gives):
+        context.stage.gradients.total(_copied(parts) if run.gives else parts)
+    _hand_on(context, run, parts)
+    return None
+
+
+def do_share(context: Context, run: Run) -> MicroBatch | None:
+    """Take the total for the next update, and pass it on."""
+    for channel, _ in run.takes:
+        parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
+        context.stage.gradients.total(_copied(parts) if run.gives else parts)
+        _hand_on(context, run, parts)
+    return None
+
+
+def _hand_on(context: Context, run: Run, parts: Parts) -> None:
+    """Send sums to one holder or several, each of which gets memory of its own: an optimizer may write to gradients."""
+    for n, (channel, _) in enumerate(run.gives):
+        context.outbox[channel] = Message(channel, _header(run).numbers(), _copied(parts) if n else parts)
+
+
+def _copied(parts: Parts) -> Parts:
+    return tuple([part.clone() for part in parts])
+
+
 def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:
     """Send the squared norm of the stage's gradients to stage 0, which adds up those of all stages."""
     header, later = _header(run), 0.0
@@ -278,6 +318,9 @@ HANDLERS: dict[str, Handler] = {
     "grad-norm-sq": do_grad_norm_sq,
     "box": do_box,
     "unbox": do_unbox,
+    "deal": do_deal,
+    "sum": do_sum,
+    "share": do_share,
     "update": do_update,
 }
 

@@ -30,8 +30,8 @@ class Link(ABC):
         """Take what another worker has sent."""
 
     @abstractmethod
-    def free(self) -> None:
-        """Free the slot of a message that an instruction has taken."""
+    def free(self, g: int) -> None:
+        """Free the slot of a message that an instruction on micro-batch g has taken."""
 
     @property
     def room(self) -> Parts | None:
@@ -55,7 +55,7 @@ class LocalLink(Link):
         """No other worker sends here."""
         raise AssertionError(message)
 
-    def free(self) -> None:
+    def free(self, g: int) -> None:
         """The producer is this worker's own."""
         self._free(self._id)
 
@@ -65,20 +65,19 @@ class PeerLink(Link):
     """A channel to or from another worker."""
 
     def __init__(self, channel: Channel, endpoint: Endpoint, deliver: Deliver) -> None:
-        self._id, self._endpoint, self._deliver = channel.id, endpoint, deliver
-        self._source, self._target = channel.sources[0].worker, channel.targets[0].worker
+        self._channel, self._endpoint, self._deliver = channel, endpoint, deliver
 
     def give(self, message: Message) -> int:
-        """Send it."""
-        return self._endpoint.send(self._target, message)
+        """Send it to the target whose turn it is."""
+        return self._endpoint.send(self._channel.target_of(message.header[0]).worker, message)
 
     def arrived(self, source: int, message: Message) -> None:
         """Deliver it."""
         self._deliver(message)
 
-    def free(self) -> None:
-        """Grant the producer a credit."""
-        self._endpoint.grant(self._source, self._id)
+    def free(self, g: int) -> None:
+        """Grant a credit to the producer that will fill the slot next."""
+        self._endpoint.grant(self._channel.refilled_by(g).worker, self._channel.id)
 
 
 @final
@@ -105,7 +104,7 @@ class ExchangeLink(Link):
         position = self._holders.index(source)
         self._go_on(number, self._exchange.take(position, number, phase, message.values))  # type: ignore[arg-type]
 
-    def free(self) -> None:
+    def free(self, g: int) -> None:
         """This worker may start the next exchange."""
         self._free(self._id)
 
@@ -164,7 +163,7 @@ class SharedLink(Link):
         number, phase, present = message.header
         self._go_on(number, self._sum.take(self._holders.index(source), Told(number, phase, bool(present))))
 
-    def free(self) -> None:
+    def free(self, g: int) -> None:
         """This worker may start the next."""
         self._free(self._id)
 

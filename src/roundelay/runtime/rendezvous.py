@@ -22,7 +22,7 @@ from roundelay.errors import WorkerLostError
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import SCALARS
 from roundelay.launchers import LEADER, Launched
-from roundelay.lower.emit import channels_of
+from roundelay.lower.channels import channels_of
 from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable
 from roundelay.runtime.device import Device
 from roundelay.runtime.rendezvous_store import check_interface, connect_store, open_store, unreachable

@@ -17,7 +17,7 @@ from roundelay.errors import InternalError
 from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.plan import ExchangePlan, Plan
 from roundelay.ir.sbp import bounds
-from roundelay.lower.emit import channels_of, exchanges_of
+from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.runtime.exchange import Parts
 
 ALIGNMENT = 64

@@ -31,7 +31,7 @@ from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
-from roundelay.schedules import schedule_named
+from roundelay.schedules import schedule_for
 from roundelay.weight_prediction import LastStep
 
 
@@ -61,7 +61,7 @@ class Stage:
         self.spec, self.place, self.holder = spec, place, holder
         #: which of the replicas it is of, and which worker of the mesh
         self.replica, self.part = replica, part = divmod(holder, plan.mesh_size)
-        self.halved = schedule_named(rule_named(plan.rule).schedule).halved
+        self.halved = schedule_for(rule_named(plan.rule), plan.layout).halved
         self.function = captured.stage(spec, place, halved=self.halved, part=part)
         self._parts = {"": self.function}
         self.clip = Clip.parse(plan.clip)
@@ -246,7 +246,7 @@ class Stage:
             if parameter.data_ptr() in held:
                 parameter.data = parameter.data.clone()
         self.steps.step(self._predictions.watching())
-        self.gradients.clear()
+        self.gradients.updated()
         self._predictions.clear()
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
@@ -300,7 +300,7 @@ class Stage:
                 and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
             )
             for exchange in exchanges
-            if tuple(map(Phase.parse, exchange.phases)) == all_reduce()
+            if tuple(map(Phase.parse, exchange.phases)) in ((), all_reduce())
         }
 
     def tape_bytes(self) -> int:

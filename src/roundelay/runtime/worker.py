@@ -18,10 +18,10 @@ from roundelay.ir.exchange import all_reduce
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.ir.program import EDGES, Channel, Program
+from roundelay.ir.program import EDGES, OPCODES, Channel, Program
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
-from roundelay.lower.emit import awaits_grad_norm, exchanges_of, uses_grad_norm
+from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import read
@@ -166,6 +166,7 @@ class _Worker:
             task.captured.values,
             replicas=task.plan.replicas,
             min_rows=task.captured.graph.min_rows,
+            padded=program.over == "slots",
             registers=self.registers,
             control=task.control,
         )
@@ -196,6 +197,7 @@ class _Worker:
             {channel: room for channel, link in self.links.items() if (room := link.room) is not None},
             {channel: axis_of(exchange) for channel, exchange in exchanges.items()},
             _boxings(task.captured, exchanges),
+            frozenset(channel.id for channel in program.channels if channel.kind == "partial"),
             _edges(task.partition, program.channels),
             self.report,
             partial(self._digest, number) if task.audit else None,
@@ -261,10 +263,10 @@ class _Worker:
         for channel, _ in run.gives:
             sent += self.links[channel].give(context.outbox.pop(channel))
         for channel, _ in run.takes:
-            self.links[channel].free()
+            self.links[channel].free(run.g)
         batch = (header or run.header or _UNKNOWN).batch
         self.log.add((run, batch, start, end, sent))  # formatted at the end, when nobody waits for it
-        if opcode != "read":
+        if OPCODES[opcode].share != "data":
             self.progress.busy_s += end - start
         if opcode == "update":
             self._report_progress(run, end)
@@ -290,10 +292,10 @@ class _Worker:
             raise self._deadline_error() from error
         if type(delivery) is Arrived:
             self.links[delivery.message.channel].arrived(delivery.source, delivery.message)
-            for channel in endpoint.credits():
-                machine.grant(channel)
+            for source, channel in endpoint.credits():
+                machine.grant(channel, source)
         elif type(delivery) is Granted:
-            machine.grant(delivery.channel)
+            machine.grant(delivery.channel, delivery.source)
         elif not endpoint.aborted:  # otherwise the run is over for this worker too
             raise WorkerLostError(
                 f"worker {delivery.source}",

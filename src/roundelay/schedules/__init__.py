@@ -3,17 +3,48 @@
 A schedule is added by a file of this folder that registers it (and an update rule that runs on it), and a line below.
 """
 
+from roundelay.ir.rule import UpdateRule
 from roundelay.schedules import interleaved, one_stage, zero_bubble
+from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, Form, Seat, cyclic, holders_of
 from roundelay.schedules.schedule import SCHEDULES, Body, Schedule, actions, register_schedule, schedule_named
 
 __all__ = [
+    "LAYOUTS",
+    "PIPELINE",
     "SCHEDULES",
     "Body",
+    "Form",
     "Schedule",
     "actions",
+    "holders_of",
     "interleaved",
     "one_stage",
     "register_schedule",
+    "schedule_for",
     "schedule_named",
     "zero_bubble",
 ]
+
+
+def schedule_for(
+    rule: UpdateRule, layout: str = PIPELINE, holder: int = 0, size: int = 1, num_stages: int = 1
+) -> Schedule:
+    """The schedule of a rule in a layout.
+
+    Args:
+        rule: the rule.
+        layout: ``pipeline`` for the rule's own schedule, or a form of cyclic data parallelism.
+        holder: whose loop, by its number among the holders of its stages.
+        size: N, micro-batches of a batch.
+        num_stages: S.
+
+    Raises:
+        PlanError: there is no such schedule.
+    """
+    if layout not in LAYOUTS:
+        return schedule_named(rule.schedule)
+
+    def fresh(micro_batch: int, stage: int) -> bool:
+        return rule.is_fresh(micro_batch + 1, stage + 1, num_stages, size)
+
+    return cyclic(layout, Seat(holder, size, fresh))

@@ -10,6 +10,9 @@ from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.program import Window
 
+ONCE_A_BATCH = "ATU"
+"""Kinds of actions that act on a batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -17,7 +20,8 @@ class Body:
 
     Args:
         every: K, micro-batches from one turn to the next.
-        actions: forwards, backwards and weight halves, each with an offset in the place of its micro-batch.
+        actions: forwards, backwards and weight halves, each with an offset in the place of its micro-batch; what is
+            done once a batch has that of the batch's last, where the schedule says where it stands.
     """
 
     every: int
@@ -58,7 +62,7 @@ class Schedule:
         window: how far forwards may run ahead of an update: to the end of the batch, or of the run.
         body: (stages of the worker, D stages, M micro-batches of a batch) -> the body of its loop.
         halved: whether a backward runs in two halves: the gradients of the inputs, then those of the weights.
-        stages_per_worker: how many stages a worker runs.
+        stages_per_worker: how many stages a worker runs; 0 for all.
         place: number of stages -> for each the worker that runs it; what the planner suggests.
     """
 
@@ -73,6 +77,11 @@ class Schedule:
     def last_kind(self) -> str:
         """The kind of action after which a micro-batch's gradients are complete on a stage."""
         return "W" if self.halved else "B"
+
+    @property
+    def updates(self) -> bool:
+        """Whether the bodies say where updates stand; else they follow the last backward of their batch."""
+        return self.window == "slots"
 
     def groups(self, num_stages: int) -> frozenset[tuple[int, ...]]:
         """The sets of stages that share a worker."""
@@ -141,8 +150,11 @@ def actions(
         complete: dict[int, list[int]] = {}
         for action in body.over(count):
             g = start + action.number
+            if action.kind in ONCE_A_BATCH:
+                result += [Action(action.stage, action.kind, ends[g])] if g in ends else []
+                continue
             result.append(Action(action.stage, action.kind, g))
-            if action.kind == schedule.last_kind and g in ends:
+            if action.kind == schedule.last_kind and g in ends and not schedule.updates:
                 done = complete.setdefault(g, [])
                 done.append(action.stage)
                 if not together:

@@ -150,10 +150,10 @@ class CheckedEndpoint(Endpoint):
         self._sent[channel] += sent
         self._received[channel] += received
 
-    def credits(self) -> Sequence[int]:
+    def credits(self) -> Sequence[Granted]:
         """Take all credits that have arrived."""
         arrived = self._credits
-        return [arrived.popleft().channel for _ in range(len(arrived))]
+        return [arrived.popleft() for _ in range(len(arrived))]
 
     @final
     def close(self) -> None:

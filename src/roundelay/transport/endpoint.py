@@ -154,8 +154,8 @@ class Endpoint(ABC):
         """Count bytes of `channel` that went through shared memory as sent and received."""
         raise _bad("memory", f"{sent} bytes of channel {channel}", "none, as this transport shares none")
 
-    def credits(self) -> Sequence[int]:
-        """Take the credits that have arrived and return their channels; `receive` returns any that this leaves.
+    def credits(self) -> Sequence[Granted]:
+        """Take the credits that have arrived; `receive` returns any that this leaves.
 
         A worker that calls this after every message rarely has to wait for a credit.
         """
