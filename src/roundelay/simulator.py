@@ -17,7 +17,7 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.ir.program import OPCODES, SUMS, Channel, Program
+from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
 from roundelay.lower.channels import exchanges_of
 from roundelay.observe.trace import Span
 
@@ -238,7 +238,7 @@ class _Clock:
 
     def finish(self, worker: int, run: Run, start_s: float) -> None:
         """End an instruction: send its messages and grants; those within the worker arrive at once."""
-        header, line = self.headers[worker][run.g], run.instruction
+        header, line = self.header(worker, run), run.instruction
         entry = run.header.entry if run.header is not None else 0
         weights = run.version, run.reads, run.keep, run.distance, entry
         what = line.of, line.continues, line.takes, line.gives
@@ -257,6 +257,13 @@ class _Clock:
             producer = worker if channel.phases else channel.refilled_by(run.g).worker
             grant_s = 0.0 if producer == worker else self.plan.latency_s
             self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
+
+    def header(self, worker: int, run: Run) -> MicroBatch:
+        """The header that goes with an instruction's messages; those of a stage's state tell its updates."""
+        known = self.headers[worker].get(run.g)
+        if run.instruction.opcode == "pass" or known is None:
+            return MicroBatch(run.g, run.version, 0, 1, 0, 1, 0, 0, 0, entry=run.version)
+        return known
 
     def send(self, number: int, worker: int, header: MicroBatch) -> None:
         """Let a message arrive."""
@@ -413,6 +420,8 @@ def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     for edge in plan.edges:
         sizes["forward", edge.source, edge.target] = edge.forward_bytes
         sizes["gradient", edge.target, edge.source] = edge.backward_bytes
+    for k, stage in enumerate(plan.stages):
+        sizes |= {(kind, k, k): stage.parameter_bytes for kind in STATES}
     for exchange in plan.exchanges:
         sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
     found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}

@@ -26,7 +26,7 @@ from typing import NamedTuple, final
 
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import ENTRY, PREVIOUS, SUMS, Channel, Instruction, Program
+from roundelay.ir.program import ENTRY, KEPT, PREVIOUS, STATES, SUMS, Channel, Instruction, Program
 
 _UNKNOWN = sys.maxsize
 """The last micro-batch of a window, until a header marks it as the last."""
@@ -104,13 +104,16 @@ class Machine:
         self.unread: dict[int, deque[int]] = {c.id: deque() for c in program.channels if c.read_by(program.worker)}
         self._slots = {c.id: c.slots for c in program.channels}
         self._passed = dict.fromkeys(self._slots, 0)  # messages taken or given so far, for the slot's number
-        self._sums = {c.id for c in program.channels if c.kind in SUMS}
+        self._headless = {c.id for c in program.channels if c.kind in (*SUMS, *STATES)}
+        self._arrived: dict[tuple[int, int], int] = {}  # updates that a state has seen, by channel and message
         self._headers: dict[int, MicroBatch] = {}
         self._ends: dict[int, MicroBatch] = {}  # in a window of slots: of batches, by their last micro-batch
         self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
         self._redone = dict(in_flight or {})
-        offsets = [instruction.offset for instruction in program.body]
-        self._first_turn, self._least_offset = -(max(offsets) // program.every), min(offsets)
+        within = {c.id: c.within for c in program.channels}
+        self._lines = [(i, *_bounds(i, within)) for i in program.body]  # with how far beyond the window each acts
+        self._first_turn = -(max(i.offset - first for i, first, _ in self._lines) // program.every)
+        self._least_offset = min(i.offset - last for i, _, last in self._lines)
         self._first, self._last = first_g, _UNKNOWN  # micro-batches of the window
         self._origin = first_g - first_g % program.every if program.over == "slots" else first_g  # offsets count from
         self._turn, self._line = self._first_turn, 0
@@ -130,8 +133,10 @@ class Machine:
         if len(unread) + in_use >= self._slots[channel]:
             raise self._bug(f"a message on channel {channel} with all {self._slots[channel]} slots full")
         unread.append(header.g)
-        if channel not in self._sums:  # whose headers are of another holder's micro-batch
+        if channel not in self._headless:  # whose headers are of another holder's micro-batch, or of none
             self._know(self._headers.get(header.g, header))
+        else:
+            self._arrived[channel, header.g] = header.entry
 
     def grant(self, channel: int, worker: int = -1) -> None:
         """The consumer of ``channel``, or, if it is dealt, one of them, has freed a slot."""
@@ -167,14 +172,15 @@ class Machine:
         self.wants_credit = False
         if self._running is not None or self.halted:
             return None
-        body = self.program.body
         while True:
-            if self._line == len(body) and not self._next_turn():
+            if self._line == len(self._lines) and not self._next_turn():
                 self.halted = True
                 return None
-            instruction = body[self._line]
+            instruction, first, last = self._lines[self._line]
             g = self._number(instruction)
-            if not self._first <= g <= self._last or (instruction.once_a_batch and not self._ends_batch(g)):
+            if not self._first + first <= g <= self._last + last or (
+                instruction.once_a_batch and not self._ends_batch(g)
+            ):
                 self._line += 1
                 continue
             for channel in instruction.takes:
@@ -239,7 +245,7 @@ class Machine:
         """Describe what the machine waits for, for error messages."""
         if self._running is not None:
             return f"{_described(self._running.instruction, self._running.g)} is running"
-        if self.halted or self._line == len(self.program.body):
+        if self.halted or self._line == len(self._lines):
             return "the program has ended" if self.halted else "the next turn of its loop is due"
         instruction = self.program.body[self._line]
         g = self._number(instruction)
@@ -257,6 +263,10 @@ class Machine:
         for channel in instruction.gives:
             self.credits[self._credit(channel, g)] -= 1
         takes, gives = self._next_slots(instruction.takes), self._next_slots(instruction.gives)
+        if instruction.opcode == "hold":
+            self.versions[instruction.stage] = self._arrived[instruction.takes[0], g]
+        for channel in instruction.takes:
+            self._arrived.pop((channel, g), None)
         header = self._headers.get(g) or self._ends.get(g)
         version = self.versions[instruction.stage]
         if self._redone and instruction.opcode in ("read", "forward"):
@@ -279,6 +289,8 @@ class Machine:
             return header.entry, header.entry
         stated = header.batch - (reads[header.index] == PREVIOUS)
         oldest = header.batch - (PREVIOUS in reads[header.index + 1 : header.count])
+        if reads.endswith(KEPT):
+            oldest = min(oldest, version - 1)
         return max(self._first_version, min(stated, version)), max(self._first_version, oldest)
 
     def _next_slots(self, channels: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -298,6 +310,12 @@ class Machine:
             expected="events that its program allows",
             remedy="Report this as a bug of Roundelay, with the plan.",
         )
+
+
+def _bounds(instruction: Instruction, within: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """How far beyond the first and the last micro-batch of the window an instruction acts: as far as its channels."""
+    beyond = [within[channel] for channel in (*instruction.takes, *instruction.gives)] or [(0, 0)]
+    return beyond[0]
 
 
 def _first_credits(channel: Channel, worker: int, first_g: int) -> dict[int | tuple[int, int], int]:

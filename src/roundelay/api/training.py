@@ -39,6 +39,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
+from roundelay.lower.channels import num_updaters
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import check_devices_exist
@@ -296,7 +297,7 @@ class Session:
         )
         shapes = self.captured.parameters()
         gatherer = StateGatherer(
-            sum(len(stage.workers) for stage in self.plan.stages),
+            sum(num_updaters(self.plan, stage) for stage in range(self.plan.num_stages)),
             {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
             lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
             compares=audit,

@@ -38,7 +38,7 @@ from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
-from roundelay.lower.channels import deals, schedule_of
+from roundelay.lower.channels import deals, schedule_of, updater_of
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, Setting, run_reference
 from roundelay.runtime.batch_reader import read
@@ -263,7 +263,8 @@ def _reference(
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         device = torch.device(plan.device_of(spec.stage))
         turns = len(plan.holders(spec.stage)) if deals(plan) else 0
-        stages.append(replace(reference_stage(captured, stored, plan.mesh_size, device), turns=turns))
+        made = reference_stage(captured, stored, plan.mesh_size, device)
+        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage)))
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))

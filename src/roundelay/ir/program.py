@@ -52,6 +52,12 @@ its g-th source to its g-th target, counted modulo their numbers::
 A slot is then one at each target, and is granted to the source that will fill it next. ``deal 0 g+1 gives 9`` reads a
 micro-batch and gives it to the holder whose turn it is.
 
+A stage's *state*, its weights, buffers and sums of gradients, may go from holder to holder (Sect. 4.4): ``hold 0 g
+takes 10`` waits for it, ``pass 0 g gives 11`` hands it on, and ``holds 0,3`` says with which a worker begins. As a
+worker hands on what it has no micro-batch for, too, such a channel carries messages beyond the window::
+
+    channel 11 state 0.0>1.0 slots 1 within -1:1
+
 Every instruction is an actor (OneFlow, Sect. 4): it fires when each channel it takes from holds g's message and each
 channel it gives to has a free slot; a slot is its register, and a consumer without a free one stops its producer.
 """
@@ -67,7 +73,19 @@ from roundelay.errors import PlanError
 from roundelay.ir.exchange import Phase
 
 Opcode = Literal[
-    "read", "deal", "forward", "backward", "backward-weight", "box", "unbox", "sum", "share", "grad-norm-sq", "update"
+    "read",
+    "deal",
+    "forward",
+    "backward",
+    "backward-weight",
+    "box",
+    "unbox",
+    "sum",
+    "share",
+    "hold",
+    "pass",
+    "grad-norm-sq",
+    "update",
 ]
 ChannelKind = Literal[
     "data",
@@ -79,6 +97,8 @@ ChannelKind = Literal[
     "weight",
     "partial",
     "total",
+    "state",
+    "state-back",
     "grad-norm-sq",
     "grad-norm",
 ]
@@ -93,13 +113,16 @@ EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradien
 SUMS = ("partial", "total")
 """Channels that carry gradients summed over some or all holders of a stage, once a batch."""
 
+STATES = ("state", "state-back")
+"""Channels that carry a stage's state, to where its forward is due, and to where its backward is."""
+
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
 
 END = 9999
 """In place of a stage's number of segments, which no program has to know."""
 
-FRESH, PREVIOUS, ENTRY = "f", "p", "entry"
+FRESH, PREVIOUS, KEPT, ENTRY = "f", "p", "k", "entry"
 """What `Instruction.reads` is made of."""
 
 
@@ -130,6 +153,8 @@ OPCODES: dict[str, OpcodeInfo] = {
     "unbox": OpcodeInfo("Y", "backward", once_a_batch=True, scheduled=False),
     "sum": OpcodeInfo("A", "backward", once_a_batch=True),
     "share": OpcodeInfo("T", "backward", once_a_batch=True),
+    "hold": OpcodeInfo("H", "data", scheduled=False),
+    "pass": OpcodeInfo("P", "data", scheduled=False),
     "grad-norm-sq": OpcodeInfo("S", "backward", once_a_batch=True, scheduled=False),
     "update": OpcodeInfo("U", "update", once_a_batch=True),
 }
@@ -154,11 +179,12 @@ class Channel:
     Args:
         id: number, the same at all ports.
         kind: what it carries: micro-batches of another replica, activations, gradients, gradients of weights, partial
-            or total sums of these, the squared norm of a stage's gradients, or the norm of all.
+            or total sums of these, a stage's state, the squared norm of its gradients, or the norm of all.
         sources: the ports that send: one, those that take turns, or in an exchange those of all holders, in order.
         targets: the ports that receive, likewise.
         slots: messages that may be on the way to a target or unread at one time.
         phases: of an exchange; empty for a channel from one port to another.
+        within: by how much the first and the last message lie beyond the first and the last micro-batch of the window.
     """
 
     id: int
@@ -167,6 +193,7 @@ class Channel:
     targets: tuple[Port, ...]
     slots: int
     phases: tuple[Phase, ...] = ()
+    within: tuple[int, int] = (0, 0)
 
     def filled_by(self, worker: int) -> bool:
         """Whether this worker sends on it."""
@@ -196,7 +223,8 @@ class Channel:
     def __str__(self) -> str:
         ends = ">".join([",".join(map(str, ports)) for ports in (self.sources, self.targets)])
         by = f" by {','.join(map(str, self.phases))}" if self.phases else ""
-        return f"channel {self.id} {self.kind} {ends} slots {self.slots}{by}"
+        within = f" within {self.within[0]}:{self.within[1]}" if any(self.within) else ""
+        return f"channel {self.id} {self.kind} {ends} slots {self.slots}{by}{within}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +238,8 @@ class Instruction:
         takes: channels whose message for that micro-batch it consumes.
         gives: channels to which it sends a message.
         reads: for a forward, which version it reads: ``entry`` (the one that stage 0 read), or a letter for each
-            micro-batch of a batch, ``f`` for W[t] and ``p`` for W[t-1]; empty for the newest.
+            micro-batch of a batch, ``f`` for W[t] and ``p`` for W[t-1]; empty for the newest. A ``k`` at the end says
+            that the version before the newest is kept for others, to whom the stage's state goes.
         weights: for a backward, which weights it reads: ``forward`` (those of its forward), ``live``, or ``ahead``
             (those predicted from the live ones); else empty.
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
@@ -276,6 +305,7 @@ class Program:
         tapes: forwards that may wait for their backward at one time.
         owed: backwards that may wait for their weight half at one time; 0 where a backward is whole.
         registers: batches of data in use, waiting, or being loaded; 0 where nothing is read.
+        holds: stages whose state the worker has at the beginning, where states go from holder to holder.
         channels: those it takes from or gives to.
         body: the lines, in order.
     """
@@ -289,6 +319,7 @@ class Program:
     registers: int
     channels: tuple[Channel, ...]
     body: tuple[Instruction, ...]
+    holds: tuple[int, ...] = ()
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -298,7 +329,9 @@ class Program:
     def __str__(self) -> str:
         lines = [f"worker {self.worker} of {self.num_workers}", f"loop every {self.every} over {self.over}"]
         counts = {"tapes": self.tapes, "owed": self.owed, "registers": self.registers}
-        lines += [*(f"{name} {count}" for name, count in counts.items() if count), *map(str, self.channels)]
+        lines += [f"{name} {count}" for name, count in counts.items() if count]
+        lines += [f"holds {','.join(map(str, self.holds))}"] if self.holds else []
+        lines += map(str, self.channels)
         return "\n".join([*lines, "body", *(f"  {instruction}" for instruction in self.body)]) + "\n"
 
     @staticmethod
@@ -309,7 +342,7 @@ class Program:
             PlanError: naming the first line that no program has there.
         """
         lines = text.splitlines()
-        heads: dict[str, tuple[str, ...]] = {"tapes": ("0",), "owed": ("0",), "registers": ("0",)}
+        heads: dict[str, tuple[str, ...]] = {"tapes": ("0",), "owed": ("0",), "registers": ("0",), "holds": ("",)}
         channels, body = [], []
         for number, line in enumerate(lines, 1):
             words = line.split()
@@ -334,6 +367,7 @@ class Program:
             registers=int(heads["registers"][0]),
             channels=tuple(channels),
             body=tuple(body),
+            holds=tuple([int(stage) for stage in heads["holds"][0].split(",") if stage]),
         )
         for number, (line, printed) in enumerate(zip_longest(lines, str(program).splitlines(), fillvalue=""), 1):
             if line != printed:
@@ -347,17 +381,19 @@ _HEADS = {
     "tapes": re.compile(r"tapes (\d+)"),
     "owed": re.compile(r"owed (\d+)"),
     "registers": re.compile(r"registers (\d+)"),
+    "holds": re.compile(r"holds (\d+(?:,\d+)*)"),
     "body": re.compile("body"),
 }
 _CHANNEL = re.compile(
-    rf"channel (\d+) ({'|'.join(get_args(ChannelKind))}) ([\d.,]+)>([\d.,]+) slots (\d+)(?: by (\S+))?"
+    rf"channel (\d+) ({'|'.join(get_args(ChannelKind))}) ([\d.,]+)>([\d.,]+) slots (\d+)"
+    r"(?: by (\S+))?(?: within (-?\d+):(-?\d+))?"
 )
 _PORT = re.compile(r"(\d+)\.(\d+)")
 _OFFSET = re.compile(r"g([+-]\d+)?")
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),
     "gives": re.compile(r"\d+(,\d+)*"),
-    "reads": re.compile("entry|[fp]+"),
+    "reads": re.compile("entry|[fp]+k?"),
     "weights": re.compile("forward|live|ahead"),
     "distance": re.compile(r"crossed(\+\d+)?|\d+"),
     "mode": re.compile("stash|recompute|mixed"),
@@ -374,9 +410,10 @@ def _matched(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
 
 
 def _channel(line: str) -> Channel:
-    number, kind, sources, targets, slots, by = _matched(_CHANNEL, line)
+    number, kind, sources, targets, slots, by, *within = _matched(_CHANNEL, line)
     phases = tuple(map(Phase.parse, by.split(","))) if by else ()
-    return Channel(int(number), kind, _ports(sources), _ports(targets), int(slots), phases)  # type: ignore[arg-type]
+    beyond = int(within[0] or 0), int(within[1] or 0)
+    return Channel(int(number), kind, _ports(sources), _ports(targets), int(slots), phases, beyond)  # type: ignore[arg-type]
 
 
 def _ports(text: str) -> tuple[Port, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from roundelay.ir.clip import Clip
@@ -13,7 +13,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
 from roundelay.ir.program import Channel, ChannelKind, Port
 from roundelay.ir.rule import rule_named
-from roundelay.schedules import LAYOUTS, Schedule, holders_of, schedule_for
+from roundelay.schedules import LAYOUTS, Route, Schedule, holders_of, schedule_for
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
@@ -44,6 +44,7 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     made = _Channels(plan)
     made.add_edges()
     made.add_exchanges()
+    made.add_states()
     made.add_norms()
     return tuple(made.channels)
 
@@ -91,8 +92,21 @@ class _Channels:
             for group in _groups(plan, exchange.axis) if phases else []:
                 holders = tuple([own[i] for i in group])
                 self.channels.append(Channel(len(self.channels), kind, holders, holders, 1, phases))
-            for of, source, target in [] if phases else hops_of(plan, exchange.stage):
+            for of, source, target in [] if phases or wanders(plan) else hops_of(plan, exchange.stage):
                 self.add(of, [own[source]], [own[target]], 1)
+
+    def add_states(self) -> None:
+        """Add the channels on which the states of stages go from holder to holder."""
+        plan = self.plan
+        for stage, ports in enumerate(self.ports if wanders(plan) else []):
+            route = Route(stage, plan.num_stages, plan.replicas)
+            for back, kind in ((False, "state-back"), (True, "state")):
+                for source, port in enumerate(ports):
+                    target, _ = route.following(back, source)
+                    if target != source:
+                        within = route.within(not back, target)
+                        self.add(kind, [port], [ports[target]], 1)  # type: ignore[arg-type]
+                        self.channels[-1] = replace(self.channels[-1], within=within)
 
     def add_norms(self) -> None:
         """Add the channels of gradients' norms."""
@@ -119,6 +133,21 @@ def num_holders(plan: Plan, stage: int) -> int:
 def deals(plan: Plan) -> bool:
     """Whether the holders of a stage take micro-batches in turns."""
     return plan.layout in LAYOUTS and LAYOUTS[plan.layout].deals
+
+
+def wanders(plan: Plan) -> bool:
+    """Whether the states of stages go from holder to holder."""
+    return plan.layout in LAYOUTS and LAYOUTS[plan.layout].wanders
+
+
+def updater_of(plan: Plan, stage: int) -> int | None:
+    """The one holder of a stage that makes its updates; None if each does."""
+    return Route(stage, plan.num_stages, plan.replicas).updater if wanders(plan) else None
+
+
+def num_updaters(plan: Plan, stage: int) -> int:
+    """How many holders of a stage make its updates, and report its state."""
+    return 1 if wanders(plan) else len(plan.stages[stage].workers)
 
 
 def position_of(plan: Plan, stage: int, holder: int, end: int) -> int:

@@ -12,6 +12,7 @@ from roundelay.ir.program import (
     ENTRY,
     EXCHANGES,
     FRESH,
+    KEPT,
     PREVIOUS,
     SUMS,
     Channel,
@@ -29,8 +30,10 @@ from roundelay.lower.channels import (
     hops_in,
     schedule_of,
     uses_grad_norm,
+    wanders,
 )
-from roundelay.schedules import LAYOUTS, Body, Schedule
+from roundelay.schedules import LAYOUTS, Body, Route, Schedule
+from roundelay.schedules.schedule import HANDING_ON
 
 Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
@@ -59,6 +62,7 @@ def _program(plan: Plan, worker: int, channels: tuple[Channel, ...]) -> Program:
         registers=REGISTERS if worker == plan.worker_of(0) else 0,
         channels=tuple(c for c in channels if c.filled_by(worker) or c.read_by(worker)),
         body=tuple(_with_updates(plan, schedule, body, {k: _lines(plan, Port(worker, k), channels) for k in stages})),
+        holds=tuple([k for k in stages if wanders(plan) and _begins(plan, k) == plan.holders(k).index(worker)]),
     )
 
 
@@ -108,6 +112,8 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
     numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
     size = plan.batch_parts if plan.layout in LAYOUTS else 0
     letters = "".join([FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS for i in numbers])
+    if wanders(plan) and not all(rule.is_fresh(i, stage + 1, plan.num_stages, size) for i in range(1, size + 1)):
+        return letters + KEPT
     return letters if PREVIOUS in letters else ""
 
 
@@ -148,6 +154,13 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
             return [Instruction("backward-weight", stage, offset)]
         if kind in ("A", "T"):
             return [_handed_on(plan, port, kind, offset, channels)]
+        if kind in HANDING_ON:
+            into, out = ends("state" if kind in "hP" else "state-back")
+            return [
+                Instruction("hold", stage, offset, takes=into)
+                if kind in "hH"
+                else Instruction("pass", stage, offset, gives=out)
+            ]
         if kind == "S":
             ran = Instruction("grad-norm-sq", stage, offset, *squares)
             return [*(line for channel in exchanged for line in _exchanged(ran, channel)), *([ran] if summed else [])]
@@ -155,6 +168,11 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         return [ran, *(line for channel in gathered for line in _exchanged(ran, channel))]
 
     return lines
+
+
+def _begins(plan: Plan, stage: int) -> int:
+    """The holder that has a stage's state at the beginning."""
+    return Route(stage, plan.num_stages, plan.replicas).start
 
 
 def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Instruction]:
@@ -170,11 +188,13 @@ def _handed_on(plan: Plan, port: Port, kind: str, end: int, channels: Sequence[C
     """Adding a holder's gradients of a batch to those of the others, or sharing the total."""
     ports = [Port(worker, port.stage) for worker in plan.holders(port.stage)]
     known = {(c.kind, c.sources[0], c.targets[0]): c.id for c in channels if c.kind in SUMS}
-    hops = [(of, ports[source], ports[target]) for of, source, target in hops_in(plan, port.stage, end)]
+    between = [] if wanders(plan) else hops_in(plan, port.stage, end)
+    hops = [(of, ports[source], ports[target]) for of, source, target in between]
     into = "total" if kind == "T" else "partial"
     takes = tuple([known[hop] for hop in hops if hop[0] == into and hop[2] == port])
-    last = port not in [target for of, _, target in hops if of == "total"]
-    out = [hop for hop in hops if hop[1] == port and (hop[0] == into or (last and hop[0] == "total"))]
+    shares = bool(takes) if kind == "T" else port not in [target for of, _, target in hops if of == "total"]
+    given = ("partial", "total") if shares and kind == "A" else ("total",) if shares else ("partial",) * (kind == "A")
+    out = [hop for hop in hops if hop[1] == port and hop[0] in given]
     return Instruction("sum" if kind == "A" else "share", port.stage, end, takes, tuple([known[hop] for hop in out]))
 
 

@@ -263,10 +263,11 @@ class _Run:
         for k, stage in enumerate(self._stages):
             read = self._forward_weights(replica, header, k)
             own = self._holding(replica, header, stage)
-            buffers = [{name: on(stage.device, own.buffers[name]) for name in stage.buffers} for _ in values]
+            shared = own.buffers if stage.updater is None else self._replicas[0].buffers
+            buffers = [{name: on(stage.device, shared[name]) for name in stage.buffers} for _ in values]
             key, weights = self._draw(header.number), self._local(stage, read)
             tapes = forward(stage, weights, buffers, values, key, self._setting.mode)
-            own.buffers.update(buffers[0])
+            shared.update(buffers[0])
             for worker, known in enumerate(values):
                 outputs = {name: known[name] for name in stage.functions[worker].outputs}
                 tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
@@ -360,7 +361,7 @@ class _Run:
             replica.begin_batch()
             replica.begun[self._done] = {}, 1.0
             for k, stage in reversed([*enumerate(self._stages)]):
-                if stage.turns and replica.number >= stage.turns:
+                if not _updates(stage, replica.number):
                     continue
                 for worker, own in enumerate(self._local(stage, self._weights(k, self._trainer.live))):
                     its = updated(stage, own, replica.number, len(self._replicas))
@@ -418,3 +419,10 @@ class _Run:
                 expected=f"batch {self._trainer.live}, the number of updates done",
                 remedy="Report this as a bug: batches must be numbered consecutively, and each must end.",
             )
+
+
+def _updates(stage: ReferenceStage, replica: int) -> bool:
+    """Whether a replica makes a stage's updates: all do, or those that take turns, or one."""
+    if stage.updater is not None:
+        return replica == stage.updater
+    return not stage.turns or replica < stage.turns

@@ -84,6 +84,7 @@ class ReferenceStage:
         states: signatures of the parameters of which each replica updates a part.
         boxes: what is boxed between the parts of the functions, by name of the boxed value.
         turns: holders that take its micro-batches in turns; 0 where each replica has its own holder.
+        updater: the replica that updates it, where one does for all, which then have its buffers in common.
     """
 
     functions: Sequence[StageFunctions]
@@ -95,6 +96,7 @@ class ReferenceStage:
     boxes: Mapping[str, Box] = field(default_factory=dict, hash=False)
     states: Mapping[str, Split] = field(default_factory=dict, hash=False)
     turns: int = 0
+    updater: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

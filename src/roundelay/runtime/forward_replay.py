@@ -29,7 +29,8 @@ class ResumeState:
 
     def __init__(self, start: StageInFlight | None, place: torch.device = CPU) -> None:
         self._due: set[int] = set()  # coming checkpoints, by updates made
-        self._buffers: dict[int, Weights] = {}  # coming checkpoints and ends of epochs, by updates made
+        #: buffers by updates, of coming checkpoints and ends of epochs
+        self.recorded: dict[int, Weights] = {}
         self._read: dict[int, tuple[int, int, Key]] = {}  # micro-batch: batch, version, which weights
         self._weights: dict[Key, Weights] = {}
         #: micro-batches whose forward is still to be replayed
@@ -63,7 +64,7 @@ class ResumeState:
     def record_buffers(self, header: MicroBatch, buffers: Mapping[str, torch.Tensor]) -> None:
         """Keep the buffers after a batch's last forward, if they are needed after its update."""
         if header.ends_batch and not header.final and (header.ends_epoch or header.saved):
-            self._buffers[header.batch + 1] = dict(
+            self.recorded[header.batch + 1] = dict(
                 buffers
             )  # later forwards replace buffers, and do not write into them
             self._due |= {header.batch + 1} if header.saved else set()
@@ -74,7 +75,7 @@ class ResumeState:
 
     def buffers(self, updates: int) -> Weights | None:
         """The buffers after the last forward of the first ``updates`` batches; None if they are the current ones."""
-        return self._buffers.pop(updates, None)
+        return self.recorded.pop(updates, None)
 
     def hand_over(
         self, updates: int, kept: Mapping[int, Weights], keep: int | None, last: Mapping[str, LastStep]

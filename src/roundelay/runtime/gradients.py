@@ -51,6 +51,8 @@ class Gradients:
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
         self._count = 0.0
+        #: sums of a batch over this holder and those before it, in flat tensors, that are not handed on yet
+        self.carried: tuple[torch.Tensor, ...] = ()
         #: sums and count over all holders of the last batch that :meth:`total` was given
         self._total: tuple[Tensors, float] | None = None
         self._share = 0.0  # fraction of the batch's rows summed so far

@@ -241,21 +241,40 @@ def _boxed(context: Context, run: Run, channel: int) -> Parts:
 
 
 def do_sum(context: Context, run: Run) -> MicroBatch | None:
-    """Add the gradients of a batch to those of the holders before this one; the last one's sum is the total."""
-    before = [context.inbox.pop((channel, run.g)).values for channel, _ in run.takes]
-    parts: Parts = context.stage.gradients.added(*before or [()])  # type: ignore[arg-type]
+    """Add the gradients of a batch to those of the holders before this one, and hand the sum on."""
+    gradients = context.stage.gradients
+    before, gradients.carried = gradients.carried, ()
+    for channel, _ in run.takes:
+        before = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
+    parts = gradients.added(before)
     if not any(channel in context.partials for channel, _ in run.gives):
-        context.stage.gradients.total(_copied(parts) if run.gives else parts)
+        gradients.carried = _copied(parts) if run.gives else parts
     _hand_on(context, run, parts)
     return None
 
 
 def do_share(context: Context, run: Run) -> MicroBatch | None:
-    """Take the total for the next update, and pass it on."""
+    """Take the total for the next update, from this holder's own sum or from another, and pass it on."""
+    gradients = context.stage.gradients
+    parts, gradients.carried = gradients.carried, ()
     for channel, _ in run.takes:
-        parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-        context.stage.gradients.total(_copied(parts) if run.gives else parts)
-        _hand_on(context, run, parts)
+        parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
+    gradients.total(_copied(parts) if run.gives else parts)
+    _hand_on(context, run, parts)
+    return None
+
+
+def do_hold(context: Context, run: Run) -> MicroBatch | None:
+    """Take the state of the stage."""
+    for channel, _ in run.takes:
+        context.stage.take_state(run.version, context.inbox.pop((channel, run.g)).values)
+    return None
+
+
+def do_pass(context: Context, run: Run) -> MicroBatch | None:
+    """Hand on the state of the stage."""
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, (run.g, run.version), context.stage.pass_state(run.version))
     return None
 
 
@@ -293,7 +312,8 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
         context.skipped += 1
     context.stage.update(run.version, norm)
     if context.audit is not None:
-        context.audit("update", header.batch, context.stage.owned.weights)
+        copies = {name: weight.detach().clone() for name, weight in context.stage.owned.weights.items()}
+        context.audit("update", header.batch, copies)  # memory that numpy has seen cannot be freed by a state's way
     context.states.hand_over(context.stage, header, context.norms)
     return None
 
@@ -321,6 +341,8 @@ HANDLERS: dict[str, Handler] = {
     "deal": do_deal,
     "sum": do_sum,
     "share": do_share,
+    "hold": do_hold,
+    "pass": do_pass,
     "update": do_update,
 }
 

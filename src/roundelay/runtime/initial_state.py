@@ -36,8 +36,11 @@ class Initial:
     replica_buffers: tuple[Mapping[str, torch.Tensor], ...] = ()
 
     def flight_of(self, stage: int, holder: int = 0) -> StageInFlight | None:
-        """Return what one holder of a stage had in flight."""
-        return None if self.flight is None else self.flight[stage, holder]
+        """Return what one holder of a stage had in flight: where one makes the updates of all, what that one had."""
+        if self.flight is None:
+            return None
+        own = self.flight.get((stage, holder))
+        return own or next(flight for (of, _), flight in self.flight.items() if of == stage)
 
     @property
     def every_buffers(self) -> list[Mapping[str, torch.Tensor]]:

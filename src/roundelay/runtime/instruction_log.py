@@ -45,6 +45,6 @@ class InstructionLog:
         """
         self.events.append(event)
         self.first = max(self.first, event[0].g + 1 - self._kept)
-        while self.events[0][0].g < self.first:
+        while self.events and self.events[0][0].g < self.first:
             self.events.popleft()
             self.dropped += 1

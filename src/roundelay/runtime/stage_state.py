@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
+from roundelay.lower.channels import updater_of, wanders
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
@@ -31,7 +33,9 @@ from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
+from roundelay.runtime.wandering_state import Carried, WanderingState
 from roundelay.schedules import schedule_for
+from roundelay.transport.endpoint import Value
 from roundelay.weight_prediction import LastStep
 
 
@@ -61,6 +65,9 @@ class Stage:
         self.spec, self.place, self.holder = spec, place, holder
         #: which of the replicas it is of, and which worker of the mesh
         self.replica, self.part = replica, part = divmod(holder, plan.mesh_size)
+        if wanders(plan):  # each holder has all of the stage, while it has its state
+            self.replica = replica = 0
+            initial = initial if holder == updater_of(plan, spec.stage) else replace(initial, optimizer={})
         self.halved = schedule_for(rule_named(plan.rule), plan.layout).halved
         self.function = captured.stage(spec, place, halved=self.halved, part=part)
         self._parts = {"": self.function}
@@ -104,6 +111,8 @@ class Stage:
         self.in_flight = ResumeState(flight, place)
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
+        carried = Carried(self._kept, self.in_flight.recorded)
+        self._wandering = WanderingState(self.parameters, self.buffers, self.gradients, carried)
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
@@ -272,7 +281,21 @@ class Stage:
         """Hold versions from ``keep`` on, the oldest that a later forward reads, and drop the others."""
         self._keep = keep
         if self._kept:
-            self._kept = {v: w for v, w in self._kept.items() if self._keep is not None and v >= self._keep}
+            for version in [v for v in self._kept if self._keep is None or v < self._keep]:
+                del self._kept[version]
+
+    def leave_state(self) -> None:
+        """Have no weights at the beginning: another holder has the stage's state."""
+        self._wandering.leave()
+
+    def pass_state(self, version: int) -> tuple[Value, ...]:
+        """Hand on the stage's state, after so many updates, as a message."""
+        return self._wandering.pass_on(version, awaited=bool(self.tapes))
+
+    def take_state(self, version: int, message: tuple[Value, ...]) -> None:
+        """Take the stage's state from such a message."""
+        self._wandering.take(version, message)
+        self._leaves = None
 
     def live(self) -> Mapping[str, torch.Tensor]:
         """Return the newest weights; they must not be modified."""

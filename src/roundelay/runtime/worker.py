@@ -18,10 +18,10 @@ from roundelay.ir.exchange import all_reduce
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.ir.program import EDGES, OPCODES, Channel, Program
-from roundelay.ir.stage import Edge, Partition
+from roundelay.ir.program import EDGES, OPCODES, STATES, Channel, Program
+from roundelay.ir.stage import Edge, Partition, StageSpec
 from roundelay.job import Job
-from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm
+from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm, wanders
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import read
@@ -152,6 +152,7 @@ class _Worker:
         redone = _in_flight(task.initial, program, self.holder)
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
         self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
+        self.states_from = {c.id for c in program.channels if c.kind in STATES}
         self.links = {c.id: self._link(c) for c in program.channels}
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
@@ -190,7 +191,7 @@ class _Worker:
             norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
-            Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.holder),
+            self._stage(spec, program),
             task.seed,
             self.data,
             (*task.captured.graph.inputs, *task.captured.graph.batch),
@@ -206,6 +207,13 @@ class _Worker:
             scale.on,
             awaits_grad_norm(task.plan),
         )
+
+    def _stage(self, spec: StageSpec, program: Program) -> Stage:
+        task, number = self.task, spec.stage
+        stage = Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.holder)
+        if wanders(task.plan) and number not in program.holds:
+            stage.leave_state()
+        return stage
 
     def _link(self, channel: Channel) -> Link:
         """This worker's end of a channel."""
@@ -276,7 +284,10 @@ class _Worker:
         g = message.header[0]
         channel = message.channel
         self.contexts[self.targets[channel]].inbox[channel, g] = message
-        self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
+        if channel in self.states_from:
+            self.machine.arrive(channel, _UNKNOWN._replace(g=g, entry=message.header[1]))
+        else:
+            self.machine.arrive(channel, self.machine.header(g) or MicroBatch.of(message.header))
 
     def wait(self) -> None:
         """Wait until the endpoint receives something, and pass it to the machine.

@@ -5,7 +5,7 @@ A schedule is added by a file of this folder that registers it (and an update ru
 
 from roundelay.ir.rule import UpdateRule
 from roundelay.schedules import interleaved, one_stage, zero_bubble
-from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, Form, Seat, cyclic, holders_of
+from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, Form, Route, Seat, cyclic, holders_of
 from roundelay.schedules.schedule import SCHEDULES, Body, Schedule, actions, register_schedule, schedule_named
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "SCHEDULES",
     "Body",
     "Form",
+    "Route",
     "Schedule",
     "actions",
     "holders_of",

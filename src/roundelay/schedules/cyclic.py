@@ -7,6 +7,7 @@ backward of a stage, and a batch takes 2S steps. The forms differ in who compute
 ``single``  one worker all micro-batches, in turns
 ``dp``      worker i micro-batch i, all stages; gradients go from worker to worker as they arise
 ``mp``      each worker one stage, of which ceil(N (S - k) / S) workers take the micro-batches in turns
+``zero``    worker i micro-batch i, all stages; each stage's state goes from worker to worker, where it is needed
 =========== =========================================================================================
 
 ::
@@ -14,6 +15,10 @@ backward of a stage, and a batch takes 2S steps. The forms differ in who compute
     cdp-v2, N = S = 3, the second worker of dp (A: adds to the sum of the workers before, T: gets the total)
     |F0 T1 U1 F1 T2 U2 F2 B2 A2 B1 A1 B0 A0 T0 U0
     (Letters with stages; T and U are of the batch before.)
+
+In ``zero``, ceil(S / N) neighbouring stages make a group, and a time slot is as long as a forward or backward of one:
+worker i is at group G in the slots 2i + G, forward, and 2i + 2N - 1 - G, backward, so that in each slot every worker is
+at another group.
 
 A rule's table says which forwards read W[t]. An update comes right before the first of the worker's forwards that does,
 or, if none does, after its last backward: so a worker that has one micro-batch needs one version of the weights.
@@ -27,7 +32,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from roundelay.ir.action import Action
+from roundelay.ir.action import Action, Kind
 from roundelay.schedules.schedule import Body, Schedule
 
 Table = Callable[[int, int], bool]
@@ -128,22 +133,102 @@ def _passes(one: _Round) -> list[Halves]:
     """The actions of a round, by micro-batch.
 
     The total of the batch before is shared, and the update made, before the first forward that reads W[t]; if none
-    is, the update comes after the last backward, and the sharing after the first one.
+    does, the update comes after the last backward. A total of others is shared after the first backward at the latest.
     """
-    first_fresh = one.fresh.index(True) if True in one.fresh else len(one.own)
-    shared = [] if one.had else [Action(one.stage, "T", one.end - one.size)]
-    updated, summed = Action(one.stage, "U", one.end - one.size), Action(one.stage, "A", one.end)
+    end, first_fresh = len(one.own) - 1, one.fresh.index(True) if True in one.fresh else len(one.own)
+    shared, updated = (Action(one.stage, kind, one.end - one.size) for kind in ("T", "U"))
+    at = min(first_fresh, end) if one.had else 0  # where the sharing stands
     passes: list[Halves] = []
     for n, g in enumerate(one.own):
-        before, after = [Action(one.stage, "F", g)], [Action(one.stage, "B", g)]
-        if n == first_fresh:
-            before = [*(shared if n == 0 else ()), updated, *before]
-        closing = [summed] if n + 1 == len(one.own) else []
-        late = [updated] if closing and first_fresh == len(one.own) else []
-        late = [*(shared if n == 0 < first_fresh else ()), *late]
-        after += [*late, *closing] if one.had or one.last else [*closing, *late]  # it has room for one total
-        passes.append((before, after))
+        early = [shared] * (n == at == first_fresh) + [updated] * (n == first_fresh)
+        late = [shared] * (n == at != first_fresh) + [updated] * (n == end < first_fresh)
+        summed = [Action(one.stage, "A", one.end)] * (n == end)
+        closing = [*late, *summed] if one.had or one.last else [*summed, *late]  # there is room for one total
+        passes.append(([*early, Action(one.stage, "F", g)], [Action(one.stage, "B", g), *closing]))
     return passes
+
+
+def _wandering(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+    """One micro-batch of each batch on each worker, with the states of stages handed from worker to worker.
+
+    An update is made by the first worker that a stage's state comes to after the batch's last backward.
+    """
+    actions: list[Action] = []
+    for stage in stages:
+        route = Route(stage, num_stages, seat.size)
+        before = [Action(stage, "T", -1), Action(stage, "U", -1)] if route.updater == seat.holder else []
+        actions += [*route.held("h", seat.holder), *before, Action(stage, "F", 0), *route.passed("p", seat.holder)]
+    for stage in reversed(stages):
+        route = Route(stage, num_stages, seat.size)
+        done = Action(stage, "B", 0), Action(stage, "A", 0)
+        actions += [*route.held("H", seat.holder), *done, *route.passed("P", seat.holder)]
+    return Body(1, tuple(actions))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the state of a stage goes in ``zero``.
+
+    Args:
+        stage: k.
+        num_stages: S.
+        size: N, workers.
+    """
+
+    stage: int
+    num_stages: int
+    size: int
+
+    @property
+    def group(self) -> int:
+        """The group of stages that the stage is of; the last group is full."""
+        return self.size - 1 - (self.num_stages - 1 - self.stage) // -(-self.num_stages // self.size)
+
+    @property
+    def updater(self) -> int:
+        """The worker that makes the stage's updates, and keeps its optimizer's state."""
+        return self.size - 1 - self.group
+
+    @property
+    def start(self) -> int:
+        """The worker that has the state in slot 0."""
+        return next(
+            w for w in range(self.size) if any(self.slot(back, w) % (2 * self.size) == 0 for back in (False, True))
+        )
+
+    def slot(self, back: bool, worker: int) -> int:
+        """The time slot of a worker's forward, or backward, of the first batch."""
+        return 2 * worker + (2 * self.size - 1 - self.group if back else self.group)
+
+    def following(self, back: bool, worker: int) -> tuple[int, int]:
+        """Who needs the state after a worker's backward, for a forward, or after its forward, for a backward.
+
+        Returns:
+            The worker, and of how many batches later.
+        """
+        other = (worker - self.group if back else worker + self.group + 1) % self.size
+        slots = self.slot(back, worker) + 1 - self.slot(not back, other)
+        return other, slots // (2 * self.size)
+
+    def within(self, back: bool, worker: int) -> tuple[int, int]:
+        """By how many batches a worker gets the state beyond the first and the last batch.
+
+        The way begins in slot 0, and ends with the update of the last batch.
+        """
+        slot, period = self.slot(back, worker), 2 * self.size
+        end = period + self.slot(False, self.updater)  # of the update, a period later than the batch's slots
+        return -((slot - 1) // period), (end - slot) // period
+
+    def held(self, kind: Kind, worker: int) -> list[Action]:
+        """Waiting for the state before a forward (``h``) or backward (``H``), unless the worker has it."""
+        back = kind == "H"
+        source = next(w for w in range(self.size) if self.following(not back, w)[0] == worker)
+        return [] if source == worker else [Action(self.stage, kind, 0)]
+
+    def passed(self, kind: Kind, worker: int) -> list[Action]:
+        """Handing the state on after a forward (``p``) or backward (``P``), numbered as whoever gets it does."""
+        other, later = self.following(kind == "P", worker)
+        return [] if other == worker else [Action(self.stage, kind, later)]
 
 
 def cyclic(layout: str, seat: Seat) -> Schedule:
@@ -168,7 +253,8 @@ class Form:
         stages_per_worker: how many stages a worker runs; 0 for all.
         replicates: whether each micro-batch has a replica of the pipeline.
         deals: whether the holders of a stage take micro-batches in turns.
-        sums: whether they hand on sums of gradients.
+        sums: whether they sum gradients over time.
+        wanders: whether the states of stages go from holder to holder.
     """
 
     body: Callable[[Seat, Sequence[int], int, int], Body]
@@ -177,6 +263,7 @@ class Form:
     replicates: bool = False
     deals: bool = False
     sums: bool = False
+    wanders: bool = False
 
 
 PIPELINE = "pipeline"
@@ -186,5 +273,6 @@ LAYOUTS = {
     "single": Form(_single),
     "dp": Form(_replicated, replicates=True, sums=True),
     "mp": Form(_dealt, place=lambda num_stages: tuple(range(num_stages)), stages_per_worker=1, deals=True, sums=True),
+    "zero": Form(_wandering, replicates=True, sums=True, wanders=True),
 }
 """The forms of cyclic data parallelism, by name of the layout."""

@@ -10,8 +10,8 @@ from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.program import Window
 
-ONCE_A_BATCH = "ATU"
-"""Kinds of actions that act on a batch."""
+ONCE_A_BATCH, HANDING_ON = "ATU", "hHpP"
+"""Kinds of actions that act on a batch, and those that no order of computing depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,8 @@ def actions(
         complete: dict[int, list[int]] = {}
         for action in body.over(count):
             g = start + action.number
+            if action.kind in HANDING_ON:
+                continue
             if action.kind in ONCE_A_BATCH:
                 result += [Action(action.stage, action.kind, ends[g])] if g in ends else []
                 continue
