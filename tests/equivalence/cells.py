@@ -187,6 +187,7 @@ class Bench:
         self.captured: Captured = capture(self.job())
         self._templates: dict[int, Plan] = {}
         self._on_mesh: dict[tuple[Any, ...], Plan] = {}
+        self._in_layout: dict[tuple[Any, ...], Plan] = {}
 
     def job(self, optimizer: Callable[[Named], Optimizer] = _adamw, **more: Any) -> Job:
         """The model's job with an optimizer; ``more`` are further fields of a job."""
@@ -256,6 +257,26 @@ class Bench:
                 **({} if variant.predictor == "none" else {"predictor": variant.predictor}),
             )
         return Plan.parse(self._on_mesh[asked].text())
+
+    def in_layout(self, layout: str, rule: str, size: int, stages: int, transport: str = "memory") -> Plan:
+        """A plan of a form of cyclic data parallelism with N micro-batches, as planned and read from a file."""
+        asked = layout, rule, size, stages
+        if asked not in self._in_layout:
+            self._in_layout[asked] = plan(
+                self.job(),
+                layout=layout,
+                rule=rule,
+                micro_batches=size,
+                stages=stages,
+                captured=self.captured,
+                deadline_s=DEADLINE_S,
+                cuts="roofline",
+            )
+        link = transport_named(transport)
+        here = dataclasses.replace(
+            self._in_layout[asked], transport=transport, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s
+        )
+        return Plan.parse(here.text())
 
     def restore(self) -> None:
         """The weights and buffers that the model was built with."""

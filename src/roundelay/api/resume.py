@@ -101,6 +101,7 @@ def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
     return {
         "workers": str(plan.num_workers),
         "replicas": str(plan.replicas),
+        "layout": plan.layout,
         "micro-batches": str(plan.micro_batches),
         "rule": plan.rule,
         "predictor": plan.predictor,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.errors import UsageError
+from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.lower.channels import schedule_of
 from roundelay.runtime.checkpoint_schedule import Extent
 
 
@@ -22,8 +24,8 @@ class Length:
     epochs: int | None = None
 
 
-def extent(job: Job, length: Length, start: Checkpoint | None, replicas: int = 1) -> Extent:
-    """The range of the data that a training reads.
+def extent(job: Job, length: Length, start: Checkpoint | None, plan: Plan | None = None) -> Extent:
+    """The range of the data that a training reads by a plan, or by one with a replica.
 
     Raises:
         UsageError: the length is not positive, or the checkpoint has already reached it.
@@ -44,5 +46,7 @@ def extent(job: Job, length: Length, start: Checkpoint | None, replicas: int = 1
             expected="more epochs than the checkpoint has",
             remedy=f"Give --epochs {position.epoch + 1} or more, or --steps.",
         )
-    g = -(-position.micro_batches // replicas)  # no number is given twice where there were other replicas before
+    g = -(-position.micro_batches // (1 if plan is None else plan.replicas))  # no number is given twice
+    if plan is not None and schedule_of(plan).window == "slots":
+        g += -g % plan.micro_batches  # batches begin at multiples of their size
     return Extent(g, position.updates, position.epoch, position.batches_into_epoch, steps, epochs)

@@ -207,7 +207,7 @@ class Session:
                 check_split(job, list(captured.model.named_parameters()), dims)
         if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
-        self.extent = extent(job, length, start, plan.replicas)
+        self.extent = extent(job, length, start, plan)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan, captured)
         flight = None if start is None else start.flight

@@ -321,7 +321,9 @@ def _reference(
             return whole
         states = result.optimizer_state
         extent = Extent(
-            result.updates * plan.micro_batches if slots else max(whole.losses) // plan.replicas + 1,
+            extent.start_g + (result.updates - extent.start_batch) * plan.micro_batches
+            if slots
+            else max(whole.losses) // plan.replicas + 1,
             result.updates,
             extent.start_epoch + 1,
             0,

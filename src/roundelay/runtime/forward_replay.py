@@ -25,9 +25,11 @@ class ResumeState:
     Args:
         start: what was in flight at the checkpoint from which the run resumes; None if the stage starts empty.
         place: the stage's device.
+        anew: whether a resumed run begins a batch anew, with the version before the newest where a forward reads it.
     """
 
-    def __init__(self, start: StageInFlight | None, place: torch.device = CPU) -> None:
+    def __init__(self, start: StageInFlight | None, place: torch.device = CPU, *, anew: bool = False) -> None:
+        self._anew = anew
         self._due: set[int] = set()  # coming checkpoints, by updates made
         #: buffers by updates, of coming checkpoints and ends of epochs
         self.recorded: dict[int, Weights] = {}
@@ -51,7 +53,7 @@ class ResumeState:
 
     def record_forward(self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a forward's weights if a checkpoint needs them."""
-        if self._due:
+        if self._due and not self._anew:
             key = run.reads, run.distance, ANY
             if key in self._weights and not _same(
                 self._weights[key], weights
@@ -63,7 +65,8 @@ class ResumeState:
 
     def record_buffers(self, header: MicroBatch, buffers: Mapping[str, torch.Tensor]) -> None:
         """Keep the buffers after a batch's last forward, if they are needed after its update."""
-        if header.ends_batch and not header.final and (header.ends_epoch or header.saved):
+        last = header.ends_batch or self._anew  # of this holder, if it comes to be the last
+        if last and not header.final and (header.ends_epoch or header.saved):
             self.recorded[header.batch + 1] = dict(
                 buffers
             )  # later forwards replace buffers, and do not write into them

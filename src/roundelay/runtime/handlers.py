@@ -310,7 +310,7 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     if context.scaled and not context.finite:
         context.stage.gradients.drop()
         context.skipped += 1
-    context.stage.update(run.version, norm)
+    context.stage.update(run.version, norm, saved=bool(header.saved))
     if context.audit is not None:
         copies = {name: weight.detach().clone() for name, weight in context.stage.owned.weights.items()}
         context.audit("update", header.batch, copies)  # memory that numpy has seen cannot be freed by a state's way

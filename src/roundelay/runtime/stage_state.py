@@ -25,7 +25,8 @@ from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
-from roundelay.lower.channels import updater_of, wanders
+from roundelay.lower.channels import schedule_of, updater_of, wanders
+from roundelay.lower.emit import reads
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
@@ -65,7 +66,8 @@ class Stage:
         self.spec, self.place, self.holder = spec, place, holder
         #: which of the replicas it is of, and which worker of the mesh
         self.replica, self.part = replica, part = divmod(holder, plan.mesh_size)
-        if wanders(plan):  # each holder has all of the stage, while it has its state
+        self._wanders = wanders(plan)
+        if self._wanders:  # each holder has all of the stage, while it has its state
             self.replica = replica = 0
             initial = initial if holder == updater_of(plan, spec.stage) else replace(initial, optimizer={})
         self.halved = schedule_for(rule_named(plan.rule), plan.layout).halved
@@ -108,7 +110,10 @@ class Stage:
         self._predictions = PredictedWeights(
             plan.predictor, self.steps.optimizer, self.owned.weights, self.steps.rates, self.gradients, last
         )
-        self.in_flight = ResumeState(flight, place)
+        anew = schedule_of(plan).window == "slots"
+        self.in_flight = ResumeState(flight, place, anew=anew)
+        self._reads_older = anew and bool(reads(plan, rule_named(plan.rule), spec.stage, holder))
+        self._before: Weights = {}  # the weights before an update that a checkpoint follows
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them
         carried = Carried(self._kept, self.in_flight.recorded)
@@ -233,7 +238,7 @@ class Stage:
             )
         return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
 
-    def update(self, version: int, norm: float | None = None) -> None:
+    def update(self, version: int, norm: float | None = None, *, saved: bool = False) -> None:
         """Run one optimizer step with the batch's gradients.
 
         Weights that a tape holds or a later forward will read are not modified: the step then works on a copy, and the
@@ -242,14 +247,18 @@ class Stage:
         Args:
             version: updates made before.
             norm: 2-norm of the whole model's gradient to clip by, if the plan says so and one is known.
+            saved: whether a checkpoint follows.
 
         Raises:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         for name, gradient in self.gradients.whole(norm).items():
             self.owned.weights[name].grad = gradient
+        if self._wanders:  # what reads older versions, anywhere, is done
+            self._hold_from(None if self._keep is None else version)
         if self._keep is not None and self._keep <= version:
             self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
+        self._before = {n: p.detach() for n, p in self.parameters.items()} if saved and self._reads_older else {}
         held, self._leaves = self._held(), None
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
@@ -273,6 +282,7 @@ class Stage:
         kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
         return (
             kept
+            | {weight.data_ptr() for weight in self._before.values()}
             | self.in_flight.held_addresses()
             | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
         )
@@ -351,6 +361,10 @@ class Stage:
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
+        if self._reads_older:
+            if self._wanders:  # whose memory is freed when the state goes on
+                self._before = {name: weight.clone() for name, weight in self._before.items()}
+            return self.in_flight.hand_over(updates, {updates - 1: self._before}, updates - 1, self._predictions.last)
         return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
 
 

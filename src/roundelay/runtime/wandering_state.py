@@ -17,8 +17,6 @@ from roundelay.runtime.gradients import Gradients
 from roundelay.transport.endpoint import Value
 
 Weights = dict[str, torch.Tensor]
-NONE = -1
-"""In place of a version that is not there."""
 
 
 @dataclass(slots=True)
@@ -78,8 +76,8 @@ class WanderingState:
             for weight in (weight for weights in versions.values() for weight in weights.values()):
                 _resize(weight, 0)
         buffers = [b.contiguous() for own in (self._buffers, *carried.recorded.values()) for b in own.values()]
-        older, updates = [next(iter(found), NONE) for found in (carried.kept, carried.recorded)]
-        message: tuple[Value, ...] = (older, updates, *flat, *buffers, *self._gradients.carried)
+        numbers = [(len(found), *found) for found in (carried.kept, carried.recorded)]
+        message: tuple[Value, ...] = (*numbers[0], *numbers[1], *flat, *buffers, *self._gradients.carried)
         carried.recorded.clear()
         self._gradients.carried = ()
         self.leave()
@@ -87,19 +85,21 @@ class WanderingState:
 
     def take(self, version: int, message: tuple[Any, ...]) -> None:
         """Take the state from a message of :meth:`pass_on`."""
-        (older, updates), parts = message[:2], list(message[2:])
+        parts = iter(message)
+
+        def numbers() -> list[int]:
+            return [next(parts) for _ in range(next(parts))]
 
         def named(names: Mapping[str, Any]) -> Weights:
-            own = dict(zip(names, parts, strict=False))
-            del parts[: len(own)]
-            return own
+            return {name: next(parts) for name in names}
 
+        older, updates = numbers(), numbers()
         newest = self._filled(version, named(self._like))
         for name, parameter in self._parameters.items():
             parameter.data = newest[name]
-        self._carried.kept |= {older: self._filled(older, named(self._like))} if older != NONE else {}
+        self._carried.kept |= {known: self._filled(known, named(self._like)) for known in older}
         self._buffers |= named(self._buffers)
-        self._carried.recorded |= {updates: named(self._buffers)} if updates != NONE else {}
+        self._carried.recorded |= {due: named(self._buffers) for due in updates}
         self._gradients.carried, self._emptied = tuple(parts), {}
 
     def _filled(self, version: int, flat: Weights) -> Weights:

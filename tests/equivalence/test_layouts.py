@@ -1,0 +1,166 @@
+"""Cyclic data parallelism in its four forms: each computes what the one-process reference does, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from roundelay.api.training import Length, Session, Trained
+from roundelay.errors import PlanError
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import UpdateRule, register_rule
+from roundelay.schedules import LAYOUTS
+from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Bench, allowed, assert_same, bench
+from tests.zoo import MODELS
+
+register_rule(
+    UpdateRule(
+        name="fresh-on-the-last-stage",
+        schedule="async-1f1b",
+        predicts=False,
+        stashes=True,
+        modes=("stash",),
+        source="a test",
+        versions="table",
+        fresh=lambda micro_batch, stage, num_stages: stage == num_stages and micro_batch >= 3,
+    )
+)
+register_rule(
+    UpdateRule(
+        name="checkerboard",
+        schedule="async-1f1b",
+        predicts=False,
+        stashes=True,
+        modes=("stash",),
+        source="a test",
+        versions="table",
+        fresh=lambda micro_batch, stage, num_stages: (micro_batch + stage) % 2 == 0,
+    )
+)
+RULES = ("cdp-v1", "cdp-v2", "fresh-on-the-last-stage")
+SIZES = [(n, s) for n in (2, 3, 4, 5) for s in sorted({1, n, 2 if n == 3 else 3})]
+LARGE = [(layout, n) for layout in ("single", "dp") for n in (6, 7, 8)]
+
+
+def held(place: Bench, plan: Plan, optimizer: str = "momentum", **options: Any) -> None:
+    found = place.verify(plan, place.job(OPTIMIZERS[optimizer]), **options)
+    assert found.equal, found.difference
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("size", "stages"), SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_computes_what_its_reference_does(
+    layout: str, size: int, stages: int, rule: str, optimizer: str
+) -> None:
+    place = bench("batchnorm" if optimizer == "adamw" else "mlp")
+    held(place, place.in_layout(layout, rule, size, stages), optimizer)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize(("layout", "size"), LARGE)
+def test_up_to_eight_micro_batches(layout: str, size: int, rule: str) -> None:
+    place = bench("mlp")
+    held(place, place.in_layout(layout, rule, size, 4))
+
+
+@pytest.mark.parametrize("model", ["tied_head", "token_mean", "dropout_heavy", "frozen", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_of_other_kinds(layout: str, model: str) -> None:
+    place = bench(model)
+    held(place, place.in_layout(layout, "cdp-v2", 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "transport"),
+    [
+        ("single", "shm"),
+        ("dp", "shm"),
+        ("mp", "shm"),
+        ("zero", "shm"),
+        ("dp", "gloo"),
+        ("mp", "gloo"),
+        ("zero", "gloo"),
+    ],
+)
+def test_between_processes(layout: str, transport: str) -> None:
+    place = bench("batchnorm")
+    held(place, place.in_layout(layout, "cdp-v2", 3, 3, transport))
+
+
+@functools.cache
+def trained(layout: str, rule: str, model: str = "mlp") -> Trained:
+    """Three updates in a layout of three micro-batches and stages, or in the pipeline."""
+    place = bench(model)
+    pipeline = layout == "pipeline"
+    variant = VARIANTS[rule]
+    plan = place.plan(variant, 3, allowed(variant, 3, 3)) if pipeline else place.in_layout(layout, rule, 3, 3)
+    if pipeline:
+        ends = [stage.segments for stage in place.in_layout("dp", rule, 3, 3).stages]
+        plan = replace(
+            plan, stages=tuple(replace(stage, segments=own) for stage, own in zip(plan.stages, ends, strict=True))
+        )
+    return run(place, plan)
+
+
+def run(place: Bench, plan: Plan) -> Trained:
+    """Three updates from the first weights on."""
+    place.restore()
+    session = Session(place.job(OPTIMIZERS["adamw"]), place.captured, plan, 0, Length(steps=3))
+    return session.run(notify=lambda event: None)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("layout", ["single", "dp", "zero"])
+def test_forms_that_sum_in_one_order_have_the_pipelines_bits(layout: str, rule: str) -> None:
+    assert_same(trained(layout, rule), trained("pipeline", rule))
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+def test_mp_sums_in_another_order_and_is_near(rule: str) -> None:
+    entry = MODELS["mlp"]
+    batches = [_doubled(batch) for batch in entry.batches(0, STEPS)]
+    place = Bench(entry, entry.build(0).double(), batches)
+    ours, theirs = (run(place, place.in_layout(layout, rule, 3, 2)).snapshot.parameters for layout in ("mp", "dp"))
+    assert not all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0.0, atol=1e-12) for name in ours)
+
+
+def _doubled(value: Any) -> Any:
+    """A batch with its numbers in double precision."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    return type(value)([_doubled(part) for part in value])
+
+
+@pytest.mark.parametrize("layout", ["single", "zero"])
+def test_what_the_timing_cannot_give_is_refused_with_the_first_place(layout: str) -> None:
+    place = bench("mlp")
+    with pytest.raises(PlanError, match="stage 0, forward of micro-batch"):
+        place.in_layout(layout, "checkerboard", 3, 3)
+
+
+@pytest.mark.parametrize("layout", ["dp", "mp"])
+def test_forms_that_can_wait_run_any_rule(layout: str) -> None:
+    place = bench("mlp")
+    held(place, place.in_layout(layout, "checkerboard", 3, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_worker_of_dp_and_mp_has_statistics_of_its_own(layout: str) -> None:
+    buffers = trained(layout, "cdp-v2", "batchnorm").snapshot
+    assert len(buffers.replica_buffers) == {"dp": 2, "mp": 2}.get(layout, 0)
+    assert all(
+        any(not torch.equal(own[name], buffers.buffers[name]) for name in own) for own in buffers.replica_buffers
+    )
+
+
+def test_short_batches_are_among_them() -> None:
+    rows = [len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0]) for batch in bench("mlp").batches]
+    assert len(rows) == STEPS
+    assert min(rows) < max(SIZES)[0] < max(rows)

@@ -1,0 +1,37 @@
+"""Checkpoints of cyclic layouts: a run goes on from each of them, in every form, as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roundelay.api.events import Drained, Event
+from roundelay.api.training import Length, Saving
+from roundelay.checkpoint.checkpoint import load
+from tests.equivalence.cells import bench
+from tests.resume.cuts import Trip, differences, every_checkpoint
+
+STEPS = 8
+
+
+def trip_of(layout: str, rule: str, model: str) -> Trip:
+    place = bench(model)
+    plan = place.in_layout(layout, rule, 3, 3)
+    return Trip(place.job, place.captured, plan, Length(steps=STEPS), place.restore)
+
+
+@pytest.mark.parametrize("model", ["batchnorm", "mlp"])
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("layout", ["single", "dp", "mp", "zero"])
+def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, rule: str, model: str
+) -> None:
+    trip = trip_of(layout, rule, model)
+    with every_checkpoint(monkeypatch, tmp_path):
+        whole = trip.whole(Saving(path=tmp_path, every=1))
+    for updates in range(1, STEPS):
+        start = load(tmp_path / str(updates))
+        told: list[Event] = []
+        assert differences(whole, trip.rest(start, told), start) == []
+        assert not [event for event in told if isinstance(event, Drained)]
