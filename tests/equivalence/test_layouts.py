@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from roundelay.api.training import Length, Session, Trained
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, register_rule
+from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper_sums import SUM_WAYS
 from roundelay.schedules import LAYOUTS
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Bench, allowed, assert_same, bench
 from tests.zoo import MODELS
@@ -164,3 +166,24 @@ def test_short_batches_are_among_them() -> None:
     rows = [len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0]) for batch in bench("mlp").batches]
     assert len(rows) == STEPS
     assert min(rows) < max(SIZES)[0] < max(rows)
+
+
+@pytest.mark.parametrize("way", [*WAYS, *SUM_WAYS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_broken_run_is_noticed(layout: str, way: str) -> None:
+    place = bench("dropout_heavy")
+    plan = place.in_layout(layout, "cdp-v2", 3, 3)
+    if layout == "single" and way == "hop":
+        with pytest.raises(UsageError, match="hand on sums"):
+            place.verify(plan, tamper=way)
+    else:
+        found = place.verify(plan, tamper=way)
+        assert not found.equal
+        assert found.stage >= 0
+
+
+def test_a_sum_is_tampered_with_in_layouts_only() -> None:
+    place = bench("mlp")
+    for plan in (place.plan(VARIANTS["cdp-v2"], 2, 3), place.in_layout("dp", "cdp-v2", 2, 2)):
+        with pytest.raises(UsageError, match="3 micro-batches"):
+            place.verify(plan, tamper="sum-order")

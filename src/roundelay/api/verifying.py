@@ -195,9 +195,8 @@ def verify_session(
     handlers: dict[int, dict[str, Handler]] = {}
     if tamper is not None:
         graph, batches, plan = session.captured.graph, session.extent.batches, session.plan
-        along = max(plan.replicas, *plan.mesh.values(), 1)
-        victim = tampered_stage(tamper, graph, session.partition, batches, along)
-        handlers[victim] = tampered_handlers(tamper, plan.replicas * plan.mesh_size)
+        victim = tampered_stage(tamper, graph, session.partition, batches, plan)
+        handlers[victim] = tampered_handlers(tamper, plan, victim)
         session.programs = tampered_programs(tamper, session.programs, victim)
     kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
     with deterministic(session.plan.devices):

@@ -39,7 +39,7 @@ from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import write_trace
 from roundelay.page.run_page import run_page
-from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS, check_tamper
+from roundelay.runtime.tamper import ALL_WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import LEGEND, staircase
 
@@ -153,9 +153,7 @@ def verify_command(
     seed: o.Seed = 0,
     plan_file: o.PlanFile = None,
     resume: o.Resume = None,
-    tamper: Annotated[
-        str | None, typer.Option(help="Break the run on purpose: " + ", ".join([*WAYS, *EXCHANGE_WAYS]) + ".")
-    ] = None,
+    tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(ALL_WAYS) + ".")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference."""

@@ -133,6 +133,15 @@ class Gradients:
         assert self._total is None, "each total has its update before the next one comes"
         self._total = self._buckets[REPLICAS].unpack(parts)
 
+    def replaced(self, sums: tuple[Tensors, float] | None) -> tuple[Tensors, float]:
+        """Return the sums of the batch that is updated next, and put others in their place if given; only to tamper."""
+        before = self._complete()
+        if sums is not None and self._total is not None:
+            self._total = sums
+        elif sums is not None:
+            (self._sums, self._count), self._own = sums, set()
+        return before
+
     def _complete(self) -> tuple[Tensors, float]:
         """The sums of the batch that is updated next, and what the losses have counted."""
         return (self._sums, self._count) if self._total is None else self._total

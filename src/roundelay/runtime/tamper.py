@@ -1,6 +1,6 @@
 """Breaks a run on purpose, to show that ``verify`` reports it.
 
-Each way but ``exchange-order`` replaces handlers of one stage, of its last holder, by ones that do something wrong:
+Each way but the orders of sums replaces handlers of one stage, of its last holder, by ones that do something wrong:
 
 ==================  ==========================================================================
 ``stash``           backward differentiates at the weights of the version before
@@ -11,7 +11,12 @@ Each way but ``exchange-order`` replaces handlers of one stage, of its last hold
 ``box``             the holder goes on with what it has itself: an exchange is left out
 ``stale-shard``     one holder's part of what is exchanged is that of the exchange before
 ``exchange-order``  what the holders have is summed in another order
+``hop``             a sum of gradients is handed on without what the holder should add
+``stale-sum``       an update is made with the sums of the batch before
+``sum-order``       gradients are summed in another order
 ==================  ==========================================================================
+
+The last three are for the layouts of cyclic data parallelism. Where one holder makes the updates of all, it is broken.
 """
 
 from __future__ import annotations
@@ -26,12 +31,15 @@ from roundelay.errors import UsageError, counted
 from roundelay.frontend import RngKey
 from roundelay.ir.graph import Graph
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import REPLICAS
+from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import Channel, Program
 from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
+from roundelay.lower.channels import updater_of
 from roundelay.runtime.exchange import Parts
-from roundelay.runtime.handlers import STATES, Context, Handler, do_forward, do_unbox, do_update
+from roundelay.runtime.handlers import HANDLERS, STATES, Context, Handler, do_forward, do_unbox, do_update
+from roundelay.runtime.tamper_sums import HOP, SUM_ORDER, SUM_WAYS, tampered_sums
+from roundelay.schedules import LAYOUTS
 
 
 class _Worker:
@@ -197,20 +205,27 @@ EXCHANGE_WAYS = (*_EXCHANGES, ORDER)
 """Those that act where several holders of a stage exchange something."""
 
 
-def tampered_handlers(way: str, holders: int = 1) -> dict[str, Handler]:
-    """Handlers of a stage that break a run with so many holders of each, in the last one."""
+ALL_WAYS = (*WAYS, *EXCHANGE_WAYS, *SUM_WAYS)
+"""Every way."""
+
+
+def tampered_handlers(way: str, plan: Plan, stage: int) -> dict[str, Handler]:
+    """Handlers of a stage that break a run: in the last of its holders, or in the one that makes its updates."""
     if way == ORDER:
         return {}
-    broken = (_CLASSES | _EXCHANGES)[way]()
+    holders, updater = len(plan.stages[stage].workers), updater_of(plan, stage)
+    victim = holders - 1 if updater is None else updater
+    if way in SUM_WAYS:
+        wrong = tampered_sums(way, holders, several=plan.micro_batches > 1 and holders == 1)
+        victim = holders - 1 if way == HOP else victim
+    else:
+        broken = (_CLASSES | _EXCHANGES)[way]()
+        wrong = {"forward": broken.forward, "update": broken.update, "unbox": broken.unbox}
 
-    def in_last(wrong: Handler, right: Handler) -> Handler:
-        return lambda context, run: (wrong if context.stage.holder == holders - 1 else right)(context, run)
+    def in_victim(opcode: str) -> Handler:
+        return lambda context, run: (wrong if context.stage.holder == victim else HANDLERS)[opcode](context, run)
 
-    return {
-        "forward": in_last(broken.forward, do_forward),
-        "update": in_last(broken.update, do_update),
-        "unbox": in_last(broken.unbox, do_unbox),
-    }
+    return wrong if way == SUM_ORDER else {opcode: in_victim(opcode) for opcode in wrong}
 
 
 def tampered_programs(way: str, programs: Sequence[Program], stage: int) -> tuple[Program, ...]:
@@ -237,12 +252,12 @@ def check_tamper(tamper: str | None) -> None:
     Raises:
         UsageError: the way is unknown.
     """
-    if tamper is not None and tamper not in (*WAYS, *EXCHANGE_WAYS):
-        known = "one of " + ", ".join([*WAYS, *EXCHANGE_WAYS])
+    if tamper is not None and tamper not in ALL_WAYS:
+        known = "one of " + ", ".join(ALL_WAYS)
         raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
 
 
-def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, along: int = 1) -> int:
+def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, plan: Plan) -> int:
     """The stage to break: the last one at which the way makes a difference.
 
     Args:
@@ -250,11 +265,13 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         graph: of the model.
         stages: its stages.
         batches: updates of the run; None if their number is not known.
-        along: the most holders that exchange something with each other.
+        plan: has the holders of stages, and the micro-batches.
 
     Raises:
         UsageError: the way makes no difference anywhere.
     """
+    _check_sums(way, plan)
+    along = 1 if plan.layout in LAYOUTS else max(plan.replicas, *plan.mesh.values(), 1)
     least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
     if along < least.get(way, 1):
         raise UsageError(
@@ -273,6 +290,7 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
     for spec in reversed(stages.stages):
         draws = any(op.draws >= 0 for part in spec.segments for op in graph.ops[part.start : part.stop])
         trains = any(graph.parameters[n].trainable for n in spec.parameters)
+        trains = trains and (way != SUM_ORDER or _added(plan, spec.stage) > 2)
         if draws if way == "rng" else trains:
             return spec.stage
     raise UsageError(
@@ -281,3 +299,28 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         expected="a model on which it makes a difference",
         remedy="Choose another way to tamper.",
     )
+
+
+def _added(plan: Plan, stage: int) -> int:
+    """How many sums of a stage are added one after another: of micro-batches, or of holders."""
+    return max(plan.micro_batches if len(plan.stages[stage].workers) == 1 else 1, len(plan.stages[stage].workers))
+
+
+def _check_sums(way: str, plan: Plan) -> None:
+    """Refuse a way to tamper with sums where they are not made so.
+
+    Raises:
+        UsageError: the plan has another layout, or too few gradients are added.
+    """
+    if way not in SUM_WAYS:
+        return
+    sums = plan.layout in LAYOUTS and (way != HOP or LAYOUTS[plan.layout].sums)
+    if not sums or (way == SUM_ORDER and plan.batch_parts < 3):
+        raise UsageError(
+            f"--tamper {way}",
+            got=f"layout {plan.layout} of {counted(plan.batch_parts, 'micro-batch')}",
+            expected="a layout of cyclic data parallelism"
+            + (" of 3 micro-batches or more" if way == SUM_ORDER else "")
+            + (", other than single, in which holders hand on sums" if way == HOP else ""),
+            remedy="Give --layout dp --micro-batches 3, or another way to tamper.",
+        )
