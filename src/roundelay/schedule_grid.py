@@ -9,22 +9,32 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES
 from roundelay.ir.rule import rule_named
-from roundelay.lower.channels import schedule_of
+from roundelay.lower.channels import form_of, schedule_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.simulator import Interval, simulate
 
 _LETTERS = {opcode: OPCODES[opcode].letter for opcode in ("forward", "backward", "backward-weight")}
 
-LEGEND = (
+_LAYOUT_LEGEND = (
+    "1F0: forward of micro-batch 0 on stage 1, 1B0: its backward, 1B0': followed by an update, ·: waiting; micro-batches "
+    "are numbered over all batches"
+)
+_LEGEND = (
     "F0: forward of micro-batch 0, B0: its backward (if there is a W0: B0 for gradients of inputs, W0 for those of "
     "weights), B0': followed by an update, ·: waiting; lower case: on the worker's other stages"
 )
 
 
+def legend(plan: Plan) -> str:
+    """What the cells of :func:`staircase` mean."""
+    return _LEGEND if form_of(plan) is None else _LAYOUT_LEGEND
+
+
 def staircase(plan: Plan, batches: int) -> str:
     """Return the plan's schedule as a grid: one row per stage (per worker if it has several), one column per slot.
 
-    It is that of the first replica; the others do the same.
+    It is that of the first replica; the others do the same. In a layout other than the pipeline, every worker has a
+    row (Cyclic Data Parallelism, Fig. 1).
 
     Every forward, every backward, and every half of one takes one slot; messages, updates and data take none. So the
     grid shows the order and the waiting that are due to the schedule itself, not the times of a machine.
@@ -38,6 +48,9 @@ def staircase(plan: Plan, batches: int) -> str:
     ]
     unit = replace(plan, stages=tuple(uniform), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
     simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
+    if form_of(plan) is not None:
+        laid_out = {k: _cells(plan, simulation.intervals_of(k)) for k in range(plan.num_workers)}
+        return grid(laid_out, max(map(len, laid_out.values())), "worker")
     label = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
     rows = {}
     for worker in sorted({plan.worker_of(stage) for stage in range(plan.num_stages)}):  # all replicas do the same
@@ -54,6 +67,19 @@ def _one_slot(plan: Plan) -> str:
 def _halved(plan: Plan) -> float:
     """Return the slots of the second half of a backward: 1 if there is one."""
     return 1.0 if schedule_of(plan).halved else 0.0
+
+
+def _cells(plan: Plan, intervals: list[Interval]) -> list[str]:
+    """The cells of a worker in a layout, each an action with its stage and the micro-batch's number in the run."""
+    cells: list[str] = []
+    for interval in intervals:
+        if interval.opcode in _LETTERS:
+            cells += [""] * (round(interval.start_s) - len(cells))
+            number = interval.g * plan.replicas + plan.holder_of(interval.worker) if plan.replicas > 1 else interval.g
+            cells.append(f"{interval.stage}{_LETTERS[interval.opcode]}{number}")
+        elif interval.opcode == "update" and cells:
+            cells[-1] = cells[-1].removesuffix("'") + "'"
+    return cells
 
 
 def _row(intervals: list[Interval], first: int) -> list[str]:

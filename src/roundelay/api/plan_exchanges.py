@@ -13,12 +13,12 @@ from roundelay.ir.exchange import all_gather, all_reduce, reduce_scatter
 from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
+from roundelay.lower.channels import sums_over_time
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.signatures import is_local
 from roundelay.runtime.boxing import exchanged_shape, phases_of
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.state_bucket import StateBucket
-from roundelay.schedules import LAYOUTS
 
 
 def plan_exchanges(
@@ -84,7 +84,7 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
         partial = [n for n in trained if captured.has_partial_gradient(n)]
         if partial:
             yield _of_weights(captured, spec, axis, partial, unused)
-    if plan.layout in LAYOUTS and LAYOUTS[plan.layout].sums:
+    if sums_over_time(plan):
         yield replace(_of_weights(captured, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
         yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)

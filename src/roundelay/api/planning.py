@@ -53,7 +53,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
-from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for, schedule_named
+from roundelay.schedules import PIPELINE, Schedule, schedule_for, schedule_named
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
@@ -459,7 +459,7 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
 
 def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
     num_slots = slots(edge.source, edge.target) if schedule.stages_per_worker == 1 else draft.num_stages
-    if draft.layout in LAYOUTS:
+    if draft.layout != PIPELINE:
         num_slots = 1 if schedule.stages_per_worker else draft.micro_batches
     return EdgePlan(
         source=edge.source,

@@ -41,7 +41,7 @@ from roundelay.observe.trace import write_trace
 from roundelay.page.run_page import run_page
 from roundelay.runtime.tamper import ALL_WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
-from roundelay.schedule_grid import LEGEND, staircase
+from roundelay.schedule_grid import legend, staircase
 
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
@@ -138,7 +138,7 @@ def simulate_command(
         return
     show_simulation(plan, simulation, batches)
     if drawn is not None:
-        stdout.print(f"\n{drawn}\n\n{LEGEND}", markup=False, soft_wrap=True)
+        stdout.print(f"\n{drawn}\n\n{legend(plan)}", markup=False, soft_wrap=True)
     for text in texts or []:
         stdout.print("\n" + text, markup=False, soft_wrap=True)
 

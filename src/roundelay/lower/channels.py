@@ -13,7 +13,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
 from roundelay.ir.program import Channel, ChannelKind, Port
 from roundelay.ir.rule import rule_named
-from roundelay.schedules import LAYOUTS, Route, Schedule, holders_of, schedule_for
+from roundelay.schedules import Form, Route, Schedule, form_for, holders_of, schedule_for
 
 REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
@@ -27,6 +27,17 @@ def schedule_of(plan: Plan, worker: int | None = None) -> Schedule:
     """
     holder = 0 if worker is None else plan.holder_of(worker)
     return schedule_for(rule_named(plan.rule), plan.layout, holder, plan.batch_parts, plan.num_stages)
+
+
+def form_of(plan: Plan) -> Form | None:
+    """The form of a plan's layout; None in a pipeline."""
+    return form_for(rule_named(plan.rule), plan.layout)
+
+
+def sums_over_time(plan: Plan) -> bool:
+    """Whether the holders of a stage sum its gradients one after another."""
+    form = form_of(plan)
+    return form is not None and form.sums
 
 
 def channels_of(plan: Plan) -> tuple[Channel, ...]:
@@ -132,12 +143,14 @@ def num_holders(plan: Plan, stage: int) -> int:
 
 def deals(plan: Plan) -> bool:
     """Whether the holders of a stage take micro-batches in turns."""
-    return plan.layout in LAYOUTS and LAYOUTS[plan.layout].deals
+    form = form_of(plan)
+    return form is not None and form.deals
 
 
 def wanders(plan: Plan) -> bool:
     """Whether the states of stages go from holder to holder."""
-    return plan.layout in LAYOUTS and LAYOUTS[plan.layout].wanders
+    form = form_of(plan)
+    return form is not None and form.wanders
 
 
 def updater_of(plan: Plan, stage: int) -> int | None:

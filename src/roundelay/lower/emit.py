@@ -27,12 +27,13 @@ from roundelay.lower.channels import (
     awaits_grad_norm,
     channels_of,
     deals,
+    form_of,
     hops_in,
     schedule_of,
     uses_grad_norm,
     wanders,
 )
-from roundelay.schedules import LAYOUTS, Body, Route, Schedule
+from roundelay.schedules import Body, Route, Schedule
 from roundelay.schedules.schedule import HANDING_ON
 
 Lines = Callable[[str, int], list[Instruction]]
@@ -77,7 +78,10 @@ def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int
     for place, action in enumerate(body.actions):
         line = lines[action.stage]
         if schedule.updates:
-            yield from (*(line("S", action.number) if action.kind == "U" else ()), *line(action.kind, action.number))
+            beside = line("S", action.number) if action.kind in "BU" else []
+            begun, rest = [i for i in beside if i.opcode == "box"], [i for i in beside if i.opcode != "box"]
+            yield from (*(rest if action.kind == "U" else ()), *line(action.kind, action.number))
+            yield from begun if action.kind == "B" else ()
             continue
         yield from line(action.kind, action.number)
         if action.kind == schedule.last_kind:
@@ -110,7 +114,7 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
     if rule.fresh is None:
         return ""
     numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
-    size = plan.batch_parts if plan.layout in LAYOUTS else 0
+    size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
     letters = "".join([FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS for i in numbers])
     if wanders(plan) and not all(rule.is_fresh(i, stage + 1, plan.num_stages, size) for i in range(1, size + 1)):
         return letters + KEPT
@@ -119,8 +123,8 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
 
 def number_in_batch(plan: Plan, holder: int, index: int) -> int:
     """Which of a batch a holder's index-th micro-batch is to a table, from 0: replicas of a layout take turns."""
-    replicates = plan.layout in LAYOUTS and LAYOUTS[plan.layout].replicates
-    return index * plan.replicas + holder if replicates else index
+    form = form_of(plan)
+    return index * plan.replicas + holder if form is not None and form.replicates else index
 
 
 def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:

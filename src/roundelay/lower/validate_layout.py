@@ -7,7 +7,7 @@ from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.schedules import LAYOUTS, PIPELINE
+from roundelay.schedules import LAYOUTS, PIPELINE, SYNCHRONOUS, form_for
 
 
 def check_layout(plan: Plan) -> None:
@@ -25,23 +25,31 @@ def check_layout(plan: Plan) -> None:
         )
     if plan.layout == PIPELINE:
         return
-    form, clip = LAYOUTS[plan.layout], Clip.parse(plan.clip)
+    form, clip = form_for(rule_named(plan.rule), plan.layout), Clip.parse(plan.clip)
+    if form is None:
+        synchronous = [rule for layout, rule in SYNCHRONOUS if layout == plan.layout]
+        raise PlanError(
+            f"rule of the plan, with layout {plan.layout}",
+            got=plan.rule,
+            expected=", ".join(["cdp-v1", "cdp-v2", "pipedream-2bw", *synchronous])
+            + ", or a rule of your own with a table of versions",
+            remedy="Change --rule, or leave --layout out.",
+        )
     refused = {
-        "rule": (
-            rule_named(plan.rule).versions != "table",
-            plan.rule,
-            "cdp-v1, cdp-v2, pipedream-2bw, or a rule of your own with a table of versions",
-        ),
         "replicas": (plan.replicas > 1 and not form.replicates, str(plan.replicas), "1"),
         "micro_batches": (plan.micro_batches > 1 and form.replicates, str(plan.micro_batches), "1 on each worker"),
         "mesh": (plan.mesh_size > 1, str(dict(plan.mesh)), "none"),
         "states": (bool(plan.states), "split states", "whole ones"),
         "clip": (
-            clip.by not in (NO_CLIP.by, "stage"),
+            form.staggered and clip.by not in (NO_CLIP.by, "stage"),
             plan.clip,
             "none or stage:NORM: no worker has the gradients of a whole model at one time",
         ),
-        "loss_scale": (LossScale.parse(plan.loss_scale).on, plan.loss_scale, "none: give --precision bf16 or fp32"),
+        "loss_scale": (
+            form.staggered and LossScale.parse(plan.loss_scale).on,
+            plan.loss_scale,
+            "none: give --precision bf16 or fp32",
+        ),
     }
     for name, (wrong, got, expected) in refused.items():
         if wrong:

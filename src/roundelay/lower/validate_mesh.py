@@ -9,8 +9,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
-from roundelay.lower.channels import num_holders, schedule_of
-from roundelay.schedules import LAYOUTS
+from roundelay.lower.channels import num_holders, schedule_of, sums_over_time
 
 WEIGHTS = "weight-gradient"
 """The exchange that every stage has where there are several replicas."""
@@ -44,7 +43,7 @@ def check_holders(plan: Plan) -> None:
 
 def check_exchanges(plan: Plan) -> None:
     """Check the exchanges as far as that is possible without the model."""
-    sums = plan.layout in LAYOUTS and LAYOUTS[plan.layout].sums
+    sums = sums_over_time(plan)
     due = [(stage, WEIGHTS) for stage in range(plan.num_stages)] if plan.replicas > 1 or sums else []
     of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
     by = () if sums else all_reduce()

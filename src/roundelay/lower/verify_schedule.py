@@ -91,13 +91,13 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
             raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
-        if not schedule.updates:  # else their order has been checked
+        if schedule.window != "slots":  # else their order has been checked
             _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
         _check_gathered(plan, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, k, counts, headers[f.g], f)
-            elif f.opcode == "update" and not schedule.updates and f.entry - 1 != norm_read(plan, counts, f.g):
+            elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
 
@@ -141,7 +141,7 @@ def _check_weights(
     """Check that a forward or backward has read the version that the rule states, predicted as far as it states."""
     stage, place = f.stage, f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
     forward, schedule = f.opcode == "forward", schedule_of(plan)
-    if schedule.updates:
+    if schedule.window == "slots":
         newest = f.version  # where the updates stand is checked by their order
     else:
         newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch

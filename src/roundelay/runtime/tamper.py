@@ -35,11 +35,10 @@ from roundelay.ir.plan import REPLICAS, Plan
 from roundelay.ir.program import Channel, Program
 from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
-from roundelay.lower.channels import updater_of
+from roundelay.lower.channels import form_of, sums_over_time, updater_of
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.handlers import HANDLERS, STATES, Context, Handler, do_forward, do_unbox, do_update
 from roundelay.runtime.tamper_sums import HOP, SUM_ORDER, SUM_WAYS, tampered_sums
-from roundelay.schedules import LAYOUTS
 
 
 class _Worker:
@@ -271,7 +270,7 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         UsageError: the way makes no difference anywhere.
     """
     _check_sums(way, plan)
-    along = 1 if plan.layout in LAYOUTS else max(plan.replicas, *plan.mesh.values(), 1)
+    along = 1 if sums_over_time(plan) else max(plan.replicas, *plan.mesh.values(), 1)
     least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
     if along < least.get(way, 1):
         raise UsageError(
@@ -314,7 +313,8 @@ def _check_sums(way: str, plan: Plan) -> None:
     """
     if way not in SUM_WAYS:
         return
-    sums = plan.layout in LAYOUTS and (way != HOP or LAYOUTS[plan.layout].sums)
+    form = form_of(plan)
+    sums = form is not None and form.staggered and (way != HOP or form.sums)
     if not sums or (way == SUM_ORDER and plan.batch_parts < 3):
         raise UsageError(
             f"--tamper {way}",

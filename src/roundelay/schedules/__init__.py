@@ -5,18 +5,20 @@ A schedule is added by a file of this folder that registers it (and an update ru
 
 from roundelay.ir.rule import UpdateRule
 from roundelay.schedules import interleaved, one_stage, zero_bubble
-from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, Form, Route, Seat, cyclic, holders_of
+from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, SYNCHRONOUS, Form, Route, Seat, holders_of, laid_out
 from roundelay.schedules.schedule import SCHEDULES, Body, Schedule, actions, register_schedule, schedule_named
 
 __all__ = [
     "LAYOUTS",
     "PIPELINE",
     "SCHEDULES",
+    "SYNCHRONOUS",
     "Body",
     "Form",
     "Route",
     "Schedule",
     "actions",
+    "form_for",
     "holders_of",
     "interleaved",
     "one_stage",
@@ -25,6 +27,13 @@ __all__ = [
     "schedule_named",
     "zero_bubble",
 ]
+
+
+def form_for(rule: UpdateRule, layout: str) -> Form | None:
+    """The form that a rule has in a layout; None in a pipeline, or if the rule has no form there."""
+    if layout == PIPELINE or rule.versions == "table":
+        return LAYOUTS.get(layout)
+    return SYNCHRONOUS.get((layout, rule.schedule))
 
 
 def schedule_for(
@@ -42,10 +51,11 @@ def schedule_for(
     Raises:
         PlanError: there is no such schedule.
     """
-    if layout not in LAYOUTS:
+    form = form_for(rule, layout)
+    if form is None:
         return schedule_named(rule.schedule)
 
     def fresh(micro_batch: int, stage: int) -> bool:
         return rule.is_fresh(micro_batch + 1, stage + 1, num_stages, size)
 
-    return cyclic(layout, Seat(holder, size, fresh))
+    return laid_out(form, Seat(holder, size, fresh))

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 from roundelay.ir.action import Action, Kind
 from roundelay.schedules.schedule import Body, Schedule
@@ -231,23 +232,47 @@ class Route:
         return [] if other == worker else [Action(self.stage, kind, later)]
 
 
-def cyclic(layout: str, seat: Seat) -> Schedule:
-    """The schedule of a layout, with the loop of one worker.
+def _simultaneous(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+    """All micro-batches together, stage by stage."""
+    numbers = range(micro_batches)
+    forwards = [Action(stage, "F", i) for stage in stages for i in numbers]
+    return Body(micro_batches, (*forwards, *(Action(stage, "B", i) for stage in reversed(stages) for i in numbers)))
+
+
+def _accumulating(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+    """One micro-batch after the other."""
+    return Body(1, (*(Action(k, "F", 0) for k in stages), *(Action(k, "B", 0) for k in reversed(stages))))
+
+
+def _synchronous(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+    """One micro-batch on each replica; gradients are exchanged while earlier stages' backwards go on, as DDP does."""
+    computed = _accumulating(seat, stages, num_stages, micro_batches).actions
+    return Body(1, (*computed, *(Action(stage, "U", 0) for stage in reversed(stages))))
+
+
+def laid_out(form: Form, seat: Seat) -> Schedule:
+    """The schedule of a form, with the loop of one worker.
 
     Args:
-        layout: a key of :data:`LAYOUTS`.
+        form: one of :data:`LAYOUTS` or :data:`SYNCHRONOUS`.
         seat: whose loop it is.
     """
-    form = LAYOUTS[layout]
-    body = partial(form.body, seat)
-    return Schedule(f"cyclic-{layout}", "slots", body, stages_per_worker=form.stages_per_worker, place=form.place)
+    return Schedule(
+        form.name,
+        "slots" if form.staggered else "batch",
+        partial(form.body, seat),
+        stages_per_worker=form.stages_per_worker,
+        place=form.place,
+        updates=form.updates,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One of the four forms.
+    """How micro-batches and stages lie on workers, and in which order.
 
     Args:
+        name: of its schedule.
         body: makes a worker's loop.
         place: number of stages -> for each the worker of a replica that runs it.
         stages_per_worker: how many stages a worker runs; 0 for all.
@@ -255,8 +280,11 @@ class Form:
         deals: whether the holders of a stage take micro-batches in turns.
         sums: whether they sum gradients over time.
         wanders: whether the states of stages go from holder to holder.
+        staggered: whether micro-batches start one after another; else all together.
+        updates: as in :class:`~roundelay.schedules.schedule.Schedule`.
     """
 
+    name: str
     body: Callable[[Seat, Sequence[int], int, int], Body]
     place: Callable[[int], tuple[int, ...]] = lambda num_stages: (0,) * num_stages
     stages_per_worker: int = 0
@@ -264,15 +292,35 @@ class Form:
     deals: bool = False
     sums: bool = False
     wanders: bool = False
+    staggered: bool = True
+    updates: bool = True
 
 
 PIPELINE = "pipeline"
 """The layout of the rules' own schedules."""
 
 LAYOUTS = {
-    "single": Form(_single),
-    "dp": Form(_replicated, replicates=True, sums=True),
-    "mp": Form(_dealt, place=lambda num_stages: tuple(range(num_stages)), stages_per_worker=1, deals=True, sums=True),
-    "zero": Form(_wandering, replicates=True, sums=True, wanders=True),
+    "single": Form("cyclic-single", _single),
+    "dp": Form("cyclic-dp", _replicated, replicates=True, sums=True),
+    "mp": Form(
+        "cyclic-mp",
+        _dealt,
+        place=lambda num_stages: tuple(range(num_stages)),
+        stages_per_worker=1,
+        deals=True,
+        sums=True,
+    ),
+    "zero": Form("cyclic-zero", _wandering, replicates=True, sums=True, wanders=True),
 }
 """The forms of cyclic data parallelism, by name of the layout."""
+
+_AT_ONCE: dict[str, Any] = {"staggered": False, "updates": False}
+
+SYNCHRONOUS = {
+    ("single", "gpipe"): Form("gpipe-single", _simultaneous, **_AT_ONCE),
+    ("single", "1f1b"): Form("1f1b-single", _accumulating, **_AT_ONCE),
+    ("dp", "gpipe"): Form("gpipe-dp", _synchronous, replicates=True, staggered=False),
+    ("dp", "1f1b"): Form("1f1b-dp", _synchronous, replicates=True, staggered=False),
+}
+"""What the forms are compared with, by layout and the rule's schedule: all micro-batches together, or, on one worker
+and by ``1f1b``, one after the other (gradient accumulation)."""

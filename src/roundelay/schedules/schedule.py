@@ -64,6 +64,7 @@ class Schedule:
         halved: whether a backward runs in two halves: the gradients of the inputs, then those of the weights.
         stages_per_worker: how many stages a worker runs; 0 for all.
         place: number of stages -> for each the worker that runs it; what the planner suggests.
+        updates: whether the bodies say where updates stand; else they follow the last backward of their batch.
     """
 
     name: str
@@ -72,16 +73,12 @@ class Schedule:
     halved: bool = False
     stages_per_worker: int = 1
     place: Callable[[int], tuple[int, ...]] = lambda num_stages: tuple(range(num_stages))
+    updates: bool = False
 
     @property
     def last_kind(self) -> str:
         """The kind of action after which a micro-batch's gradients are complete on a stage."""
         return "W" if self.halved else "B"
-
-    @property
-    def updates(self) -> bool:
-        """Whether the bodies say where updates stand; else they follow the last backward of their batch."""
-        return self.window == "slots"
 
     def groups(self, num_stages: int) -> frozenset[tuple[int, ...]]:
         """The sets of stages that share a worker."""
