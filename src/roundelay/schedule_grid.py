@@ -16,8 +16,8 @@ from roundelay.simulator import Interval, simulate
 _LETTERS = {opcode: OPCODES[opcode].letter for opcode in ("forward", "backward", "backward-weight")}
 
 _LAYOUT_LEGEND = (
-    "1F0: forward of micro-batch 0 on stage 1, 1B0: its backward, 1B0': followed by an update, ·: waiting; micro-batches "
-    "are numbered over all batches"
+    "1F0: forward of micro-batch 0 on stage 1, 1B0: its backward, 1B0': followed by an update, ·: waiting; numbers of "
+    "micro-batches go on from batch to batch"
 )
 _LEGEND = (
     "F0: forward of micro-batch 0, B0: its backward (if there is a W0: B0 for gradients of inputs, W0 for those of "

@@ -11,41 +11,33 @@ import torch
 
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError, UsageError
+from roundelay.ir import rule
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import UpdateRule, register_rule
+from roundelay.ir.rule import Fresh, UpdateRule, rule_named
 from roundelay.runtime.tamper import WAYS
 from roundelay.runtime.tamper_sums import SUM_WAYS
 from roundelay.schedules import LAYOUTS
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Bench, allowed, assert_same, bench
 from tests.zoo import MODELS
 
-register_rule(
-    UpdateRule(
-        name="fresh-on-the-last-stage",
-        schedule="async-1f1b",
-        predicts=False,
-        stashes=True,
-        modes=("stash",),
-        source="a test",
-        versions="table",
-        fresh=lambda micro_batch, stage, num_stages: stage == num_stages and micro_batch >= 3,
-    )
-)
-register_rule(
-    UpdateRule(
-        name="checkerboard",
-        schedule="async-1f1b",
-        predicts=False,
-        stashes=True,
-        modes=("stash",),
-        source="a test",
-        versions="table",
-        fresh=lambda micro_batch, stage, num_stages: (micro_batch + stage) % 2 == 0,
-    )
-)
+
+def _own(name: str, fresh: Fresh) -> UpdateRule:
+    return replace(rule_named("cdp-v1"), name=name, source="a test", fresh=fresh)
+
+
+OWN = [
+    _own("fresh-on-the-last-stage", lambda micro_batch, stage, stages: stage == stages and micro_batch >= 3),
+    _own("checkerboard", lambda micro_batch, stage, stages: (micro_batch + stage) % 2 == 0),
+]
 RULES = ("cdp-v1", "cdp-v2", "fresh-on-the-last-stage")
 SIZES = [(n, s) for n in (2, 3, 4, 5) for s in sorted({1, n, 2 if n == 3 else 3})]
 LARGE = [(layout, n) for layout in ("single", "dp") for n in (6, 7, 8)]
+
+
+@pytest.fixture(autouse=True)
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person's own rules, known during these tests only."""
+    monkeypatch.setattr(rule, "_RULES", {**rule._RULES, **{own.name: own for own in OWN}})
 
 
 def held(place: Bench, plan: Plan, optimizer: str = "momentum", **options: Any) -> None:
@@ -54,21 +46,21 @@ def held(place: Bench, plan: Plan, optimizer: str = "momentum", **options: Any) 
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("size", "stages"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_computes_what_its_reference_does(
-    layout: str, size: int, stages: int, rule: str, optimizer: str
+    layout: str, size: int, stages: int, name: str, optimizer: str
 ) -> None:
     place = bench("batchnorm" if optimizer == "adamw" else "mlp")
-    held(place, place.in_layout(layout, rule, size, stages), optimizer)
+    held(place, place.in_layout(layout, name, size, stages), optimizer)
 
 
-@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("name", ["cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize(("layout", "size"), LARGE)
-def test_up_to_eight_micro_batches(layout: str, size: int, rule: str) -> None:
+def test_up_to_eight_micro_batches(layout: str, size: int, name: str) -> None:
     place = bench("mlp")
-    held(place, place.in_layout(layout, rule, size, 4))
+    held(place, place.in_layout(layout, name, size, 4))
 
 
 @pytest.mark.parametrize("model", ["tied_head", "token_mean", "dropout_heavy", "frozen", "llama"])
@@ -96,14 +88,14 @@ def test_between_processes(layout: str, transport: str) -> None:
 
 
 @functools.cache
-def trained(layout: str, rule: str, model: str = "mlp") -> Trained:
+def trained(layout: str, name: str, model: str = "mlp") -> Trained:
     """Three updates in a layout of three micro-batches and stages, or in the pipeline."""
     place = bench(model)
     pipeline = layout == "pipeline"
-    variant = VARIANTS[rule]
-    plan = place.plan(variant, 3, allowed(variant, 3, 3)) if pipeline else place.in_layout(layout, rule, 3, 3)
+    variant = VARIANTS[name]
+    plan = place.plan(variant, 3, allowed(variant, 3, 3)) if pipeline else place.in_layout(layout, name, 3, 3)
     if pipeline:
-        ends = [stage.segments for stage in place.in_layout("dp", rule, 3, 3).stages]
+        ends = [stage.segments for stage in place.in_layout("dp", name, 3, 3).stages]
         plan = replace(
             plan, stages=tuple(replace(stage, segments=own) for stage, own in zip(plan.stages, ends, strict=True))
         )
@@ -117,18 +109,18 @@ def run(place: Bench, plan: Plan) -> Trained:
     return session.run(notify=lambda event: None)
 
 
-@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("name", ["cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("layout", ["single", "dp", "zero"])
-def test_forms_that_sum_in_one_order_have_the_pipelines_bits(layout: str, rule: str) -> None:
-    assert_same(trained(layout, rule), trained("pipeline", rule))
+def test_forms_that_sum_in_one_order_have_the_pipelines_bits(layout: str, name: str) -> None:
+    assert_same(trained(layout, name), trained("pipeline", name))
 
 
-@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
-def test_mp_sums_in_another_order_and_is_near(rule: str) -> None:
+@pytest.mark.parametrize("name", ["cdp-v1", "cdp-v2"])
+def test_mp_sums_in_another_order_and_is_near(name: str) -> None:
     entry = MODELS["mlp"]
     batches = [_doubled(batch) for batch in entry.batches(0, STEPS)]
     place = Bench(entry, entry.build(0).double(), batches)
-    ours, theirs = (run(place, place.in_layout(layout, rule, 3, 2)).snapshot.parameters for layout in ("mp", "dp"))
+    ours, theirs = (run(place, place.in_layout(layout, name, 3, 2)).snapshot.parameters for layout in ("mp", "dp"))
     assert not all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(torch.allclose(ours[name], theirs[name], rtol=0.0, atol=1e-12) for name in ours)
 

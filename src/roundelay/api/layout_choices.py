@@ -7,6 +7,8 @@ from typing import Any
 
 from roundelay.errors import PlanError, counted
 from roundelay.ir.graph import Graph
+from roundelay.ir.plan import Plan
+from roundelay.lower.channels import form_of
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, holders_of
 
@@ -107,3 +109,16 @@ def owners_of(
         for worker in place
     ]
     return owners, replicas * each * parts
+
+
+def slots_in_layout(draft: Plan, source: int, target: int) -> int:
+    """The slots of an edge: within a worker enough for all micro-batches; else as many as are on the way in time.
+
+    A micro-batch comes every 2S/N steps, and is T - S steps on its way from stage S to stage T, of which the holders
+    take it in turns.
+    """
+    form = form_of(draft)
+    if form is None or not form.deals:
+        return draft.micro_batches
+    on_the_way = (target - source) * draft.micro_batches // (2 * draft.num_stages) + 1
+    return -(-on_the_way // holders_of(target, draft.num_stages, draft.micro_batches))

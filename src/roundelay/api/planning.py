@@ -16,7 +16,7 @@ from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, Cut, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.api.layout_choices import in_layout, owners_of, stages_in_layout
+from roundelay.api.layout_choices import in_layout, owners_of, slots_in_layout, stages_in_layout
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
@@ -460,7 +460,7 @@ def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[Sta
 def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
     num_slots = slots(edge.source, edge.target) if schedule.stages_per_worker == 1 else draft.num_stages
     if draft.layout != PIPELINE:
-        num_slots = 1 if schedule.stages_per_worker else draft.micro_batches
+        num_slots = slots_in_layout(draft, edge.source, edge.target)
     return EdgePlan(
         source=edge.source,
         target=edge.target,

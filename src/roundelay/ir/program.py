@@ -122,7 +122,7 @@ SCALARS = ("grad-norm-sq", "grad-norm")
 END = 9999
 """In place of a stage's number of segments, which no program has to know."""
 
-FRESH, PREVIOUS, KEPT, ENTRY = "f", "p", "k", "entry"
+FRESH, PREVIOUS, NEITHER, KEPT, ENTRY = "f", "p", "-", "k", "entry"
 """What `Instruction.reads` is made of."""
 
 
@@ -238,8 +238,9 @@ class Instruction:
         takes: channels whose message for that micro-batch it consumes.
         gives: channels to which it sends a message.
         reads: for a forward, which version it reads: ``entry`` (the one that stage 0 read), or a letter for each
-            micro-batch of a batch, ``f`` for W[t] and ``p`` for W[t-1]; empty for the newest. A ``k`` at the end says
-            that the version before the newest is kept for others, to whom the stage's state goes.
+            micro-batch of a batch: ``f`` for W[t], ``p`` for W[t-1], ``-`` if it is another worker's; empty for the
+            newest. A ``k`` at the end says that the version before the newest is kept for others, to whom the stage's
+            state goes.
         weights: for a backward, which weights it reads: ``forward`` (those of its forward), ``live``, or ``ahead``
             (those predicted from the live ones); else empty.
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
@@ -393,7 +394,7 @@ _OFFSET = re.compile(r"g([+-]\d+)?")
 _WORDS = {
     "takes": re.compile(r"\d+(,\d+)*"),
     "gives": re.compile(r"\d+(,\d+)*"),
-    "reads": re.compile("entry|[fp]+k?"),
+    "reads": re.compile("entry|[fp-]+k?"),
     "weights": re.compile("forward|live|ahead"),
     "distance": re.compile(r"crossed(\+\d+)?|\d+"),
     "mode": re.compile("stash|recompute|mixed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from roundelay.ir.program import (
     EXCHANGES,
     FRESH,
     KEPT,
+    NEITHER,
     PREVIOUS,
     SUMS,
     Channel,
@@ -113,12 +115,26 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
         return ENTRY if stage else ""  # stage 0 reads its newest
     if rule.fresh is None:
         return ""
+    met = _met(plan, stage, holder)
     numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
     size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
-    letters = "".join([FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS for i in numbers])
+    letters = "".join(
+        [
+            NEITHER if n not in met else FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS
+            for n, i in enumerate(numbers)
+        ]
+    )
     if wanders(plan) and not all(rule.is_fresh(i, stage + 1, plan.num_stages, size) for i in range(1, size + 1)):
         return letters + KEPT
     return letters if PREVIOUS in letters else ""
+
+
+def _met(plan: Plan, stage: int, holder: int) -> frozenset[int]:
+    """Which micro-batches of a batch a holder ever has, by their index."""
+    size = len(plan.stages[stage].workers)
+    turn = math.lcm(size, plan.micro_batches) if deals(plan) else plan.micro_batches
+    own = range(holder, turn, size) if deals(plan) else range(turn)
+    return frozenset(g % plan.micro_batches for g in own)
 
 
 def number_in_batch(plan: Plan, holder: int, index: int) -> int:
@@ -146,7 +162,11 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
     back = _boxes(plan, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})
 
+    others = iter(data[1])
+
     def lines(kind: str, offset: int) -> list[Instruction]:
+        if kind == "D":
+            return [Instruction("deal", stage, offset, gives=(next(others),))]
         if kind == "F":
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
             made = _read(plan, port, offset, data) if stage == 0 else []
@@ -182,8 +202,10 @@ def _begins(plan: Plan, stage: int) -> int:
 def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Instruction]:
     """Reading a micro-batch; where holders take them in turns, the one that reads deals out the others too."""
     takes, gives = data
-    if not (gives and deals(plan)):
+    if not gives or form_of(plan) is None:
         return [Instruction("read", port.stage, offset, takes, gives)]
+    if not deals(plan):
+        return [Instruction("read", port.stage, offset)]
     dealt = [Instruction("deal", port.stage, offset + n, gives=(channel,)) for n, channel in enumerate(gives, 1)]
     return [Instruction("read", port.stage, offset), *dealt]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class Context:
             those of all stages.
         skipped: number of updates skipped because the gradients were not finite.
         inbox: unread messages by (channel, micro-batch).
+        undealt: micro-batches that were read for others and are not given to them yet.
         outbox: messages of the last instruction, by channel.
         values: by micro-batch, what stage 0 has read and not yet forwarded, and what parts of a forward have computed.
         grads: by micro-batch, the gradients of values that parts of a backward have computed.
@@ -89,6 +91,7 @@ class Context:
     finite: bool = True
     skipped: int = 0
     inbox: dict[tuple[int, int], Message] = field(default_factory=dict)
+    undealt: deque[Entry] = field(default_factory=deque)
     outbox: dict[int, Message] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
     grads: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
@@ -115,9 +118,11 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
     else:
         dealt = next(context.data)
         header, values = dealt[0]
+        if not run.gives:
+            context.undealt.extend(dealt[1:])
         header = header if context.norms is None else context.norms.attach(header)
         each = (len(run.gives) + 1) // len(dealt)  # workers of the mesh: all get the same
-        others = [entry for entry in dealt for _ in range(each)][1:]
+        others = [entry for entry in dealt for _ in range(each)][1:] if run.gives else []
         for (channel, _), (other, sent) in zip(run.gives, others, strict=True):
             carried = other._replace(scale_log2=header.scale_log2, norm_bits=header.norm_bits)
             parts = tuple([_value(sent[name]) for name in context.read]) if sent else ()
@@ -127,8 +132,10 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_deal(context: Context, run: Run) -> MicroBatch | None:
-    """Read the next micro-batch and give it to the holder whose turn it is."""
-    ((header, values),) = next(context.data)
+    """Give the next micro-batch to another holder: what was read for it, or what comes now."""
+    if not context.undealt:
+        context.undealt.extend(next(context.data))
+    header, values = context.undealt.popleft()
     parts = tuple([_value(values[name]) for name in context.read]) if values else ()
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, header.numbers(), parts)

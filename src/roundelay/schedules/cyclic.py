@@ -86,7 +86,19 @@ def _replicated(seat: Seat, stages: Sequence[int], num_stages: int, micro_batche
     rounds = [_Round(k, (0,), (seat.fresh(seat.holder, k),), 0, 1, last, last) for k in stages]
     halves = [_passes(one)[0] for one in rounds]
     forwards = [action for before, _ in halves for action in before]
-    return Body(1, (*forwards, *(action for _, after in reversed(halves) for action in after)))
+    return _dealing(seat, [*forwards, *(action for _, after in reversed(halves) for action in after)])
+
+
+def _dealing(seat: Seat, actions: Sequence[Action]) -> Body:
+    """The loop of a worker that has one micro-batch of each batch, the first of which deals the others out.
+
+    Worker i gets its micro-batch when the first one has done i/N of its batch: so each starts as much later.
+    """
+    steps, result = [action for action in actions if action.kind in "FB"], list(actions)
+    for i in reversed(range(1, seat.size if seat.holder == 0 else 1)):
+        done = max(1, len(steps) * i // seat.size)  # the first action is what reads
+        result.insert(result.index(steps[done - 1]) + 1, Action(0, "D", 0))
+    return Body(1, tuple(result))
 
 
 def _dealt(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
@@ -163,7 +175,7 @@ def _wandering(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches
         route = Route(stage, num_stages, seat.size)
         done = Action(stage, "B", 0), Action(stage, "A", 0)
         actions += [*route.held("H", seat.holder), *done, *route.passed("P", seat.holder)]
-    return Body(1, tuple(actions))
+    return _dealing(seat, actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +258,9 @@ def _accumulating(seat: Seat, stages: Sequence[int], num_stages: int, micro_batc
 
 def _synchronous(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
     """One micro-batch on each replica; gradients are exchanged while earlier stages' backwards go on, as DDP does."""
-    computed = _accumulating(seat, stages, num_stages, micro_batches).actions
-    return Body(1, (*computed, *(Action(stage, "U", 0) for stage in reversed(stages))))
+    dealt = [Action(0, "D", 0)] * (seat.size - 1 if seat.holder == 0 else 0)
+    first, *others = _accumulating(seat, stages, num_stages, micro_batches).actions
+    return Body(1, (first, *dealt, *others, *(Action(stage, "U", 0) for stage in reversed(stages))))
 
 
 def laid_out(form: Form, seat: Seat) -> Schedule:
