@@ -17,7 +17,7 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
+from roundelay.ir.program import KEPT, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.lower.channels import exchanges_of
 from roundelay.observe.trace import Span
 
@@ -56,6 +56,7 @@ class WorkerReport:
         owed_peak: most backwards at one time whose weight half is pending, on all of its stages.
         tape_bytes_peak: most bytes that both hold at one time.
         versions_read: smallest and largest difference between the batch of a forward and the version it reads.
+        weight_bytes_peak: most bytes of its stages' newest weights that it has at one time: all, unless states wander.
         versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
         unread_peak: for each channel into it, most messages on the way or unread at one time.
         unread_bytes_peak: bytes of these messages, summed over the channels.
@@ -67,6 +68,7 @@ class WorkerReport:
     tapes_peak: int
     owed_peak: int
     tape_bytes_peak: int
+    weight_bytes_peak: int
     versions_read: tuple[int, int]
     versions_held_peak: int
     unread_peak: dict[int, int] = field(hash=False)
@@ -327,19 +329,21 @@ class _Clock:
 
     def report(self) -> Simulation:
         """Return the simulated run."""
+        own: dict[int, list[Interval]] = {machine.program.worker: [] for machine in self.machines}
+        for interval in self.intervals:
+            own[interval.worker].append(interval)
         ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
         return Simulation(
             makespan_s=max(interval.end_s for interval in ordered),
             intervals=ordered,
             events=tuple(tuple(events) for events in self.events),
-            workers=tuple(self._worker(machine.program) for machine in self.machines),
+            workers=tuple(self._worker(machine.program, own[machine.program.worker]) for machine in self.machines),
             loads=tuple(load for reader in self.readers.values() for load in reader.loads if self.plan.read_s),
         )
 
-    def _worker(self, program: Program) -> WorkerReport:
-        intervals = [interval for interval in self.intervals if interval.worker == program.worker]
-        stages = {k: _HeldByStage(self.plan.stages[k], program) for k in program.stages}
-        peak_tapes = peak_owed = peak_bytes = 0
+    def _worker(self, program: Program, intervals: Sequence[Interval]) -> WorkerReport:
+        stages = {k: _HeldByStage(k, self.plan.stages[k], program) for k in program.stages}
+        peak_tapes = peak_owed = peak_bytes = peak_weights = 0
         for interval in intervals:
             held = stages[interval.stage]
             held.begin(interval)
@@ -348,6 +352,8 @@ class _Clock:
             peak_owed = max(peak_owed, sum(stage.owed for stage in stages.values()))
             peak_bytes = max(peak_bytes, sum(stage.tape_bytes for stage in stages.values()))
             held.owed -= interval.opcode == "backward-weight"
+            peak_weights = max(peak_weights, sum(stage.weight_bytes for stage in stages.values()))
+            held.here = held.here and interval.opcode != "pass"
         staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
         incoming = [c.id for c in program.channels if c.read_by(program.worker)]
         unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
@@ -358,6 +364,7 @@ class _Clock:
             tapes_peak=peak_tapes,
             owed_peak=peak_owed,
             tape_bytes_peak=peak_bytes,
+            weight_bytes_peak=peak_weights,
             versions_read=(min([0, *staleness]), max([0, *staleness])),
             versions_held_peak=max(stage.versions_peak for stage in stages.values()),
             unread_peak=unread,
@@ -369,13 +376,18 @@ class _HeldByStage:
     """Tapes and versions that one stage holds, replayed from its intervals in order.
 
     Args:
+        number: of the stage.
         stage: the stage in the plan, which has its bytes.
         program: the program of its worker.
     """
 
-    def __init__(self, stage: StagePlan, program: Program) -> None:
+    def __init__(self, number: int, stage: StagePlan, program: Program) -> None:
         self.stage, self.halved = stage, program.owed > 0
-        read = {instruction.weights for instruction in program.body}
+        wanders = any(instruction.opcode == "pass" for instruction in program.body)
+        #: whether the worker has the stage's state
+        self.here = not wanders or number in program.holds
+        self._others_read = any(i.reads.endswith(KEPT) for i in program.body if i.stage == number)
+        read = {instruction.weights for instruction in program.body if not wanders}
         self.stash = "forward" in read
         #: micro-batch in flight to the version and the distance of its forward
         self.tapes: dict[int, tuple[int, int]] = {}
@@ -391,6 +403,11 @@ class _HeldByStage:
         """Bytes of tapes and of pending second halves."""
         return len(self.tapes) * self.stage.tape_bytes + self.owed * self.stage.owed_bytes
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the newest weights, if they are here."""
+        return self.stage.parameter_bytes * self.here
+
     def begin(self, interval: Interval) -> None:
         """Add the tape of a forward, and count the versions held during the instruction."""
         if interval.opcode == "forward":
@@ -399,6 +416,9 @@ class _HeldByStage:
         if interval.distance:
             self._predicted[interval.opcode] = (interval.version, interval.distance)
         newest = interval.version
+        self.here = self.here or interval.opcode == "hold"
+        if self._others_read:  # which have the tapes
+            self._oldest = max(0, newest - 1)
         oldest = newest if self._oldest is None else min(self._oldest, newest)
         held = {(version, 0) for version in range(oldest, newest + 1)}
         held |= set(self.tapes.values()) if self.stash else set()

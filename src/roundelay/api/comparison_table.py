@@ -189,9 +189,8 @@ def _memory(plan: Plan | None) -> Iterator[Cell]:
     versions = weights = tapes = None
     if plan is not None:
         workers = simulate(plan, batches=2 * plan.num_stages + 4).workers
-        bytes_of = [sum(plan.stages[k].parameter_bytes for k in stages) for stages in plan.worker_stages]
         versions = max(report.versions_held_peak for report in workers)
-        weights = sum(r.versions_held_peak * own for r, own in zip(workers, bytes_of, strict=True))
+        weights = sum(report.versions_held_peak * report.weight_bytes_peak for report in workers)
         tapes = sum(report.tape_bytes_peak for report in workers)
     yield _plain(COST, "versions", versions)
     for title, column, amount in (

@@ -20,7 +20,6 @@ versions: of the weights, alive at one time"""
 
 def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
     """A simulation as one JSON object."""
-    weights = _weight_bytes(plan)
     return {
         "rule": plan.rule,
         "workers": plan.num_workers,
@@ -32,25 +31,19 @@ def simulation_json(plan: Plan, simulation: Simulation) -> dict[str, Any]:
                 "data_share": report.data_s / simulation.makespan_s if simulation.makespan_s else 0.0,
                 "in_flight_peak": report.tapes_peak,
                 "activation_bytes_peak": report.tape_bytes_peak,
-                "parameter_bytes": weights[k],
+                "parameter_bytes": report.weight_bytes_peak,
                 "updates_crossed": list(report.versions_read),
                 "versions_held_peak": report.versions_held_peak,
                 "messages_in_flight_bytes_peak": report.unread_bytes_peak,
                 "messages_peak": {str(c): n for c, n in report.unread_peak.items()},
             }
-            for k, report in enumerate(simulation.workers)
+            for report in simulation.workers
         ],
     }
 
 
-def _weight_bytes(plan: Plan) -> list[int]:
-    """Bytes of parameters by worker."""
-    return [sum(plan.stages[k].parameter_bytes for k in stages) for stages in plan.worker_stages]
-
-
 def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
     """Print a simulation as a table."""
-    weights = _weight_bytes(plan)
     rows = [
         [
             f"worker {k}",
@@ -58,7 +51,7 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
             str(report.tapes_peak),
             bytes_text(report.tape_bytes_peak),
             bytes_text(report.unread_bytes_peak),
-            bytes_text(weights[k]),
+            bytes_text(report.weight_bytes_peak),
             f"{report.versions_read[0]}..{report.versions_read[1]}",
             str(report.versions_held_peak),
         ]

@@ -19,13 +19,12 @@ REGISTERS = 2
 """Batches of the worker that reads: one in use while another is loaded (OneFlow, sections 4.3 and 6.1)."""
 
 
-def schedule_of(plan: Plan, worker: int | None = None) -> Schedule:
-    """The schedule that a plan's workers run on, with the loop of one of them where each has its own.
+def schedule_of(plan: Plan, holder: int = 0) -> Schedule:
+    """The schedule that a plan's workers run on, with the loop of one holder where each has its own.
 
     Raises:
         PlanError: there is no such rule, or no such schedule.
     """
-    holder = 0 if worker is None else plan.holder_of(worker)
     return schedule_for(rule_named(plan.rule), plan.layout, holder, plan.batch_parts, plan.num_stages)
 
 

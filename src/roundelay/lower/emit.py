@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import (
@@ -48,12 +49,39 @@ def emit(plan: Plan) -> tuple[Program, ...]:
     Raises:
         PlanError: the rule or its schedule is unknown.
     """
-    channels = channels_of(plan)
-    return tuple(_program(plan, worker, channels) for worker in range(plan.num_workers))
+    own: dict[int, dict[int, Channel]] = {worker: {} for worker in range(plan.num_workers)}
+    for channel in channels_of(plan):
+        for port in (*channel.sources, *channel.targets):
+            own[port.worker][channel.id] = channel
+    homes: dict[int, list[Home]] = {worker: [] for worker in own}
+    for stage in range(plan.num_stages):
+        ports = tuple([Port(worker, stage) for worker in plan.holders(stage)])
+        for holder, port in enumerate(ports):
+            homes[port.worker].append(Home(holder, ports))
+    return tuple(_program(plan, worker, homes[worker], tuple(own[worker].values())) for worker in own)
 
 
-def _program(plan: Plan, worker: int, channels: tuple[Channel, ...]) -> Program:
-    schedule, stages = schedule_of(plan, worker), plan.stages_of(worker)
+class Home(NamedTuple):
+    """A stage on one of its holders.
+
+    Args:
+        holder: its number among them.
+        ports: of all of them.
+    """
+
+    holder: int
+    ports: tuple[Port, ...]
+
+    @property
+    def port(self) -> Port:
+        """The stage on this holder."""
+        return self.ports[self.holder]
+
+
+def _program(plan: Plan, worker: int, homes: Sequence[Home], channels: tuple[Channel, ...]) -> Program:
+    """The program of a worker, which runs the stages of ``homes``."""
+    stages, holder = tuple([home.port.stage for home in homes]), homes[0].holder if homes else 0
+    schedule = schedule_of(plan, holder)
     body = schedule.body(stages, plan.num_stages, plan.micro_batches)
     return Program(
         worker=worker,
@@ -63,9 +91,11 @@ def _program(plan: Plan, worker: int, channels: tuple[Channel, ...]) -> Program:
         tapes=body.peak(schedule.window, plan.micro_batches, "F", "B"),
         owed=body.peak(schedule.window, plan.micro_batches, "B", "W") if schedule.halved else 0,
         registers=REGISTERS if worker == plan.worker_of(0) else 0,
-        channels=tuple(c for c in channels if c.filled_by(worker) or c.read_by(worker)),
-        body=tuple(_with_updates(plan, schedule, body, {k: _lines(plan, Port(worker, k), channels) for k in stages})),
-        holds=tuple([k for k in stages if wanders(plan) and _begins(plan, k) == plan.holders(k).index(worker)]),
+        channels=channels,
+        body=tuple(
+            _with_updates(plan, schedule, body, {home.port.stage: _lines(plan, home, channels) for home in homes})
+        ),
+        holds=tuple([k for k in stages if wanders(plan) and _begins(plan, k) == holder]),
     )
 
 
@@ -143,9 +173,10 @@ def number_in_batch(plan: Plan, holder: int, index: int) -> int:
     return index * plan.replicas + holder if form is not None and form.replicates else index
 
 
-def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
-    """What the actions of a stage on its worker are as instructions."""
-    rule, stage, holder = rule_named(plan.rule), port.stage, plan.holders(port.stage).index(port.worker)
+def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
+    """What the actions of a stage on one of its holders are as instructions."""
+    rule, port, holder = rule_named(plan.rule), home.port, home.holder
+    stage = port.stage
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Channels of a kind into the port and out of it, by number."""
@@ -177,7 +208,7 @@ def _lines(plan: Plan, port: Port, channels: tuple[Channel, ...]) -> Lines:
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind in ("A", "T"):
-            return [_handed_on(plan, port, kind, offset, channels)]
+            return [_handed_on(plan, home, kind, offset, channels)]
         if kind in HANDING_ON:
             into, out = ends("state" if kind in "hP" else "state-back")
             return [
@@ -210,9 +241,9 @@ def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tupl
     return [Instruction("read", port.stage, offset), *dealt]
 
 
-def _handed_on(plan: Plan, port: Port, kind: str, end: int, channels: Sequence[Channel]) -> Instruction:
+def _handed_on(plan: Plan, home: Home, kind: str, end: int, channels: Sequence[Channel]) -> Instruction:
     """Adding a holder's gradients of a batch to those of the others, or sharing the total."""
-    ports = [Port(worker, port.stage) for worker in plan.holders(port.stage)]
+    port, ports = home.port, home.ports
     known = {(c.kind, c.sources[0], c.targets[0]): c.id for c in channels if c.kind in SUMS}
     between = [] if wanders(plan) else hops_in(plan, port.stage, end)
     hops = [(of, ports[source], ports[target]) for of, source, target in between]

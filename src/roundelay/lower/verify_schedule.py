@@ -84,7 +84,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     for k, executed in enumerate(fired):
-        schedule, stages, together = schedule_of(plan, k), plan.stages_of(k), awaits_grad_norm(plan)
+        schedule, stages, together = schedule_of(plan, plan.holder_of(k)), plan.stages_of(k), awaits_grad_norm(plan)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
         done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS and not f.continues]
         if done != due:

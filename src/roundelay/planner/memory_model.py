@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
+from roundelay.lower.channels import updater_of
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.simulator import simulate
 
@@ -71,13 +72,14 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
     batches = [plan.micro_batches] * (plan.num_stages + WARM)
     simulated = simulate(plan, programs_of(plan), stream(batches))
     estimates = []
-    for stages, worker in zip(plan.worker_stages, simulated.workers, strict=True):
-        weights = sum(plan.stages[k].parameter_bytes for k in stages)
+    for number, (stages, worker) in enumerate(zip(plan.worker_stages, simulated.workers, strict=True)):
+        weights = worker.weight_bytes_peak
+        updated = [k for k in stages if updater_of(plan, k) in (None, plan.holder_of(number))]
         estimates.append(
             MemoryEstimate(
                 weights=weights,
                 gradients=weights,
-                optimizer=sum(optimizer_bytes[k] for k in stages),
+                optimizer=sum(optimizer_bytes[k] for k in updated),
                 versions=(worker.versions_held_peak - 1) * weights,
                 tapes=worker.tape_bytes_peak,
                 messages=worker.unread_bytes_peak,
