@@ -22,6 +22,10 @@ from roundelay.lower.channels import exchanges_of
 from roundelay.observe.trace import Span
 
 
+Vary = Callable[[int, Run, float], float]
+"""From a worker, an instruction and its predicted seconds to the seconds that it takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """One executed instruction, with its times in seconds from the start of the run, and channels it uses."""
@@ -57,6 +61,7 @@ class WorkerReport:
         tape_bytes_peak: most bytes that both hold at one time.
         versions_read: smallest and largest difference between the batch of a forward and the version it reads.
         weight_bytes_peak: most bytes of its stages' newest weights that it has at one time: all, unless states wander.
+        version_bytes_peak: most bytes of all versions of its stages' weights that it has at one time.
         versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
         unread_peak: for each channel into it, most messages on the way or unread at one time.
         unread_bytes_peak: bytes of these messages, summed over the channels.
@@ -69,6 +74,7 @@ class WorkerReport:
     owed_peak: int
     tape_bytes_peak: int
     weight_bytes_peak: int
+    version_bytes_peak: int
     versions_read: tuple[int, int]
     versions_held_peak: int
     unread_peak: dict[int, int] = field(hash=False)
@@ -136,6 +142,7 @@ def simulate(
     programs: Sequence[Program],
     micro_batches: Sequence[MicroBatch],
     in_flight: Sequence[Mapping[int, int]] | None = None,
+    vary: Vary = lambda worker, run, seconds: seconds,
 ) -> Simulation:
     """Run ``programs`` on a virtual clock.
 
@@ -145,13 +152,14 @@ def simulate(
         micro_batches: headers of the micro-batches to run.
         in_flight: for a run resumed with micro-batches in flight, the argument of each
             :class:`~roundelay.actor.machine.Machine`.
+        vary: from a worker, an instruction that computes and its predicted seconds to those that it takes.
 
     Raises:
         PlanError: the programs deadlock or leave messages unread, or there is no micro-batch.
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
-    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs))
+    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
     clock.run()
     return clock.report()
 
@@ -165,8 +173,9 @@ class _Clock:
         programs: Sequence[Program],
         micro_batches: Sequence[MicroBatch],
         in_flight: Sequence[Mapping[int, int] | None],
+        vary: Vary,
     ) -> None:
-        self.plan = plan
+        self.plan, self.vary = plan, vary
         every = {header.g: header for header in micro_batches}
         self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
         first = micro_batches[0]
@@ -230,7 +239,7 @@ class _Clock:
         if run is None:
             return
         loads = run.instruction.opcode in ("read", "deal") and not run.takes
-        seconds = self.load_s(worker, run.g) if loads else self.compute_s(worker, run)
+        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
         for channel, _ in run.gives:
             self.count(channel, self.consumer(channel, worker, run.g), 1)
         self.events[worker].append(str(run))
@@ -343,7 +352,7 @@ class _Clock:
 
     def _worker(self, program: Program, intervals: Sequence[Interval]) -> WorkerReport:
         stages = {k: _HeldByStage(k, self.plan.stages[k], program) for k in program.stages}
-        peak_tapes = peak_owed = peak_bytes = peak_weights = 0
+        peak_tapes = peak_owed = peak_bytes = peak_weights = peak_versions = 0
         for interval in intervals:
             held = stages[interval.stage]
             held.begin(interval)
@@ -353,6 +362,7 @@ class _Clock:
             peak_bytes = max(peak_bytes, sum(stage.tape_bytes for stage in stages.values()))
             held.owed -= interval.opcode == "backward-weight"
             peak_weights = max(peak_weights, sum(stage.weight_bytes for stage in stages.values()))
+            peak_versions = max(peak_versions, sum(stage.version_bytes for stage in stages.values()))
             held.here = held.here and interval.opcode != "pass"
         staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
         incoming = [c.id for c in program.channels if c.read_by(program.worker)]
@@ -365,6 +375,7 @@ class _Clock:
             owed_peak=peak_owed,
             tape_bytes_peak=peak_bytes,
             weight_bytes_peak=peak_weights,
+            version_bytes_peak=peak_versions,
             versions_read=(min([0, *staleness]), max([0, *staleness])),
             versions_held_peak=max(stage.versions_peak for stage in stages.values()),
             unread_peak=unread,
@@ -393,7 +404,7 @@ class _HeldByStage:
         self.tapes: dict[int, tuple[int, int]] = {}
         #: backwards whose second half is pending
         self.owed = 0
-        self.versions_peak = 0
+        self.versions, self.versions_peak = 1, 0
         self._oldest: int | None = None  # the oldest version that a later forward may read
         #: by opcode, version and distance of the prediction that is kept until the update
         self._predicted: dict[str, tuple[int, int]] = {}
@@ -407,6 +418,11 @@ class _HeldByStage:
     def weight_bytes(self) -> int:
         """Bytes of the newest weights, if they are here."""
         return self.stage.parameter_bytes * self.here
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of all versions that are here."""
+        return self.weight_bytes * self.versions
 
     def begin(self, interval: Interval) -> None:
         """Add the tape of a forward, and count the versions held during the instruction."""
@@ -423,6 +439,7 @@ class _HeldByStage:
         held = {(version, 0) for version in range(oldest, newest + 1)}
         held |= set(self.tapes.values()) if self.stash else set()
         held |= set(self._predicted.values())
+        self.versions = len(held)
         self.versions_peak = max(self.versions_peak, len(held))
         if interval.opcode == "update":
             self._predicted.clear()

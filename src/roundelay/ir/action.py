@@ -23,8 +23,8 @@ class Action:
 
     Args:
         stage: k, from 0.
-        kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``A`` adding to a sum of gradients, ``T``
-            sharing their total, ``U`` update; ``D`` giving data to the next worker; ``h`` and ``H`` waiting for a
+        kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``A`` adding to a sum of gradients,
+            ``T`` sharing their total, ``U`` update; ``D`` giving data to the next worker; ``h`` and ``H`` waiting for a
             stage's state before its forward and its backward, ``p`` and ``P`` handing it on after them.
         number: the micro-batch g of a forward or backward, the batch t of the others.
     """

@@ -139,18 +139,30 @@ def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
     return ahead, back if rule.backward_reads(plan.backward) == "ahead" else ""
 
 
-def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
-    """Which version the forwards of ``stage`` on one holder read, as a program says it; empty for the newest."""
+def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0, start: int = 0) -> str:
+    """Which version a stage's forwards on one holder read, as a program says it; empty for the newest.
+
+    Args:
+        plan: the plan.
+        rule: its rule.
+        stage: k.
+        holder: its number among the stage's holders.
+        start: the first micro-batch of the batch, on which it depends whose turn it is, or an offset that stands for it.
+    """
     if rule.versions == "entry":
         return ENTRY if stage else ""  # stage 0 reads its newest
     if rule.fresh is None:
         return ""
-    met = _met(plan, stage, holder)
+    turns = len(plan.stages[stage].workers) if deals(plan) else 1
     numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
     size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
     letters = "".join(
         [
-            NEITHER if n not in met else FRESH if rule.is_fresh(i, stage + 1, plan.num_stages, size) else PREVIOUS
+            NEITHER
+            if (start + n - holder) % turns
+            else FRESH
+            if rule.is_fresh(i, stage + 1, plan.num_stages, size)
+            else PREVIOUS
             for n, i in enumerate(numbers)
         ]
     )
@@ -159,12 +171,11 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0) -> str:
     return letters if PREVIOUS in letters else ""
 
 
-def _met(plan: Plan, stage: int, holder: int) -> frozenset[int]:
-    """Which micro-batches of a batch a holder ever has, by their index."""
-    size = len(plan.stages[stage].workers)
-    turn = math.lcm(size, plan.micro_batches) if deals(plan) else plan.micro_batches
-    own = range(holder, turn, size) if deals(plan) else range(turn)
-    return frozenset(g % plan.micro_batches for g in own)
+def reads_older(plan: Plan, stage: int, holder: int) -> bool:
+    """Whether any forward of a stage on one holder reads another version than the newest by the rule's table."""
+    rule, size = rule_named(plan.rule), plan.micro_batches
+    turn = math.lcm(size, len(plan.stages[stage].workers)) if deals(plan) else size
+    return any({PREVIOUS, KEPT} & {*reads(plan, rule, stage, holder, start)} for start in range(0, turn, size))
 
 
 def number_in_batch(plan: Plan, holder: int, index: int) -> int:
@@ -188,7 +199,7 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
     exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(plan, rule, stage)
     summed = uses_grad_norm(plan)
-    version, weights, mode = reads(plan, rule, stage, holder), rule.backward_reads(plan.backward), plan.backward
+    weights, mode = rule.backward_reads(plan.backward), plan.backward
     onward = _boxes(plan, stage, "boxed", boxed)
     back = _boxes(plan, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})
@@ -199,6 +210,7 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
         if kind == "D":
             return [Instruction("deal", stage, offset, gives=(next(others),))]
         if kind == "F":
+            version = reads(plan, rule, stage, holder, offset - offset % plan.micro_batches)
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
             made = _read(plan, port, offset, data) if stage == 0 else []
             return [*made, *_in_parts(ran, borders, onward)]

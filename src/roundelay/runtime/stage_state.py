@@ -26,7 +26,7 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
 from roundelay.job import Job
 from roundelay.lower.channels import schedule_of, updater_of, wanders
-from roundelay.lower.emit import reads
+from roundelay.lower.emit import reads_older
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
@@ -112,7 +112,7 @@ class Stage:
         )
         anew = schedule_of(plan).window == "slots"
         self.in_flight = ResumeState(flight, place, anew=anew)
-        self._reads_older = anew and bool(reads(plan, rule_named(plan.rule), spec.stage, holder))
+        self._reads_older = anew and reads_older(plan, spec.stage, holder)
         self._before: Weights = {}  # the weights before an update that a checkpoint follows
         self._kept = kept_at(flight, place)  # older versions that a later forward may read
         self._keep: int | None = None  # the oldest of them

@@ -1,0 +1,216 @@
+"""Costs of cyclic data parallelism and of what it replaces, counted from programs (Fournier, Oyallon, 2024, Table 1).
+
+A model of N equal stages is planned in every form, and its programs are run on the simulator's clock with messages that
+take no time. Counted are bytes of activations and weights that a worker holds, bytes of all messages of one batch, how
+many messages must follow one another between two time steps, and workers. Nothing is computed by formula; the paper's
+formulas stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from roundelay.api.layout_choices import owners_of, slots_in_layout
+from roundelay.ir.exchange import all_reduce
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import FORMAT, REPLICAS, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.program import EDGES, STATES, SUMS, Channel
+from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.lower.channels import channels_of, exchanges_of, sums_over_time
+from roundelay.lower.emit import emit
+from roundelay.schedules import PIPELINE, schedule_for
+from roundelay.simulator import Interval, Simulation, simulate
+
+ELEMENTS, TAPE, MESSAGE = 1024, 1000, 10
+"""Of each stage: parameters, and bytes of a micro-batch's activations, of which so many go on to the next stage."""
+
+BATCHES = 5
+"""Simulated; the middle one is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a form costs, in the units of the paper's Table 1.
+
+    Args:
+        activations: most on one worker, in those of a micro-batch in the whole model (B Psi_A).
+        parameters: most on one worker at one time, in those of the model (Psi_P), each version counted.
+        gradients: v, where all workers together send 2 (N - 1) v Psi_P bytes of gradients or of states in a batch.
+        messages: w, where they send 2 N w B Psi_A^int bytes of activations and their gradients.
+        steps: messages that must follow one another between two time steps.
+        devices: workers.
+    """
+
+    activations: Fraction
+    parameters: Fraction
+    gradients: Fraction
+    messages: Fraction
+    steps: int
+    devices: int
+
+
+def chain(
+    num_stages: int, *, rule: str, layout: str = PIPELINE, replicas: int = 1, micro_batches: int = 1, tape: int = TAPE
+) -> Plan:
+    """The plan of a model of equal stages, each of which takes a second forward and one backward.
+
+    Args:
+        num_stages: S.
+        rule: update rule.
+        layout: of the plan.
+        replicas: of the plan.
+        micro_batches: of each replica.
+        tape: bytes of a micro-batch's activations in each stage.
+    """
+    schedule = schedule_for(rule_named(rule), layout, num_stages=num_stages)
+    owners, count = owners_of(schedule, layout, num_stages, (replicas, 1, micro_batches))
+    stages = tuple(_stage(k, owners[k], tape) for k in range(num_stages))
+    draft = Plan(
+        rule=rule,
+        layout=layout,
+        backward=rule_named(rule).modes[0],
+        replicas=replicas,
+        micro_batches=micro_batches,
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(count)),
+        stages=stages,
+        **_NOTHING,
+    )
+    edges = [_edge(draft, k) for k in range(num_stages - 1)]
+    draft = replace(draft, edges=tuple(edges))
+    exchanged = replicas > 1 or sums_over_time(draft)
+    return replace(draft, exchanges=tuple(_exchange(draft, k) for k in range(num_stages)) if exchanged else ())
+
+
+_NOTHING: dict[str, Any] = {
+    "format": FORMAT,
+    "model": "a chain of equal stages",
+    "predictor": NO_PREDICTOR,
+    "recompute": (),
+    "compile": False,
+    "precision": "fp32",
+    "loss_scale": "none",
+    "clip": "none",
+    "ema": 0.0,
+    "mesh": {},
+    "parameters": {},
+    "outputs": {},
+    "states": {},
+    "transport": "memory",
+    "deadline_s": 60.0,
+    "latency_s": 0.0,
+    "bytes_per_s": 1e30,
+    "read_s": 0.0,
+    "input_bytes": 0,
+    "edges": (),
+    "exchanges": (),
+}
+"""The fields of a plan that the counting does not depend on."""
+
+
+def _stage(number: int, owners: Sequence[int], tape: int) -> StagePlan:
+    return StagePlan(
+        workers=tuple([f"w{worker}" for worker in owners]),
+        segments=(f"stage {number}",),
+        forward_s=1.0,
+        backward_s=1.0,
+        weights_s=0.0,
+        update_s=0.0,
+        parameter_bytes=4 * ELEMENTS,
+        tape_bytes=tape,
+        owed_bytes=0,
+    )
+
+
+def _edge(draft: Plan, source: int) -> EdgePlan:
+    slots = 2 if draft.layout == PIPELINE else slots_in_layout(draft, source, source + 1)
+    sizes = {"forward_bytes": MESSAGE, "backward_bytes": MESSAGE}
+    return EdgePlan(source=source, target=source + 1, slots=slots, gradient=True, **sizes)
+
+
+def _exchange(draft: Plan, stage: int) -> ExchangePlan:
+    return ExchangePlan(
+        stage=stage,
+        kind="weight-gradient",
+        axis=REPLICAS,
+        value="",
+        segment=0,
+        phases=() if sums_over_time(draft) else tuple(map(str, all_reduce())),
+        dtypes=("float32",),
+        shapes=((ELEMENTS,),),
+        unused=(),
+    )
+
+
+def count(plan: Plan, size: int) -> Costs:
+    """Count what a plan of :func:`chain` costs in a batch in the middle of a run.
+
+    Args:
+        plan: the plan.
+        size: N, into whose units the costs are converted: stages of the model, and micro-batches of a batch.
+    """
+    run = simulate(plan, emit(plan), stream([plan.micro_batches] * BATCHES))
+    sent = sent_in_batch(plan, run, BATCHES // 2)
+    tapes = max(worker.tape_bytes_peak for worker in run.workers)
+    weights = max(worker.version_bytes_peak for worker in run.workers)
+    model, between = 4 * ELEMENTS * plan.num_stages, MESSAGE * max(1, plan.num_stages - 1)
+    return Costs(
+        activations=Fraction(tapes, TAPE * plan.num_stages),
+        parameters=Fraction(weights, model),
+        gradients=Fraction(sent["gradients"], 2 * max(1, size - 1) * model),
+        messages=Fraction(sent["messages"], 2 * size * between),
+        steps=_steps(plan, run),
+        devices=plan.num_workers,
+    )
+
+
+def sent_in_batch(plan: Plan, run: Simulation, batch: int) -> Mapping[str, int]:
+    """Bytes that all workers send to others in a batch: ``gradients``, or states, and ``messages`` between stages."""
+    channels = {channel.id: channel for channel in channels_of(plan)}
+    exchanged = exchanges_of(plan)
+    totals = {"gradients": 0, "messages": 0}
+    for interval in run.intervals:
+        if interval.g // plan.micro_batches != batch:
+            continue
+        for number in interval.gives:
+            channel = channels[number]
+            if channel.phases:
+                holders = [port.worker for port in channel.sources]
+                position = holders.index(interval.worker)
+                totals["gradients"] += sum(exchanged[number].bytes_sent(len(holders), position))
+            elif channel.kind in (*SUMS, *STATES):
+                totals["gradients"] += plan.stages[interval.stage].parameter_bytes
+            elif channel.kind in EDGES and _leaves(channel, interval):
+                totals["messages"] += MESSAGE
+    return totals
+
+
+def _leaves(channel: Channel, interval: Interval) -> bool:
+    """Whether a message goes to another worker."""
+    return channel.target_of(interval.g).worker != interval.worker
+
+
+def _steps(plan: Plan, run: Simulation) -> int:
+    """The longest chain of messages each of which is sent, and waited for, at the end of one time step.
+
+    An exchange of a stage's gradients among p workers is a ring's, of 2 (p - 1) steps.
+    """
+    channels = {channel.id: channel for channel in channels_of(plan)}
+    sent: dict[tuple[int, int], tuple[float, int]] = {}  # by message: when, and how many before it
+    longest = 0
+    middle = [interval for interval in run.intervals if interval.g // plan.micro_batches == BATCHES // 2]
+    for interval in sorted(middle, key=lambda one: (one.end_s, one.start_s)):
+        before = 0
+        for number in interval.takes:
+            channel = channels[number]
+            if channel.phases:
+                longest = max(longest, 2 * (len(channel.sources) - 1))
+                continue
+            when, steps = sent.get((number, interval.g), (-1.0, 0))
+            if when == interval.start_s and not (channel.filled_by(interval.worker) and not channel.dealt):
+                longest, before = max(longest, steps), steps if interval.end_s == when else 0
+        for number in interval.gives:
+            sent[number, interval.g] = interval.end_s, before + 1
+    return longest
