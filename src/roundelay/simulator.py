@@ -21,7 +21,6 @@ from roundelay.ir.program import KEPT, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.lower.channels import exchanges_of
 from roundelay.observe.trace import Span
 
-
 Vary = Callable[[int, Run, float], float]
 """From a worker, an instruction and its predicted seconds to the seconds that it takes."""
 

@@ -97,9 +97,10 @@ class RunRecord:
         notify: called with every update, and every update that a stage skips.
         rates: from an update's number to its learning rates.
         kept: number of micro-batches whose loss, metrics and scale are kept; by default all.
+        first: the number of the first batch.
     """
 
-    def __init__(self, workers: int, notify: Observer, rates: Rates, kept: int = sys.maxsize) -> None:
+    def __init__(self, workers: int, notify: Observer, rates: Rates, kept: int = sys.maxsize, first: int = 0) -> None:
         self._notify, self.rates, self._kept = notify, rates, kept
         self._start = time.perf_counter()
         #: of every micro-batch
@@ -118,6 +119,7 @@ class RunRecord:
         self.digests: dict[Computed, str] = {}
         #: worker to its final report
         self.workers: dict[int, dict[str, Any]] = {}
+        self._next = first  # the batch whose update is reported next
         self._batches: dict[int, list[MicroBatch]] = {}  # by batch, the micro-batches whose losses are known
         self._busy = [0.0] * workers
         self._recent = 0  # the first update of the last few seconds
@@ -150,10 +152,15 @@ class RunRecord:
         self.epoch_starts.setdefault(header.epoch, header.batch)
         batch = self._batches.setdefault(header.batch, [])
         batch.append(header)
-        if sum(known.rows for known in batch) == header.batch_rows:  # of all replicas
-            self._update(sorted(self._batches.pop(header.batch), key=lambda known: known.number))
+        while self._complete(self._batches.get(self._next, ())):  # of a short batch, fewer workers report
+            self._update(sorted(self._batches.pop(self._next), key=lambda known: known.number))
+            self._next += 1
             for values in (self.losses, self._lacking, self.metrics, self.scales):
                 _drop_oldest(values, self._kept)
+
+    @staticmethod
+    def _complete(batch: Sequence[MicroBatch]) -> bool:
+        return bool(batch) and sum(known.rows for known in batch) == batch[0].batch_rows
 
     def _update(self, batch: Sequence[MicroBatch]) -> None:
         last = batch[-1]

@@ -293,7 +293,11 @@ class Session:
         checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
         use = checkpointer.use(gathers=gathers)
         record = RunRecord(
-            self.plan.num_workers, notify, self._rates(()).at, sys.maxsize if audit else KEPT_MICRO_BATCHES
+            self.plan.num_workers,
+            notify,
+            self._rates(()).at,
+            sys.maxsize if audit else KEPT_MICRO_BATCHES,
+            self.extent.start_batch,
         )
         shapes = self.captured.parameters()
         gatherer = StateGatherer(

@@ -147,7 +147,7 @@ def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0, start: int 
         rule: its rule.
         stage: k.
         holder: its number among the stage's holders.
-        start: the first micro-batch of the batch, on which it depends whose turn it is, or an offset that stands for it.
+        start: the first micro-batch of the batch, which says whose turn it is, or an offset that stands for it.
     """
     if rule.versions == "entry":
         return ENTRY if stage else ""  # stage 0 reads its newest
