@@ -161,7 +161,8 @@ def plan(
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
-        choices: ``layout`` (``pipeline``, ``single``, ``dp`` or ``mp``), ``stages`` (of the latter), ``data_parallel``,
+        choices: ``layout`` (``pipeline``, ``single``, ``dp``, ``mp`` or ``zero``), ``stages`` (of the latter),
+            ``data_parallel``,
             ``tensor_parallel``, ``signatures`` (a file, or what it says:
             :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``,

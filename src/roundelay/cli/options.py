@@ -23,6 +23,7 @@ from roundelay.ir.transports import TRANSPORTS
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.runtime.launch import needs_launcher
 from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.schedules import LAYOUTS, PIPELINE
 
 _T = TypeVar("_T")
 
@@ -39,8 +40,9 @@ Layout = Annotated[
     str | None,
     typer.Option(
         help="How micro-batches and stages lie on workers: pipeline, or cyclic data parallelism: single (one worker), "
-        "dp (one for each micro-batch), mp (several for each stage). [default: pipeline]",
-        metavar="pipeline|single|dp|mp",
+        "dp (one for each micro-batch), mp (several for each stage), zero (as dp, with states that go round). "
+        "[default: pipeline]",
+        metavar="pipeline|single|dp|mp|zero",
     ),
 ]
 Stages = Annotated[
@@ -341,6 +343,10 @@ def spread(choices: Choices, size: int, replicas: int, mesh_size: int) -> Choice
     Raises:
         UsageError: the processes are not as many as the choices ask for.
     """
+    if choices.layout not in (None, PIPELINE):  # which says itself how many workers it has
+        replicates = choices.layout in LAYOUTS and LAYOUTS[choices.layout].replicates
+        given = choices.micro_batches or choices.data_parallel
+        return replace(choices, micro_batches=size) if replicates and given is None else choices
     processes = f"the launcher has started {size} processes, one worker each"
     holders = {
         "--data-parallel": replicas if choices.data_parallel is None else choices.data_parallel,

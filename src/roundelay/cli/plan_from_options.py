@@ -27,7 +27,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.schedules import schedule_named
+from roundelay.schedules import PIPELINE, schedule_named
 
 _ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
@@ -190,17 +190,17 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
     of workers.
     """
-    sizes = _sizes(plan)
-    del sizes["tensor_parallel"]  # what found the plan's signatures; they are inherited themselves
-    divided = sizes.pop("zero") if given.get("data_parallel", plan.replicas) > 1 else 0
+    sizes = _sizes(plan) if given.get("layout", plan.layout) == plan.layout else {}
+    sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
+    divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
     kept: dict[str, Any] = sizes | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
     if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
-    same_size = parts_of(kept | given) == plan.mesh_size
+    same_size = bool(sizes) and parts_of(kept | given) == plan.mesh_size
     same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
-    if rule == plan.rule:
-        kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE}
+    if rule == plan.rule and sizes:
+        kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE} | sizes
         if given.get("backward", plan.backward) == plan.backward:
             kept["recompute"] = plan.recompute
     if given.get("precision", plan.precision) == plan.precision:
@@ -215,8 +215,10 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _sizes(plan: Plan) -> dict[str, int]:
+def _sizes(plan: Plan) -> dict[str, Any]:
     """The choices that make the holders of stages, and what each has."""
+    if plan.layout != PIPELINE:
+        return {"layout": plan.layout, "stages": plan.num_stages, "micro_batches": plan.batch_parts}
     each = plan.num_workers // (plan.replicas * plan.mesh_size)
     return {
         "workers": each,
@@ -256,8 +258,10 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
         match name:
             case "cuts":
                 continue
-            case "workers" | "data_parallel" | "tensor_parallel" | "zero":
-                planned_value = _sizes(plan)[name]
+            case "workers" | "data_parallel" | "tensor_parallel" | "zero" | "stages" | "micro_batches":
+                alike = {"workers": plan.num_workers, "data_parallel": plan.replicas, "stages": plan.num_stages}
+                alike |= {"micro_batches": plan.micro_batches, "tensor_parallel": 1, "zero": 0}
+                planned_value = (alike | _sizes(plan))[name]
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)
