@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.faults.case import Case, Server, draw, members, play
+from roundelay.cli.app import app
+from roundelay.schedules import LAYOUTS
+from tests.faults.case import JOB, Case, Server, draw, members, play
 from tests.faults.job import BATCHES, EPOCHS
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
@@ -89,3 +92,21 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(tmp_path
     (tmp_path / "small").unlink()
     again = server.train(tmp_path, "--workers", 3, "--from", "run", "--steps", 2, "--out", "more")
     assert server.wait(again, 60.0) == 0
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_worker_of_any_layout_may_die_and_the_run_goes_on_bit_by_bit(
+    layout: str, victim: int, tmp_path: Path, server: Server
+) -> None:
+    chosen = ("--layout", layout, "--rule", "cdp-v2", "--micro-batches", 2, "--cuts", "equal", "--transport", "shm")
+    pid = server.train(tmp_path, *chosen, "--epochs", 400, "--checkpoint-every", 4, "--out", "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
+        assert members(pid)
+    os.kill(members(pid)[1:][victim], signal.SIGKILL)
+    assert server.wait(pid, END_S) == 1 << 8
+    assert not members(pid)
+    told = CliRunner().invoke(app, ["verify", str(JOB), "--from", str(tmp_path / "run"), "--steps", "5"])
+    assert told.exit_code == 0, told.output
+    assert "bit-equal" in told.output
