@@ -34,6 +34,7 @@ from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
+from roundelay.cli.table_command import table_command
 from roundelay.cli.train_command import train_command
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
@@ -200,6 +201,7 @@ def report_command(
 
 
 app.command("compare", epilog="Example: `roundelay compare my_job.py --rules 1f1b,pipeoptim,async`")(compare_command)
+app.command("table", epilog="Example: `roundelay table cdp --workers 3`")(table_command)
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
 
 
