@@ -12,7 +12,7 @@ from typing import Literal
 
 from roundelay.errors import UsageError
 
-Kind = Literal["F", "B", "W", "A", "T", "U", "D", "h", "H", "p", "P"]
+Kind = Literal["F", "B", "W", "A", "T", "U", "R", "D", "h", "H", "p", "P"]
 
 _PATTERN = re.compile(r"(0|[1-9][0-9]{0,17})([FBWATU])(0|[1-9][0-9]{0,17})")
 
@@ -24,8 +24,9 @@ class Action:
     Args:
         stage: k, from 0.
         kind: ``F`` forward, ``B`` backward, ``W`` the weight half of a backward, ``A`` adding to a sum of gradients,
-            ``T`` sharing their total, ``U`` update; ``D`` giving data to the next worker; ``h`` and ``H`` waiting for a
-            stage's state before its forward and its backward, ``p`` and ``P`` handing it on after them.
+            ``T`` sharing their total, ``U`` update; ``R`` reading, ``D`` giving data to the next worker; ``h`` and
+            ``H`` waiting for a stage's state before its forward and its backward, ``p`` and ``P`` handing it on after
+            them.
         number: the micro-batch g of a forward or backward, the batch t of the others.
     """
 

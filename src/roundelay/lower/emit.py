@@ -204,15 +204,18 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
     back = _boxes(plan, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})
 
-    others = iter(data[1])
+    others, form = iter(data[1]), form_of(plan)
+    reads_apart = form is not None and form.replicates
 
     def lines(kind: str, offset: int) -> list[Instruction]:
+        if kind == "R":
+            return [Instruction("read", stage, offset, data[0])]
         if kind == "D":
             return [Instruction("deal", stage, offset, gives=(next(others),))]
         if kind == "F":
             version = reads(plan, rule, stage, holder, offset - offset % plan.micro_batches)
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            made = _read(plan, port, offset, data) if stage == 0 else []
+            made = _read(plan, port, offset, data) if stage == 0 and not reads_apart else []
             return [*made, *_in_parts(ran, borders, onward)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
@@ -245,10 +248,8 @@ def _begins(plan: Plan, stage: int) -> int:
 def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Instruction]:
     """Reading a micro-batch; where holders take them in turns, the one that reads deals out the others too."""
     takes, gives = data
-    if not gives or form_of(plan) is None:
+    if not (gives and deals(plan)):
         return [Instruction("read", port.stage, offset, takes, gives)]
-    if not deals(plan):
-        return [Instruction("read", port.stage, offset)]
     dealt = [Instruction("deal", port.stage, offset + n, gives=(channel,)) for n, channel in enumerate(gives, 1)]
     return [Instruction("read", port.stage, offset), *dealt]
 

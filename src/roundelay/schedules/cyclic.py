@@ -96,9 +96,9 @@ def _dealing(seat: Seat, actions: Sequence[Action]) -> Body:
     """
     steps, result = [action for action in actions if action.kind in "FB"], list(actions)
     for i in reversed(range(1, seat.size if seat.holder == 0 else 1)):
-        done = max(1, len(steps) * i // seat.size)  # the first action is what reads
-        result.insert(result.index(steps[done - 1]) + 1, Action(0, "D", 0))
-    return Body(1, tuple(result))
+        done = len(steps) * i // seat.size
+        result.insert(result.index(steps[done - 1]) + 1 if done else 0, Action(0, "D", 0))
+    return Body(1, (Action(0, "R", 0), *result))
 
 
 def _dealt(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
@@ -259,8 +259,8 @@ def _accumulating(seat: Seat, stages: Sequence[int], num_stages: int, micro_batc
 def _synchronous(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
     """One micro-batch on each replica; gradients are exchanged while earlier stages' backwards go on, as DDP does."""
     dealt = [Action(0, "D", 0)] * (seat.size - 1 if seat.holder == 0 else 0)
-    first, *others = _accumulating(seat, stages, num_stages, micro_batches).actions
-    return Body(1, (first, *dealt, *others, *(Action(stage, "U", 0) for stage in reversed(stages))))
+    computed = _accumulating(seat, stages, num_stages, micro_batches).actions
+    return Body(1, (Action(0, "R", 0), *dealt, *computed, *(Action(stage, "U", 0) for stage in reversed(stages))))
 
 
 def laid_out(form: Form, seat: Seat) -> Schedule:

@@ -10,7 +10,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.program import Window
 
-ONCE_A_BATCH, HANDING_ON = "ATU", "DhHpP"
+ONCE_A_BATCH, HANDING_ON = "ATU", "RDhHpP"
 """Kinds of actions that act on a batch, and those that no order of computing depends on."""
 
 
