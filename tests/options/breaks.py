@@ -122,6 +122,16 @@ OPTIONS = (
         (EQUIVALENCE + "test_zero.py", "-k", "test_each_replica_writes_its_part"),
     ),
     Break(
+        "a layout",
+        (Edit("api/planning.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
+        ("tests/api/test_layout_choices.py", "-k", "test_a_run_is_continued_by_its_own_layout_and_by_another"),
+    ),
+    Break(
+        "stages of a layout",
+        (Edit("api/layout_choices.py", '"stages": given.get("stages", size)', '"stages": size'),),
+        ("tests/api/test_layout_choices.py", "-k", "test_a_layout_has_as_many_stages_as_asked_for"),
+    ),
+    Break(
         "replicas",
         (
             Edit(_GRADIENTS, "        self._sums |= sums", "        sums = {}"),

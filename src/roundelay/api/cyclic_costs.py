@@ -205,6 +205,8 @@ def _steps(plan: Plan, run: Simulation) -> int:
         before = 0
         for number in interval.takes:
             channel = channels[number]
+            if channel.kind == "data":  # which a loader gives to any form
+                continue
             if channel.phases:
                 longest = max(longest, 2 * (len(channel.sources) - 1))
                 continue
