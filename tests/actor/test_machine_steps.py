@@ -159,3 +159,59 @@ def test_machines_of_a_printed_program_do_the_same() -> None:
     programs = emit(plan_of("pipeoptim", 1, 2))
     first, second = Machine(programs[0]), Machine(Program.parse(str(programs[0])))
     assert fired(first) == fired(second) != ""
+
+
+DEALER = """\
+worker 0 of 3
+loop every 1 over slots
+tapes 4
+channel 0 forward 0.0>1.1,2.1 slots 1
+body
+  forward 0 g gives 0
+"""
+
+TAKER = """\
+worker 2 of 3
+loop every 1 over slots
+tapes 4
+channel 0 forward 0.0,1.0>2.1 slots 2
+body
+  forward 1 g takes 0
+"""
+
+
+def test_a_dealt_slot_is_counted_at_the_target_whose_turn_it_is() -> None:
+    machine, headers = Machine(Program.parse(DEALER)), stream([4])
+    for header in headers[:2]:
+        machine._know(header)
+        assert machine.fire() is not None
+        machine.finish()
+    machine._know(headers[2])
+    machine.grant(0, 2)
+    assert machine.fire() is None  # the second target's slot is free, but it is the first one's turn
+    assert machine.wants_credit
+    machine.grant(0, 1)
+    assert (run := machine.fire()) is not None
+    assert run.g == 2
+    with pytest.raises(InternalError, match="none of which it has filled"):
+        machine.grant(0, 2)
+
+
+def test_senders_of_a_dealt_channel_may_overtake_each_other() -> None:
+    machine, headers = Machine(Program.parse(TAKER)), stream([4])
+    machine.arrive(0, headers[1])
+    assert machine.fire() is None
+    assert "message 0 on channel 0" in machine.waits_for()
+    machine.arrive(0, headers[0])
+    for header in headers[:2]:
+        assert (run := machine.fire()) is not None
+        assert run.g == header.g
+        machine.finish()
+
+
+def test_only_the_source_whose_message_fills_a_slot_next_may_send_it() -> None:
+    channel = Program.parse(TAKER).channels[0]
+    assert [channel.source_of(g).worker for g in range(4)] == [0, 1, 0, 1]
+    assert [channel.refilled_by(g).worker for g in range(4)] == [0, 1, 0, 1]  # two slots at one target
+    dealt = Program.parse(TAKER.replace("slots 2", "slots 1")).channels[0]
+    assert [dealt.refilled_by(g).worker for g in range(4)] == [1, 0, 1, 0]
