@@ -136,3 +136,29 @@ def test_the_table_is_counted_and_printed_beside_the_papers() -> None:
     assert by_form["ZeRO-DP, cyclic, cdp-v2"]["sent"] > 1.0
     other = CliRunner().invoke(app, ["table", "ravnest"])
     assert other.exit_code != 0
+
+
+def test_rules_are_compared_in_a_layout(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    chosen = (
+        "--layout",
+        "dp",
+        "--micro-batches",
+        "2",
+        "--stages",
+        "3",
+        "--cuts",
+        "equal",
+        "--seeds",
+        "1",
+        "--steps",
+        "2",
+    )
+    rules = ("--rules", "1f1b,cdp-v1,pipeoptim")
+    done = CliRunner().invoke(app, ["compare", str(job), *rules, *chosen, "--out", str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.output
+    plans = [Plan.parse(path.read_text()) for path in (tmp_path / "out").glob("**/*.toml")]
+    assert {plan.layout for plan in plans} == {"dp"}
+    assert {(plan.rule, plan.replicas, plan.num_stages) for plan in plans} == {("1f1b", 2, 3), ("cdp-v1", 2, 3)}
+    assert "with layout dp" in done.output

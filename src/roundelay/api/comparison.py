@@ -32,7 +32,7 @@ from roundelay.job import Job
 from roundelay.observe.run_folder import RunFolder
 from roundelay.runtime.loader_epoch import seed_everything
 from roundelay.runtime.loader_probe import DEADLINE_S
-from roundelay.schedules import schedule_named
+from roundelay.schedules import PIPELINE, schedule_named
 
 CUTS_FROM = {1: "1f1b", 2: "zb-v"}
 """Number of stages per worker to the rule whose plan cuts the model for all rules with that number."""
@@ -177,6 +177,7 @@ class _Comparison:
         self._settings: dict[str, Any] = {}
         self._cuts: str | None = None
         self._workers: int | None = None
+        self._in_layout = choices.get("layout", PIPELINE) != PIPELINE
 
     def _new_job(self, seed: int) -> Job:
         seed_everything(seed)
@@ -202,13 +203,16 @@ class _Comparison:
         settings.pop("deadline_s", None)  # does not change results
         self._folder.check(settings)
         self._settings, self._cuts, self._workers = settings, cuts, workers
-        self._workers = len(self._stages(1))
+        stages = self._stages(1)
+        self._workers = workers if self._in_layout else len(stages)  # a layout says itself how many there are
 
     def _stages(self, per_worker: int) -> list[list[str]]:
         """The segments of all stages with ``per_worker`` stages on each worker, from the folder or chosen now."""
         path = self._folder.cuts(per_worker)
         plan = (
-            read_plan(path, OTHER_FOLDER) if path.exists() else self._new_plan(path, CUTS_FROM[per_worker], self._cuts)
+            read_plan(path, OTHER_FOLDER)
+            if path.exists()
+            else self._new_plan(path, "cdp-v1" if self._in_layout else CUTS_FROM[per_worker], self._cuts)
         )
         return [list(stage.segments) for stage in plan.stages]
 
@@ -229,7 +233,8 @@ class _Comparison:
             path, choices = self._folder.plan(text), {"predictor": variant.predictor, "backward": variant.backward}
             plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
             try:
-                per_worker = schedule_named(rule_named(variant.rule).schedule).stages_per_worker
+                row = rule_named(variant.rule)
+                per_worker = 1 if self._in_layout else schedule_named(row.schedule).stages_per_worker
                 plan = plan or self._new_plan(path, variant.rule, self._stages(per_worker), **choices)
             except (PlanError, CaptureError) as error:  # CaptureError: too few places for cuts
                 refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
