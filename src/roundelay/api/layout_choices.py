@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from roundelay.api.cuts import Cut, count_stages, default_workers
+from roundelay.api.holder_choices import parts_of, replicas_of
 from roundelay.errors import PlanError, counted
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
@@ -64,18 +66,31 @@ def _refuse(given: Mapping[str, Any], layout: str, name: str, expected: str) -> 
         )
 
 
-def stages_in_layout(graph: Graph, wanted: int, cut: int | None, *, requested: bool) -> tuple[int, str]:
-    """How many stages a layout gets, and why fewer than by default, if so.
+def num_stages_of(
+    graph: Graph, workers: int | None, given_cut: Cut | None, rule: str, given: Mapping[str, Any], *, requested: bool
+) -> tuple[int, str]:
+    """How many stages a plan gets, and why fewer than by default, if so.
 
     Args:
         graph: of the model.
-        wanted: as given, or the default.
-        cut: those of the cuts, if these are given.
-        requested: whether they are given.
+        workers: of each replica of a pipeline, as given.
+        given_cut: the cut as given.
+        rule: update rule.
+        given: choices as of :func:`in_layout`.
+        requested: whether the number of stages of a layout is given.
 
     Raises:
-        PlanError: there are not so many pieces, or the numbers differ.
+        PlanError: the numbers do not fit.
+        CaptureError: the model cannot be cut into so many.
     """
+    if given.get("layout", PIPELINE) == PIPELINE:
+        return count_stages(graph, workers, given_cut, rule, default_workers(replicas_of(given) * parts_of(given)))
+    cut_into = None if given_cut is None else len(given_cut.stages)
+    return _stages_in_layout(graph, given["stages"], cut_into, requested=requested)
+
+
+def _stages_in_layout(graph: Graph, wanted: int, cut: int | None, *, requested: bool) -> tuple[int, str]:
+    """The same in a layout, from the number that is given, or by default, and that of the cuts, if these are given."""
     most = len(boundaries_of(graph)) - 1
     if cut is not None and requested and cut != wanted:
         raise PlanError("--stages", got=str(wanted), expected=f"{cut}, as the cuts", remedy="Leave one of them out.")

@@ -14,9 +14,9 @@ import torch
 
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.cuts import MEASURED, Cut, CutRequest, Stages, count_stages, cut, cut_by_names, default_workers
+from roundelay.api.cuts import MEASURED, CutRequest, Stages, cut, cut_by_names
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.api.layout_choices import in_layout, owners_of, slots_in_layout, stages_in_layout
+from roundelay.api.layout_choices import in_layout, num_stages_of, owners_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
@@ -231,7 +231,7 @@ def plan_with_reasons(
     given_cut = cut_by_names(captured.graph, cuts)
     given = in_layout(given if workers is None else given | {"workers": workers})
     replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = _count_stages(captured.graph, workers, given_cut, rule, given, choices.get("stages"))
+    num_stages, fewer = num_stages_of(captured.graph, workers, given_cut, rule, given, requested="stages" in choices)
     schedule = schedule_for(rule_named(rule), given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
     draft = _draft(captured.graph.fingerprint, rule, each, given)
@@ -276,16 +276,6 @@ def plan_with_reasons(
         check_memory(job, whole, result, limit)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
-
-
-def _count_stages(
-    graph: Graph, workers: int | None, given_cut: Cut | None, rule: str, given: Mapping[str, Any], wanted: int | None
-) -> tuple[int, str]:
-    """The number of stages, and why there are fewer than by default, if so."""
-    if given.get("layout", PIPELINE) == PIPELINE:
-        return count_stages(graph, workers, given_cut, rule, default_workers(replicas_of(given) * parts_of(given)))
-    cut_into = None if given_cut is None else len(given_cut.stages)
-    return stages_in_layout(graph, given["stages"], cut_into, requested=wanted is not None)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:

@@ -41,6 +41,7 @@ from roundelay.job import Job, Peekable
 from roundelay.lower.channels import deals, schedule_of, updater_of
 from roundelay.observe.digest import digest
 from roundelay.reference import ReferenceResult, Setting, run_reference
+from roundelay.reference.run_inputs import ReferenceStage
 from roundelay.runtime.batch_reader import read
 from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.device import deterministic
@@ -257,13 +258,7 @@ def _reference(
     """Run the rule's equations on copies, epoch by epoch as the run did, and append digests in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
     trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
-    stages = []
-    for spec in session.partition.stages:
-        stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
-        device = torch.device(plan.device_of(spec.stage))
-        turns = len(plan.holders(spec.stage)) if deals(plan) else 0
-        made = reference_stage(captured, stored, plan.mesh_size, device)
-        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage)))
+    stages = _reference_stages(session)
     devices = {name: stage.device for stage in stages for name in stage.parameters}
     named = [
         (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
@@ -329,6 +324,18 @@ def _reference(
             last.batch + 1 - result.updates,
             None,
         )
+
+
+def _reference_stages(session: Session) -> list[ReferenceStage]:
+    """The stages as the reference runs them, with whose turn it is on each, and who updates it."""
+    captured, plan = session.captured, session.plan
+    stages = []
+    for spec in session.partition.stages:
+        stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
+        made = reference_stage(captured, stored, plan.mesh_size, torch.device(plan.device_of(spec.stage)))
+        turns = len(plan.holders(spec.stage)) if deals(plan) else 0
+        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage)))
+    return stages
 
 
 def _setting(
