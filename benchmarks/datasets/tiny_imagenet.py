@@ -50,9 +50,8 @@ class Images:
         Raises:
             JobError: a file is no image.
         """
-        mean, spread = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, SPREAD))
         pixels = torch.stack([decoded(self.paths[row], self.side) for row in rows.tolist()])
-        return (pixels - mean) / spread, self.labels[rows]
+        return normalised(pixels), self.labels[rows]
 
     def shuffled(self, rows: int, seed: int) -> Iterator[Batch]:
         """All images once in full batches, in an order and with mirrorings that depend on the seed."""
@@ -119,13 +118,27 @@ def decoded(path: Path, side: int) -> Tensor:
     Raises:
         JobError: the file is no image.
     """
-    library = pillow()
+    scaled = opened(path).resize((side, side), pillow().Resampling.BILINEAR)
+    return torch.from_numpy(np.array(scaled)).permute(2, 0, 1).float() / 255
+
+
+def opened(path: Path) -> Any:
+    """Pillow's image, in red, green and blue.
+
+    Raises:
+        JobError: the file is no image.
+    """
     try:
-        with library.open(path) as image:
-            scaled = image.convert("RGB").resize((side, side), library.Resampling.BILINEAR)
+        with pillow().open(path) as image:
+            return image.convert("RGB")
     except (OSError, ValueError) as error:
         raise refused(path, f"{type(error).__name__}: {error}", "an image", "Unpack the data again.") from error
-    return torch.from_numpy(np.asarray(scaled).copy()).permute(2, 0, 1).float() / 255
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """(rows, 3, height, width), between 0 and 1, with mean 0 and spread 1 over ImageNet."""
+    mean, spread = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, SPREAD))
+    return (pixels - mean) / spread
 
 
 def pillow() -> Any:
@@ -134,4 +147,4 @@ def pillow() -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    return optional("PIL.Image", "images of Tiny-ImageNet", "pillow", ".")
+    return optional("PIL.Image", "images of ImageNet", "pillow", ".")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 """Depth to the blocks of each of the four stretches; from 50 on a block has a bottleneck."""
-
-WIDTHS = (64, 128, 256, 512)
 
 
 class Basic(nn.Module):
@@ -60,11 +60,11 @@ def past(inputs: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
-def stem(small: bool) -> list[nn.Module]:
+def stem(width: int, small: bool) -> list[nn.Module]:
     """What comes first; for small images, as CDP (2024), Sect. 5: 3 x 3, no stride, no pooling."""
     if small:
-        return [convolution(3, 64, 3, 1), nn.BatchNorm2d(64), nn.ReLU()]
-    return [convolution(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        return [convolution(3, width, 3, 1), nn.BatchNorm2d(width), nn.ReLU()]
+    return [convolution(3, width, 7, 2), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
 
 
 def resnet(depth: int, classes: int, *, small: bool = False) -> nn.Module:
@@ -75,12 +75,32 @@ def resnet(depth: int, classes: int, *, small: bool = False) -> nn.Module:
         classes: number of classes.
         small: whether images are small, as those of CIFAR.
     """
-    block: type[Basic] | type[Bottleneck] = Basic if depth < 50 else Bottleneck
-    layers, inputs = stem(small), 64
-    for stretch, (count, width) in enumerate(zip(BLOCKS[depth], WIDTHS, strict=True)):
+    return residual(Basic if depth < 50 else Bottleneck, BLOCKS[depth], classes, small=small)
+
+
+def residual(
+    block: type[Basic] | type[Bottleneck],
+    counts: Sequence[int],
+    classes: int,
+    *,
+    width: int = 64,
+    small: bool = False,
+) -> nn.Module:
+    """The same, of any size.
+
+    Args:
+        block: what it is made of.
+        counts: blocks of each stretch.
+        classes: number of classes.
+        width: of the stem and the first stretch; every further stretch is twice as wide.
+        small: whether images are small, as those of CIFAR.
+    """
+    layers, inputs = stem(width, small), width
+    for stretch, count in enumerate(counts):
+        narrow = width << stretch
         for place in range(count):
-            layers.append(block(inputs, width, 2 if stretch and not place else 1))
-            inputs = block.widening * width
+            layers.append(block(inputs, narrow, 2 if stretch and not place else 1))
+            inputs = block.widening * narrow
     made = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
     for module in made.modules():
         if isinstance(module, nn.Conv2d):

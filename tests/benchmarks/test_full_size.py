@@ -13,6 +13,7 @@ from benchmarks.datasets import cifar
 from roundelay.cli.job_file import load_job
 from roundelay.errors import JobError
 from tests.benchmarks.test_datasets import write_cifar, write_imdb, write_tiny_imagenet
+from tests.benchmarks.test_imagenet import write_imagenet
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 JOBS: dict[str, tuple[str, dict[str, str], Callable[[Path], object], float]] = {
@@ -24,6 +25,7 @@ JOBS: dict[str, tuple[str, dict[str, str], Callable[[Path], object], float]] = {
         lambda f: write_cifar(f, cifar.CIFAR_100),
         1e-3,
     ),
+    "imagenet": ("cdp/jobs/imagenet.py", {"DEPTH": "18", "SIDE": "32"}, write_imagenet, 0.1),
     "tiny": ("pipeoptim/jobs/tiny_imagenet.py", {"NETWORK": "alexnet"}, write_tiny_imagenet, 0.01),
     "imdb": ("pipeoptim/jobs/imdb.py", {"OPTIMIZER": "adam", "LENGTH": "4"}, write_imdb, 1e-3),
 }
@@ -90,11 +92,19 @@ def test_a_network_that_the_job_does_not_know_is_refused(tmp_path: Path, monkeyp
         load_job(FOLDER / "pipeoptim/jobs/cifar100.py", 0)
 
 
-def test_the_schedules_are_counted_in_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar(tmp_path / "data", cifar.CIFAR_10)
-    monkeypatch.setenv("DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("ROWS", "5")  # 25 images: 5 updates in an epoch
-    job = load_job(FOLDER / "cdp/jobs/cifar10.py", 0)
+@pytest.mark.parametrize(
+    ("name", "rows", "factor"),
+    [("cifar10", "5", 0.2), ("imagenet", "3", 0.1)],  # of 25 images, and of 16: 5 updates in an epoch
+    ids=["cifar10", "imagenet"],
+)
+def test_the_schedules_are_counted_in_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: str, factor: float
+) -> None:
+    file, variables, write, rate = JOBS[name]
+    write(tmp_path / "data")
+    for variable, value in {"DATA": str(tmp_path / "data"), **variables, "ROWS": rows}.items():
+        monkeypatch.setenv(variable, value)
+    job = load_job(FOLDER / file, 0)
     assert job.scheduler is not None
     optimizer = job.optimizer(list(job.model.named_parameters()))
     scheduler, rates = job.scheduler(optimizer), []
@@ -104,7 +114,7 @@ def test_the_schedules_are_counted_in_updates(tmp_path: Path, monkeypatch: pytes
         scheduler.step()
     changes = [n for n in range(1, len(rates)) if rates[n] != rates[n - 1]]
     assert changes == [5 * 30, 5 * 60, 5 * 90]
-    assert rates[-1] == pytest.approx(0.05 * 0.2**3)
+    assert rates[-1] == pytest.approx(rate * factor**3)
 
 
 def test_a_network_of_full_size_runs_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
