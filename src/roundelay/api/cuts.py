@@ -1,12 +1,13 @@
-"""Choose the cuts: measured, predicted, in equal parts, or given by the user; with the reasons in words."""
+"""Choose the cuts: measured, predicted, in equal parts, for little memory, or given by the user; with the reasons."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,17 +18,21 @@ from roundelay.errors import CaptureError, PlanError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.op_profiler import measure_operations
-from roundelay.ir.graph import Graph, Profile
+from roundelay.ir.graph import WEIGHT, Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
+from roundelay.lower.channels import form_of
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.observe.profile_cache import keep, kept, machine, place
-from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, boundaries_of, roofline, stage_costs
-from roundelay.planner.partition_dp import choose_cuts, equal_cuts, names_of
+from roundelay.planner import cut_reasons
+from roundelay.planner.cost_model import CostParameters, StageCosts, boundaries_of, roofline, stage_costs
+from roundelay.planner.kept_bytes import SavedStorages, kept_bytes
+from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
 from roundelay.schedules import schedule_named
 
-MEASURED, ROOFLINE, EQUAL = WAYS = ("measured", "roofline", "equal")
-"""How cuts are chosen: by a profile of this machine, by fixed constants, or by numbers of operations."""
+MEASURED, ROOFLINE, EQUAL, FLOPS, MEMORY_TIME = WAYS = ("measured", "roofline", "equal", "flops", "memory-time")
+"""How cuts are chosen: by a profile of this machine, by fixed constants, by numbers of operations or of their FLOPs, or
+for the fewest activations that staggered micro-batches keep at one time, by a profile and a count of what is kept."""
 
 _GIVEN = ("cuts: as given",)
 
@@ -163,40 +168,56 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
         UserCodeError: the model or the loss raised while it was measured.
     """
     graph = captured.graph
-    if request == EQUAL or num_stages == 1:
-        ends = names_of(graph, equal_cuts(graph, num_stages))
-        return _as_stages(ends, ("cuts: as equal numbers of operations as can be",) if num_stages > 1 else ())
     equal = equal_cuts(graph, num_stages)  # raises for too many stages, before anything is measured
+    if request == EQUAL or num_stages == 1:
+        reason = "cuts: as equal numbers of operations as can be"
+        return _as_stages(names_of(graph, equal), (reason,) if num_stages > 1 else ())
+    if request == FLOPS:
+        by_flops = flops_cuts(graph, num_stages)
+        return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
     terms = CostParameters(
         again=recomputed_ranges(graph, draft),
         micro_batches=draft.batch_parts,
         latency_s=draft.latency_s,
         bytes_per_s=draft.bytes_per_s,
     )
-    if request == MEASURED:
-        profile, how = profiled(captured, sample())
-    else:
+    if request == ROOFLINE:
         profile = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
-        how = "predicted with fixed constants (roofline)"
+        return _fastest(
+            graph, stage_costs(graph, profile, terms), num_stages, "predicted with fixed constants (roofline)"
+        )
+    micro_batch = sample()
+    profile, how = profiled(captured, micro_batch)
     costs = stage_costs(graph, profile, terms)
+    if request == MEASURED:
+        return _fastest(graph, costs, num_stages, how)
+    return _fewest_bytes(captured, draft, costs, micro_batch, num_stages, how)
+
+
+def _fastest(graph: Graph, costs: StageCosts, num_stages: int, how: str) -> Cut:
     chosen = choose_cuts(costs, num_stages)
-    return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *_predictions(costs, chosen, equal)))
+    return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
+
+
+def _fewest_bytes(
+    captured: Captured, draft: Plan, costs: StageCosts, micro_batch: Batch, num_stages: int, how: str
+) -> Cut:
+    """Cut for the fewest activations at one time, of the micro-batches of a batch, or of a pipeline's stages."""
+    graph, form = captured.graph, form_of(draft)
+    with user_code("counting what the operations keep of the first micro-batch"):
+        storages = saved_storages(captured, micro_batch)
+    on_one_worker = form is not None and not form.stages_per_worker
+    kept = kept_bytes(graph, storages, shared=on_one_worker, again=costs.parameters.again)
+    size = num_stages if form is None else draft.batch_parts  # as a full pipeline is staggered
+    chosen = staggered_cuts(costs, kept, num_stages, size)
+    reasons = [f"cuts: {how}", *cut_reasons.fewest_bytes(graph, costs, kept, chosen, size)]
+    if form is not None and (form.replicates or not form.staggered):
+        reasons.append(cut_reasons.OWN_PACE if form.staggered else cut_reasons.AT_ONCE)
+    return _as_stages(names_of(graph, chosen), tuple(reasons))
 
 
 def _as_stages(ends: Sequence[str], reasons: tuple[str, ...]) -> Cut:
     return Cut(tuple((end,) for end in ends), reasons)
-
-
-def _predictions(costs: StageCosts, chosen: Cuts, equal: Cuts) -> Iterator[str]:
-    """Yield the predicted times of the chosen cuts, and of equal ones."""
-    times = [costs.stage_s(start, stop) for start, stop in pairwise(chosen)]
-    for k, (start, stop) in enumerate(pairwise(chosen)):
-        compute, talk = costs.compute_s(start, stop) * 1e3, costs.communication_s(start, stop) * 1e3
-        slowest = ", the slowest" if times[k] == max(times) else ""
-        yield f"stage {k}: {compute:.3f} ms of computing and {talk:.3f} ms of messages per micro-batch{slowest}"
-    slow = costs.slowest_s(equal)
-    yield f"cut into equal numbers of operations: {slow * 1e3:.3f} ms, {slow / max(times):.2f} times the slowest"
-    yield "no slowest stage is more than 2 % faster; `--cuts roofline`, `--cuts equal`, `--cuts NAME,...` override it"
 
 
 def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
@@ -226,3 +247,59 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
         return profile, f"measured on this machine now, and kept for the next plan ({path})"
     why = "nothing is to be kept" if path is None else f"{path} cannot be written"
     return profile, f"measured on this machine now; {why}, so the next plan may be cut elsewhere"
+
+
+def saved_storages(captured: Captured, micro_batch: Batch) -> SavedStorages:
+    """Run the model forward, operation by operation, and note the storages that the backward of each reads."""
+    found = _Saved(captured)
+    captured.walk(micro_batch, found.run)
+    return SavedStorages(tuple(found.num_bytes), tuple(map(tuple, found.saved)), found.values, found.views)
+
+
+class _Saved:
+    """The storages of a run, by number. All stay alive, so that no address is used twice."""
+
+    def __init__(self, captured: Captured) -> None:
+        graph = captured.graph
+        self.ops, self.saved = graph.ops, [dict[int, None]() for _ in range(len(graph.ops) + 1)]
+        self.num_bytes = [weight.num_bytes for weight in graph.parameters.values()]  # a stage that gets one has a copy
+        self.values = {WEIGHT + name: i for i, name in enumerate(graph.parameters)}
+        self.views: dict[str, int] = {}
+        self.weights = {weight.untyped_storage()._cdata for weight in captured.parameters().values()}
+        self.numbers: dict[int, int] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def run(self, i: int, call: Callable[[], Any]) -> Any:
+        """Run an operation, as :meth:`~roundelay.frontend.Captured.walk` has it run."""
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._save, i), lambda tensor: tensor):
+            output = call()
+        if i == len(self.ops):
+            self.saved[i] |= {self._number(root.detach()): None for root in output if root.requires_grad}
+        elif isinstance(output, torch.Tensor):
+            self._value(self.ops[i].name, output.detach())
+        return output
+
+    def _save(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in self.weights:
+            self.saved[i][self._number(tensor)] = None
+        return tensor
+
+    def _value(self, name: str, tensor: torch.Tensor) -> None:
+        """Note the storage of a value; if it is not contiguous, another stage gets a copy."""
+        plain = tensor.layout == torch.strided
+        if plain and tensor.is_contiguous():
+            self.values[name] = self._number(tensor)
+            return
+        if plain:
+            self.views[name] = self._number(tensor)
+        self.values[name] = len(self.num_bytes)
+        self.num_bytes.append(tensor.numel() * tensor.element_size())
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.numbers:
+            self.numbers[storage._cdata] = len(self.num_bytes)
+            self.num_bytes.append(storage.nbytes())
+            self.alive.append(tensor)
+        return self.numbers[storage._cdata]

@@ -8,19 +8,28 @@ computation alone is slower than a cut that is already known are skipped.
 
 Cuts whose slowest stage is within 2 % of the best are considered equally good, as costs are no better known than that.
 Among them, a second programme over the same pairs takes the one with the fewest bytes over all edges, then the fastest,
-then the one whose last cut comes first.
+then the one whose last cut comes first. :func:`staggered_cuts` allows 10 %, and takes the fewest bytes of activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from roundelay.errors import CaptureError
-from roundelay.ir.graph import Graph
+from roundelay.ir.graph import Graph, Op
 from roundelay.planner.cost_model import Cuts, StageCosts, boundaries_of
+from roundelay.planner.kept_bytes import KeptBytes
+from roundelay.schedules import holders_of
 
 TIE = 0.02
 """Cuts whose slowest stage is within this share of the best are equally good."""
+
+SLOWER = 0.1
+"""By which share of the best :func:`staggered_cuts` may make the slowest stage slower."""
+
+_Price = Callable[[int, int, int], int]
+"""From the number of a stage and where it starts and stops to its price."""
 
 _StagesByEnd = list[list[tuple[int, float]]]
 """For every boundary j, by index: (i, seconds) of the candidate stages from boundary i to j."""
@@ -36,10 +45,68 @@ def choose_cuts(costs: StageCosts, num_stages: int) -> Cuts:
     Raises:
         CaptureError: there are fewer than D pieces.
     """
-    known = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages))
-    stages = _stages_by_end(costs, num_stages, known * (1.0 + TIE))
-    limit = _slowest_s(stages, num_stages) * (1.0 + TIE)
-    return _fewest_bytes(costs, stages, num_stages, limit)
+    return _cheapest(costs, num_stages, 1.0 + TIE, lambda _, start, stop: costs.bytes_in(start, stop))
+
+
+def staggered_cuts(costs: StageCosts, kept: KeptBytes, num_stages: int, micro_batches: int) -> Cuts:
+    """Return the cuts with the fewest bytes of activations at one time, where N micro-batches start one after another.
+
+    Each starts 2S/N time steps after the one before, and a batch takes 2S steps (Cyclic Data Parallelism, Sect. 3.2):
+    stage k, from 0, keeps a micro-batch's activations from step k to step 2S - 1 - k, so those of ceil(N (S - k) / S)
+    micro-batches at most, which, if S divides N, is their number in every step. The sum over the stages is minimised.
+    A step is as long as the slowest stage, which may be 10 % slower than that of the fastest cuts: else all operations
+    would best be in the last stage.
+
+    Args:
+        costs: costs of all stages.
+        kept: bytes of all stages.
+        num_stages: S.
+        micro_batches: N.
+
+    Raises:
+        CaptureError: there are fewer than S pieces.
+    """
+    held = [holders_of(k, num_stages, micro_batches) for k in range(num_stages)]
+    return _cheapest(costs, num_stages, 1.0 + SLOWER, lambda k, start, stop: held[k] * kept.of_stage(start, stop))
+
+
+def flops_cuts(graph: Graph, num_stages: int) -> Cuts:
+    """Return the cuts nearest to equal FLOPs in every stage (Cyclic Data Parallelism, Sect. 5).
+
+    Raises:
+        CaptureError: there are fewer than D pieces.
+    """
+    work = (*accumulate((float(op.flops) for op in graph.ops), initial=0.0), float(sum(op.flops for op in graph.ops)))
+    between = _between_layers(graph)
+    boundaries = between if len(between) > num_stages else boundaries_of(graph)
+    return nearest_cuts(boundaries, work, num_stages)
+
+
+def _between_layers(graph: Graph) -> Cuts:
+    """One boundary between any two neighbouring operations that have FLOPs: the nearest to where their layers meet."""
+    boundaries, between = boundaries_of(graph), [0]
+    heavy = [i for i, op in enumerate(graph.ops) if op.flops]
+    for first, second in pairwise(heavy):
+        legal = [boundary for boundary in boundaries if first < boundary <= second]
+        distances = [abs(boundary - _meeting(graph, first, second)) for boundary in legal]
+        between += [legal[distances.index(min(distances))]] if legal else []
+    return (*between, boundaries[-1])
+
+
+def _meeting(graph: Graph, first: int, second: int) -> int:
+    """Where the layers of two operations meet: at the operation with which that of the second begins.
+
+    An operation without FLOPs, such as a bias, a norm or an activation, counts with that one of the two whose module
+    has more of its path in common, and rather with the first.
+    """
+    ops = graph.ops
+    return 1 + max(i for i in range(first, second) if _alike(ops[i], ops[first]) >= _alike(ops[i], ops[second]))
+
+
+def _alike(one: Op, other: Op) -> int:
+    """How many parts the paths of two operations' modules have in common, from the outermost on."""
+    pairs = list(zip(one.module.split("."), other.module.split("."), strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def equal_cuts(graph: Graph, num_stages: int) -> Cuts:
@@ -86,6 +153,13 @@ def names_of(graph: Graph, cuts: Cuts) -> tuple[str, ...]:
     return tuple(graph.ops[min(stop, len(graph.ops)) - 1].name for stop in cuts[1:])
 
 
+def _cheapest(costs: StageCosts, num_stages: int, margin: float, price: _Price) -> Cuts:
+    """Return the cuts with the lowest price among those whose slowest stage takes at most ``margin`` times the best."""
+    known = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages))
+    stages = _stages_by_end(costs, num_stages, known * margin)
+    return _least(stages, costs.boundaries, num_stages, _slowest_s(stages, num_stages) * margin, price)
+
+
 def _stages_by_end(costs: StageCosts, num_stages: int, bound: float) -> _StagesByEnd:
     """Return all stages no slower than ``bound`` between feasible boundaries."""
     at = costs.boundaries
@@ -124,18 +198,18 @@ def _slowest_s(stages: _StagesByEnd, num_stages: int) -> float:
     return best[-1]
 
 
-def _fewest_bytes(costs: StageCosts, stages: _StagesByEnd, num_stages: int, limit: float) -> Cuts:
-    """Return the cuts with the fewest bytes, then the fastest, among those whose slowest stage is within ``limit``."""
-    at, none = costs.boundaries, (float("inf"), 0.0, 0)
+def _least(stages: _StagesByEnd, at: Cuts, num_stages: int, limit: float, price: _Price) -> Cuts:
+    """Return the cuts with the lowest price, then the fastest, among those whose slowest stage is within ``limit``."""
+    none = (float("inf"), 0.0, 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * (len(stages) - 1)
     back: list[list[int]] = []
-    for _ in range(num_stages):
+    for k in range(num_stages):
         best = [
             min(
                 (
-                    (best[i][0] + costs.bytes_in(at[i], at[j]), max(best[i][1], seconds), i)
+                    (best[i][0] + price(k, at[i], at[j]), max(best[i][1], seconds), i)
                     for i, seconds in ending
-                    if seconds <= limit
+                    if seconds <= limit and best[i] != none
                 ),
                 default=none,
             )
