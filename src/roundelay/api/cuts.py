@@ -16,7 +16,7 @@ from roundelay.api.torch_scope import in_child, user_code
 from roundelay.env import cache_folder, malloc_settings
 from roundelay.errors import CaptureError, PlanError, counted
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch
+from roundelay.frontend.batch import Batch, replace
 from roundelay.frontend.op_profiler import measure_operations
 from roundelay.ir.graph import WEIGHT, Graph, Profile
 from roundelay.ir.plan import Plan
@@ -182,10 +182,9 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
         bytes_per_s=draft.bytes_per_s,
     )
     if request == ROOFLINE:
-        profile = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
-        return _fastest(
-            graph, stage_costs(graph, profile, terms), num_stages, "predicted with fixed constants (roofline)"
-        )
+        predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
+        costs = stage_costs(graph, predicted, terms)
+        return _fastest(graph, costs, num_stages, "predicted with fixed constants (roofline)")
     micro_batch = sample()
     profile, how = profiled(captured, micro_batch)
     costs = stage_costs(graph, profile, terms)
@@ -252,7 +251,7 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
 def saved_storages(captured: Captured, micro_batch: Batch) -> SavedStorages:
     """Run the model forward, operation by operation, and note the storages that the backward of each reads."""
     found = _Saved(captured)
-    captured.walk(micro_batch, found.run)
+    captured.walk(replace(micro_batch, lambda _, leaf: leaf.clone()), found.run)  # it may be a view of the whole batch
     return SavedStorages(tuple(found.num_bytes), tuple(map(tuple, found.saved)), found.values, found.views)
 
 

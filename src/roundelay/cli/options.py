@@ -149,7 +149,10 @@ Transport = Annotated[
 ]
 Cuts = Annotated[
     str | None,
-    typer.Option(help="measured, roofline, equal, or names of operations that end stages: a,b. [default: measured]"),
+    typer.Option(
+        help="measured, roofline, equal, flops, memory-time (few activations of staggered micro-batches at one time), "
+        "or names of operations that end stages: a,b. [default: measured]"
+    ),
 ]
 Devices = Annotated[
     str | None,
