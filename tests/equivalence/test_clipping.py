@@ -107,9 +107,9 @@ def used_norms(session: Session) -> list[list[float | None]]:
     def noting(context: Context, run: Run) -> MicroBatch | None:
         update = context.stage.update
 
-        def noted(version: int, norm: float | None = None) -> None:
+        def noted(version: int, norm: float | None = None, *, saved: bool = False) -> None:
             seen[context.number].append(norm)
-            update(version, norm)
+            update(version, norm, saved=saved)
 
         context.stage.update = noted  # type: ignore[method-assign]
         try:

@@ -248,7 +248,7 @@ OPTIONS = (
                 "weights, self.buffers, inputs, draw",
                 "weights, dict(self.buffers), inputs, draw",
             ),
-            Edit(_REFERENCE, "replica.buffers.update(buffers[0])", "pass"),
+            Edit(_REFERENCE, "shared.update(buffers[0])", "pass"),
         ),
         (EQUIVALENCE + "test_eager.py", "-k", "accumulation and batchnorm"),
     ),

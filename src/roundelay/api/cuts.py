@@ -250,8 +250,10 @@ def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
 
 def saved_storages(captured: Captured, micro_batch: Batch) -> SavedStorages:
     """Run the model forward, operation by operation, and note the storages that the backward of each reads."""
-    found = _Saved(captured)
-    captured.walk(replace(micro_batch, lambda _, leaf: leaf.clone()), found.run)  # it may be a view of the whole batch
+    found, own = _Saved(captured), replace(micro_batch, lambda _, leaf: leaf.clone())  # it may be a view of the batch
+    captured.walk(own, found.run)
+    for name, tensor in captured.values(own).items():
+        found.value(name, tensor)
     return SavedStorages(tuple(found.num_bytes), tuple(map(tuple, found.saved)), found.values, found.views)
 
 
@@ -275,7 +277,7 @@ class _Saved:
         if i == len(self.ops):
             self.saved[i] |= {self._number(root.detach()): None for root in output if root.requires_grad}
         elif isinstance(output, torch.Tensor):
-            self._value(self.ops[i].name, output.detach())
+            self.value(self.ops[i].name, output.detach())
         return output
 
     def _save(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +286,7 @@ class _Saved:
             self.saved[i][self._number(tensor)] = None
         return tensor
 
-    def _value(self, name: str, tensor: torch.Tensor) -> None:
+    def value(self, name: str, tensor: torch.Tensor) -> None:
         """Note the storage of a value; if it is not contiguous, another stage gets a copy."""
         plain = tensor.layout == torch.strided
         if plain and tensor.is_contiguous():
