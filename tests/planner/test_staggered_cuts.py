@@ -22,12 +22,22 @@ from tests.planner.test_partition_dp import Setting, chain, every_cut, judged, s
 
 @st.composite
 def storages_of(draw: st.DrawFn, graph: Graph) -> SavedStorages:
-    """Any storages that a graph's operations may save; some are views of one another."""
+    """What a graph's operations may save: their results, what they read, and something of their own.
+
+    Some results lie in the storage of what they are made from, if a gradient flows from one to the other.
+    """
     names = [op.name for op in graph.ops] + [WEIGHT + name for name in graph.parameters]
-    values = {name: draw(st.integers(0, 9)) for name in names}
-    saved = draw(st.lists(st.sets(st.integers(0, 11)), min_size=len(graph.ops) + 1, max_size=len(graph.ops) + 1))
-    sizes = draw(st.lists(st.integers(0, 20), min_size=12, max_size=12))
-    return SavedStorages(tuple(sizes), tuple(map(tuple, saved)), values, {})
+    values = {name: i for i, name in enumerate([*graph.inputs, *graph.batch, *names])}
+    sizes, views = draw(st.lists(st.integers(0, 20), min_size=32, max_size=32)), draw(st.integers(0, 255))
+    saved: list[list[int]] = []
+    for i, op in enumerate(graph.ops):
+        seen = [name for name in op.reads if graph.values[name].requires_grad and name not in graph.inputs]
+        if views >> i & 1 and seen and graph.values[op.name].requires_grad:
+            values[op.name] = values[seen[0]]
+        known = [values[op.name], 20 + i, *(values[name] for name in op.reads)]
+        bits = draw(st.integers(0, 2 ** len(known) - 1))
+        saved.append([storage for place, storage in enumerate(known) if bits >> place & 1])
+    return SavedStorages(tuple(sizes), (*map(tuple, saved), (30, 31)), values, {})
 
 
 def kept_by_edges(graph: Graph, storages: SavedStorages, cuts: Cuts, shared: bool) -> list[int]:
@@ -37,7 +47,8 @@ def kept_by_edges(graph: Graph, storages: SavedStorages, cuts: Cuts, shared: boo
     for stage, (start, stop) in zip(stages_of(graph, cuts).stages, itertools.pairwise(cuts), strict=True):
         held = {s for own in storages.saved[start:stop] for s in own}
         names = [name for edge in (*stage.receives, *stage.sends) for name in edge.gradients]
-        names += [name for name in stage.loss_reads if name in storages.values and graph.values[name].requires_grad]
+        made = {op.name for op in graph.ops}
+        names += [name for name in stage.loss_reads if name in made and graph.values[name].requires_grad]
         held |= {storages.values[name] for name in names}
         found.append(sum(storages.num_bytes[s] for s in (held - before if shared else held)))
         before |= held
