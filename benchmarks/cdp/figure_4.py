@@ -9,8 +9,8 @@ the paper, and for cuts for little memory (`--cuts memory-time`):
 - in `single`: on one worker that takes micro-batches in turns.
 
 Numbers are reductions of what N workers hold that all start together. Ideal is (N - 1) / 2N, that of N equal stages; a
-curve without steps may come to 1/2, and stages that are not equal to more. "Slowest stage" tells the time of the slowest
-stage by that of the fastest cuts: how much longer equal steps are. Images of 224 x 224; two in a micro-batch.
+curve without steps may come to 1/2, and stages that are not equal to more. "Slowest stage" is its time divided by that
+of the fastest cuts: how much longer equal steps are. Images of 224 x 224; two in a micro-batch.
 """
 
 from __future__ import annotations
@@ -164,22 +164,18 @@ def lines(name: str, curve: Memory, found: Found) -> Iterator[list[str]]:
 
 
 def panels(name: str, curve: Memory, found: Found) -> list[Panel]:
-    """A network's curves: measured and extrapolated; and of the program's stages, cut by FLOPs, in `dp`."""
+    """A network's curves: measured and extrapolated; and of the program's stages, cut either way, in `single`."""
     sizes = [size for size, way in found if way == FLOPS]
-    both = [
-        ("measured, and staggered by the paper's method", curve, {size: staggered(curve, size) for size in sizes}),
-        (
-            "stages of equal FLOPs in a simulated run",
-            per_image(found[sizes[-1], FLOPS].together),
-            {size: per_image(found[size, FLOPS].dp) for size in sizes},
-        ),
-    ]
+    all_three = [("measured, staggered by the paper's method", curve, {n: staggered(curve, n) for n in sizes})]
+    for what, way in (("stages of equal FLOPs, simulated", FLOPS), ("stages cut for little memory", MEMORY_TIME)):
+        others = {size: per_image(found[size, way].single) for size in sizes}
+        all_three.append((what, per_image(found[sizes[-1], way].together), others))
     return [
         (
             f"{name}, MB per image: {what}",
             {"data parallelism": together, **{f"staggered, N = {n}": m for n, m in others.items()}},
         )
-        for what, together, others in both
+        for what, together, others in all_three
     ]
 
 
@@ -200,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[list[str]] = []
-    drawn: list[Panel] = []
+    drawn: list[list[Panel]] = []
     notes = []
     for name, make in NETWORKS.items():
         torch.manual_seed(0)
@@ -209,14 +205,14 @@ def main() -> None:
         curve, own = worker(model, batch, args.repeats), network(model, batch)
         found = {(size, way): staged(own, size, way) for size in args.sizes for way in (FLOPS, MEMORY_TIME)}
         rows += lines(name, curve, found)
-        drawn += panels(name, curve, found)
+        drawn.append(panels(name, curve, found))
         notes.append(
             f"{name}: {curve.peak / 1e6:.1f} MB per image measured, of which {own.kept.whole / ROWS / 1e6:.1f} MB are "
             f"kept for the backward; a stage's tape differs from its plan by {deviation(found):.2%} of all at most"
         )
     print(table(COLUMNS, rows))
     print("", *notes, machine(), sep="\n")
-    args.picture.write_text(picture(drawn))
+    args.picture.write_text(picture([panel for row in zip(*drawn, strict=True) for panel in row]))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from benchmarks.cdp.figure_4_memory import Memory
-from roundelay.page.line_chart import Curve, line_chart
+from roundelay.page.line_chart import Curve, Points, line_chart, thinned
 from roundelay.page.style import STYLE
 
 WIDTH, HEIGHT, TITLE, LEGEND = 520, 250, 26, 30
+MOST_POINTS = 400
 COLOURS = ("a", "b", "c", "d")
 IDEAL = "half"
 
@@ -17,13 +18,13 @@ Panel = tuple[str, Mapping[str, Memory]]
 """A title, and curves by name; the first is that of data parallelism."""
 
 
-def _steps(memory: Memory) -> list[tuple[float, float]]:
+def _steps(memory: Memory) -> Points:
     """Points of a line with steps: shares of a period, and MB."""
     points = [(time / memory.period_s, held / 1e6) for time, held in memory.points]
     line: list[tuple[float, float]] = []
     for share, held in points:
         line += [(share, line[-1][1] if line else held), (share, held)]
-    return [*line, (1.0, line[-1][1])]
+    return thinned([*line, (1.0, line[-1][1])], MOST_POINTS)
 
 
 def _drawn(panel: Panel, x: float, y: float) -> str:
