@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from roundelay.api.layout_choices import owners_of, slots_in_layout
-from roundelay.ir.exchange import all_reduce
+from roundelay.ir.exchange import Phase, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, REPLICAS, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.program import EDGES, STATES, SUMS, Channel
@@ -26,6 +26,8 @@ from roundelay.simulator import Interval, Simulation, simulate
 
 ELEMENTS, TAPE, MESSAGE = 1024, 1000, 10
 """Of each stage: parameters, and bytes of a micro-batch's activations, of which so many go on to the next stage."""
+
+GRADIENT = "weight-gradient"
 
 BATCHES = 5
 """Simulated; the middle one is counted."""
@@ -53,7 +55,14 @@ class Costs:
 
 
 def chain(
-    num_stages: int, *, rule: str, layout: str = PIPELINE, replicas: int = 1, micro_batches: int = 1, tape: int = TAPE
+    num_stages: int,
+    *,
+    rule: str,
+    layout: str = PIPELINE,
+    replicas: int = 1,
+    micro_batches: int = 1,
+    split_states: bool = False,
+    tape: int = TAPE,
 ) -> Plan:
     """The plan of a model of equal stages, each of which takes a second forward and one backward.
 
@@ -63,6 +72,7 @@ def chain(
         layout: of the plan.
         replicas: of the plan.
         micro_batches: of each replica.
+        split_states: whether each replica updates a part of every weight.
         tape: bytes of a micro-batch's activations in each stage.
     """
     schedule = schedule_for(rule_named(rule), layout, num_stages=num_stages)
@@ -76,12 +86,12 @@ def chain(
         micro_batches=micro_batches,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(count)),
         stages=stages,
+        states={"*": "S(0)"} if split_states else {},
         **_NOTHING,
     )
     edges = [_edge(draft, k) for k in range(num_stages - 1)]
     draft = replace(draft, edges=tuple(edges))
-    exchanged = replicas > 1 or sums_over_time(draft)
-    return replace(draft, exchanges=tuple(_exchange(draft, k) for k in range(num_stages)) if exchanged else ())
+    return replace(draft, exchanges=tuple(e for k in range(num_stages) for e in _exchanges(draft, k)))
 
 
 _NOTHING: dict[str, Any] = {
@@ -97,7 +107,6 @@ _NOTHING: dict[str, Any] = {
     "mesh": {},
     "parameters": {},
     "outputs": {},
-    "states": {},
     "transport": "memory",
     "deadline_s": 60.0,
     "latency_s": 0.0,
@@ -130,26 +139,35 @@ def _edge(draft: Plan, source: int) -> EdgePlan:
     return EdgePlan(source=source, target=source + 1, slots=slots, gradient=True, **sizes)
 
 
-def _exchange(draft: Plan, stage: int) -> ExchangePlan:
+def _exchanges(draft: Plan, stage: int) -> list[ExchangePlan]:
+    if sums_over_time(draft):
+        return [_exchange(stage, GRADIENT, ())]
+    if draft.states:
+        return [_exchange(stage, GRADIENT, reduce_scatter()), _exchange(stage, "weight", all_gather())]
+    return [_exchange(stage, GRADIENT, all_reduce())] if draft.replicas > 1 else []
+
+
+def _exchange(stage: int, kind: str, phases: Sequence[Phase]) -> ExchangePlan:
     return ExchangePlan(
         stage=stage,
-        kind="weight-gradient",
+        kind=kind,
         axis=REPLICAS,
         value="",
         segment=0,
-        phases=() if sums_over_time(draft) else tuple(map(str, all_reduce())),
+        phases=tuple(map(str, phases)),
         dtypes=("float32",),
         shapes=((ELEMENTS,),),
         unused=(),
     )
 
 
-def count(plan: Plan, size: int) -> Costs:
+def count(plan: Plan, size: int, parts: int = 1) -> Costs:
     """Count what a plan of :func:`chain` costs in a batch in the middle of a run.
 
     Args:
         plan: the plan.
         size: N, into whose units the costs are converted: stages of the model, and micro-batches of a batch.
+        parts: micro-batches of the plan that have as many rows as one of the N.
     """
     run = simulate(plan, emit(plan), stream([plan.micro_batches] * BATCHES))
     sent = sent_in_batch(plan, run, BATCHES // 2)
@@ -157,10 +175,10 @@ def count(plan: Plan, size: int) -> Costs:
     weights = max(worker.version_bytes_peak for worker in run.workers)
     model, between = 4 * ELEMENTS * plan.num_stages, MESSAGE * max(1, plan.num_stages - 1)
     return Costs(
-        activations=Fraction(tapes, TAPE * plan.num_stages),
+        activations=Fraction(tapes, TAPE * plan.num_stages * parts),
         parameters=Fraction(weights, model),
         gradients=Fraction(sent["gradients"], 2 * max(1, size - 1) * model),
-        messages=Fraction(sent["messages"], 2 * size * between),
+        messages=Fraction(sent["messages"], 2 * size * between * parts),
         steps=_steps(plan, run),
         devices=plan.num_workers,
     )
@@ -195,24 +213,28 @@ def _leaves(channel: Channel, interval: Interval) -> bool:
 def _steps(plan: Plan, run: Simulation) -> int:
     """The longest chain of messages each of which is sent, and waited for, at the end of one time step.
 
-    An exchange of a stage's gradients among p workers is a ring's, of 2 (p - 1) steps.
+    A phase of an exchange among p workers is a ring's, of p - 1 steps: an all-reduce has two.
     """
     channels = {channel.id: channel for channel in channels_of(plan)}
-    sent: dict[tuple[int, int], tuple[float, int]] = {}  # by message: when, and how many before it
+    sent: dict[tuple[int, int], tuple[float, int]] = {}  # by message: when, and how many with it
+    waited: dict[tuple[int, int, int], tuple[float, int]] = {}  # by worker, stage, micro-batch: when, and for how many
     longest = 0
     middle = [interval for interval in run.intervals if interval.g // plan.micro_batches == BATCHES // 2]
     for interval in sorted(middle, key=lambda one: (one.end_s, one.start_s)):
-        before = 0
+        own = interval.worker, interval.stage, interval.g
+        when, before = waited.get(own, (-1.0, 0))
+        before = before if when == interval.start_s else 0
         for number in interval.takes:
             channel = channels[number]
             if channel.kind == "data":  # which a loader gives to any form
                 continue
-            if channel.phases:
-                longest = max(longest, 2 * (len(channel.sources) - 1))
-                continue
             when, steps = sent.get((number, interval.g), (-1.0, 0))
-            if when == interval.start_s and not (channel.filled_by(interval.worker) and not channel.dealt):
-                longest, before = max(longest, steps), steps if interval.end_s == when else 0
+            arrives = channel.phases or channel.dealt or not channel.filled_by(interval.worker)
+            if when == interval.start_s and arrives:
+                before = max(before, steps)
+        longest, before = max(longest, before), before if interval.end_s == interval.start_s else 0
+        waited[own] = interval.end_s, before
         for number in interval.gives:
-            sent[number, interval.g] = interval.end_s, before + 1
+            hops = len(channels[number].phases) * (len(channels[number].sources) - 1) or 1
+            sent[number, interval.g] = interval.end_s, before + hops
     return longest

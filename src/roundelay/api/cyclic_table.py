@@ -28,13 +28,14 @@ class Row:
 
     Args:
         name: as the paper has it.
-        choices: of its plan: rule, layout, replicas and micro-batches.
+        choices: of its plan, if not as usual: rule, layout, stages, replicas, micro-batches, split states.
         activations: the paper's, in B Psi_A.
         parameters: the paper's, in Psi_P; each version counted once.
         gradients: the paper's factor of Psi_P in the volume.
         messages: the paper's factor of B Psi_A^int in the volume.
         steps: the paper's largest number of communication steps between two time steps.
         devices: the paper's.
+        parts: micro-batches into which one of the paper's, of B rows, is cut.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     messages: str
     steps: str
     devices: str
+    parts: int = 1
 
 
 def rows(size: int) -> Iterator[Row]:
@@ -63,8 +65,12 @@ def rows(size: int) -> Iterator[Row]:
     for rule in ("cdp-v1", "cdp-v2"):
         mp = {"rule": rule, "layout": "mp", **one}
         yield Row(f"  cyclic, {rule}", mp, part, part, "1/2", "1", "O(1)", str(n * (n + 1) // 2))
+    both = {"rule": "1f1b", "replicas": n, **one}
+    yield Row("  PP with DP", both, part, part, "1", "1", f"ring {2 * (n - 1)}", str(n * n), n)
     for rule in ("cdp-v1", "cdp-v2"):
         yield Row(f"PP, {rule}", {"rule": rule, **one}, "1", f"{part} a version", "0", "1", "O(1)", str(n))
+    level_1 = {"rule": "1f1b", "num_stages": 1, "replicas": n, "split_states": True}
+    yield Row("ZeRO-DP, states only", level_1, "1", f"{part} if all is split", "1", "0", f"ring {2 * (n - 1)}", str(n))
     for rule in ("cdp-v1", "cdp-v2"):
         zero = {"rule": rule, "layout": "zero", "replicas": n}
         yield Row(f"ZeRO-DP, cyclic, {rule}", zero, "1", f"{part} a version", "1", "0", "O(1)", str(n))
@@ -94,19 +100,27 @@ def counted_table(size: int, *, runs: bool) -> Iterator[Counted]:
         runs: whether to train a small model in each form, in threads of this process, and count what is sent.
     """
     for row in rows(size):
-        costs = count(chain(size, **row.choices), size)
-        yield Counted(row, costs, sent_by_run(size, row.choices) if runs and costs.devices > 1 else None)
+        costs = costs_of(row, size)
+        yield Counted(row, costs, sent_by_run(size, row) if runs and costs.devices > 1 else None)
 
 
-def sent_by_run(size: int, choices: Mapping[str, Any]) -> float:
+def costs_of(row: Row, size: int) -> Costs:
+    """Count a row for N stages and micro-batches."""
+    return count(chain(**{"num_stages": size, **row.choices}), size, row.parts)
+
+
+def sent_by_run(size: int, row: Row) -> float:
     """Bytes of gradients or states that a run of equal stages sends per update, as a share of 2 (N - 1) Psi_P."""
-    job = _job(size)
-    chosen = dict(choices)
+    job = _job(size, ROWS * size * row.parts)
+    chosen = dict(row.choices)
     if replicas := chosen.pop("replicas", 0):
-        chosen |= {"data_parallel": replicas} | ({} if "layout" in chosen else {"micro_batches": 1})
-    chosen |= {"stages": size} if "layout" in chosen else {"workers": size}
+        chosen = ({} if "layout" in chosen else {"micro_batches": 1}) | chosen | {"data_parallel": replicas}
+    if chosen.pop("split_states", False):
+        chosen["zero"] = 1
+    stages = chosen.pop("num_stages", size)
+    chosen |= {"stages": stages} if "layout" in chosen else {"workers": stages}
     captured = capture(job)
-    ends = ["linear", *(f"linear_{k}" for k in range(1, size - 1))]
+    ends = ["linear", *(f"linear_{k}" for k in range(1, stages - 1))] if stages > 1 else []
     planned = plan(job, captured=captured, cuts=",".join(ends) or "equal", transport="memory", **chosen)
     trained = Session(job, captured, planned, 0, Length(steps=STEPS)).run(notify=lambda event: None)
     kinds = _counted_channels(planned)
@@ -128,14 +142,14 @@ def _counted_channels(planned: Plan) -> set[int]:
     }
 
 
-def _job(size: int) -> Job:
+def _job(size: int, rows: int) -> Job:
     """A chain of equal stages without biases."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size)))
 
     def batches(epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(epoch)
-        return [(torch.randn(ROWS * size, WIDTH, generator=generator), torch.zeros(ROWS * size, WIDTH))] * STEPS
+        return [(torch.randn(rows, WIDTH, generator=generator), torch.zeros(rows, WIDTH))] * STEPS
 
     def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.mse_loss(output, batch[1])
