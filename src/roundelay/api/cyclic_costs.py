@@ -86,7 +86,7 @@ def chain(
         micro_batches=micro_batches,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(count)),
         stages=stages,
-        states={"*": "S(0)"} if split_states else {},
+        states={"*": ((REPLICAS, "S(0)"),)} if split_states else {},
         **_NOTHING,
     )
     edges = [_edge(draft, k) for k in range(num_stages - 1)]
