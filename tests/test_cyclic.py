@@ -278,5 +278,6 @@ def test_a_rule_may_read_what_the_timing_gives_and_nothing_earlier(
     prove(plan_of(-1))
     for stage in range(stages):
         if first_fresh(stage):
-            with pytest.raises(PlanError, match=f"stage {stage}, forward of micro-batch"):
+            with pytest.raises(PlanError, match=f"stage {stage}, forward of micro-batch") as refused:
                 prove(plan_of(stage))
+            assert f"i = {first_fresh(stage)}, j = {stage + 1} " in str(refused.value)

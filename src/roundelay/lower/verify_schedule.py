@@ -33,7 +33,7 @@ from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
 from roundelay.lower.channels import awaits_grad_norm, schedule_of, uses_grad_norm
 from roundelay.lower.emit import emit, number_in_batch
 from roundelay.lower.validate_plan import check_plan
-from roundelay.schedules import Schedule, actions
+from roundelay.schedules import PIPELINE, Schedule, actions
 
 EVERY_END = 24
 """Up to this many micro-batches in D batches, runs of every length are checked; above, only those that differ."""
@@ -149,7 +149,8 @@ def _check_weights(
         raise _violation(plan, place, f"version {f.version}", f"version {newest}")
     stated = version_read(plan, rule, stage, counts, header, plan.holder_of(worker)) if forward else newest
     if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
-        raise _violation(plan, place, f"version {newest}, its newest", f"version {stated}")
+        number = number_in_batch(plan, plan.holder_of(worker), header.index)
+        raise _too_fresh(plan, rule, place, (stage, number), newest)
     if f.reads != min(stated, newest):
         raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")
     distance = distance_ahead(plan, rule, stage, f.opcode, header, newest)
@@ -259,10 +260,31 @@ def _action(fired: Fired, batch_of: dict[int, int]) -> Action:
     return Action(fired.stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
 
 
-def _violation(plan: Plan, place: str, got: str, expected: str) -> PlanError:
+def _violation(plan: Plan, place: str, got: str, expected: str, remedy: str = "") -> PlanError:
+    size, where = plan.micro_batches, ""
+    if plan.layout != PIPELINE:
+        size, where = plan.batch_parts, f", layout {plan.layout}"
     return PlanError(
-        f"rule {plan.rule!r} on {plan.num_stages} stages, M={plan.micro_batches}: {place}",
+        f"rule {plan.rule!r} on {plan.num_stages} stages, M={size}{where}: {place}",
         got=got,
         expected=expected,
-        remedy="The schedule does not allow this rule; choose another rule or another M.",
+        remedy=remedy or "The schedule does not allow this rule; choose another rule or another M.",
     )
+
+
+def _too_fresh(plan: Plan, rule: UpdateRule, place: str, number: tuple[int, int], newest: int) -> PlanError:
+    """A forward would read a version that its stage does not have yet.
+
+    Args:
+        plan: the plan.
+        rule: its rule.
+        place: what to call the forward.
+        number: of the stage, and of the micro-batch in its batch, from 0.
+        newest: what the stage has.
+    """
+    remedy = ""
+    if rule.versions == "table":
+        j, i = number[0] + 1, number[1] + 1
+        remedy = f"The timing gives W[t-1] there: the table must not say W[t] for i = {i}, j = {j} (from 1)."
+        remedy += "" if plan.layout == PIPELINE else " The layouts dp and mp wait, and run any table."
+    return _violation(plan, place, f"version {newest}, its newest", f"version {newest + 1}", remedy)
