@@ -193,7 +193,7 @@ def test_a_running_stage_lets_old_versions_go(name: str) -> None:
 
     def watched(context: Context, run: Run) -> MicroBatch | None:
         header = do_forward(context, run)
-        kept[context.worker].append(len(context.stage._kept))
+        kept[context.worker].append(len(context.stage._older.kept))
         return header
 
     handlers = {k: {"forward": watched} for k in range(4)}

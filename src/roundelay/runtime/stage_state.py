@@ -31,6 +31,7 @@ from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.older_versions import OlderVersions
 from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
@@ -75,10 +76,7 @@ class Stage:
         self._parts = {"": self.function}
         self.clip = Clip.parse(plan.clip)
         self.parameters = {
-            n: torch.nn.Parameter(
-                captured.local(n, initial.parameters[n].detach(), part).to(place, copy=True),
-                captured.graph.parameters[n].trainable,
-            )
+            n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), place)
             for n in spec.parameters
         }
         self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
@@ -112,11 +110,8 @@ class Stage:
         )
         anew = schedule_of(plan).window == "slots"
         self.in_flight = ResumeState(flight, place, anew=anew)
-        self._reads_older = anew and reads_older(plan, spec.stage, holder)
-        self._before: Weights = {}  # the weights before an update that a checkpoint follows
-        self._kept = kept_at(flight, place)  # older versions that a later forward may read
-        self._keep: int | None = None  # the oldest of them
-        carried = Carried(self._kept, self.in_flight.recorded)
+        self._older = OlderVersions(kept_at(flight, place), saves_before=anew and reads_older(plan, spec.stage, holder))
+        carried = Carried(self._older.kept, self.in_flight.recorded)
         self._wandering = WanderingState(self.parameters, self.buffers, self.gradients, carried)
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
@@ -151,14 +146,14 @@ class Stage:
         tape.num_bytes = known.setdefault(key, tape.num_bytes)
         self.tapes.setdefault(header.g, []).append(tape)
         if run.instruction.runs_last:
-            self._hold_from(run.keep)
+            self._older.hold_from(run.keep)
             self.in_flight.record_forward(run, header, weights)
             self.in_flight.record_buffers(header, self.buffers)
         return outputs
 
     def pass_over(self, run: Run, header: MicroBatch) -> None:
         """Do what the forward of a micro-batch without rows must do."""
-        self._hold_from(run.keep)
+        self._older.hold_from(run.keep)
         self.in_flight.record_buffers(header, self.buffers)
 
     def backward(
@@ -254,11 +249,9 @@ class Stage:
         """
         for name, gradient in self.gradients.whole(norm).items():
             self.owned.weights[name].grad = gradient
-        if self._wanders:  # what reads older versions, anywhere, is done
-            self._hold_from(None if self._keep is None else version)
-        if self._keep is not None and self._keep <= version:
-            self._kept[version] = {n: p.detach() for n, p in self.parameters.items()}
-        self._before = {n: p.detach() for n, p in self.parameters.items()} if saved and self._reads_older else {}
+        if self._wanders:
+            self._older.release(version)
+        self._older.keep(version, self.parameters, saved=saved)
         held, self._leaves = self._held(), None
         for parameter in self.parameters.values():
             if parameter.data_ptr() in held:
@@ -279,20 +272,11 @@ class Stage:
         """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
         tapes = [tape for of_parts in self.tapes.values() for tape in of_parts if tape.mode == "stash"]
         stashed = [part for tape in tapes for part in tape.tapes]
-        kept = {weight.data_ptr() for weights in self._kept.values() for weight in weights.values()}
         return (
-            kept
-            | {weight.data_ptr() for weight in self._before.values()}
+            self._older.addresses()
             | self.in_flight.held_addresses()
             | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
         )
-
-    def _hold_from(self, keep: int | None) -> None:
-        """Hold versions from ``keep`` on, the oldest that a later forward reads, and drop the others."""
-        self._keep = keep
-        if self._kept:
-            for version in [v for v in self._kept if self._keep is None or v < self._keep]:
-                del self._kept[version]
 
     def leave_state(self) -> None:
         """Have no weights at the beginning: another holder has the stage's state."""
@@ -316,7 +300,7 @@ class Stage:
         if self.in_flight.left and (again := self.in_flight.replayed_weights(run)) is not None:
             return again
         if run.reads != run.version:
-            return self._kept[run.reads]
+            return self._older.kept[run.reads]
         if run.distance <= 0:
             return self.live()
         return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
@@ -361,11 +345,12 @@ class Stage:
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
-        if self._reads_older:
-            if self._wanders:  # whose memory is freed when the state goes on
-                self._before = {name: weight.clone() for name, weight in self._before.items()}
-            return self.in_flight.hand_over(updates, {updates - 1: self._before}, updates - 1, self._predictions.last)
-        return self.in_flight.hand_over(updates, self._kept, self._keep, self._predictions.last)
+        older = self._older.checkpointed(updates, copied=self._wanders)
+        return self.in_flight.hand_over(updates, *older, self._predictions.last)
+
+
+def _parameter(captured: Captured, name: str, weight: torch.Tensor, place: torch.device) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.to(place, copy=True), captured.graph.parameters[name].trainable)
 
 
 def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
