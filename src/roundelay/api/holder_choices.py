@@ -8,6 +8,7 @@ from typing import Any
 
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.schedules import PIPELINE
 
 
 def replicas_of(given: Mapping[str, Any]) -> int:
@@ -66,6 +67,14 @@ def zero_of(given: Mapping[str, Any]) -> int:
     level = given.get("zero", 0)
     if level not in (0, 1):
         raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
+    layout = given.get("layout", PIPELINE)
+    if level and layout != PIPELINE:
+        raise PlanError(
+            f"--zero {level}",
+            got=f"--layout {layout}, in which optimizer states are whole",
+            expected="a pipeline with --data-parallel 2 or more",
+            remedy="Leave --zero out, or --layout.",
+        )
     if level and replicas_of(given) == 1:
         raise PlanError(
             "--zero 1",

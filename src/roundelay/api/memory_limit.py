@@ -15,6 +15,13 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.partition import partition
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
+from roundelay.schedules import PIPELINE
+
+_REMEDY = (
+    "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a rule "
+    "that holds fewer versions."
+)
+_REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or --layout zero or mp."
 
 
 def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:
@@ -47,8 +54,7 @@ def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> 
             f"memory of worker {worker}, which runs " + _stages(plan, worker),
             got=f"{bytes_text(largest.total)} ({_items(largest)})",
             expected=f"at most {bytes_text(most)}, by --memory-limit",
-            remedy="Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more "
-            "--micro-batches, or a rule that holds fewer versions.",
+            remedy=_REMEDY if plan.layout == PIPELINE else _REMEDY_IN_LAYOUTS,
         )
 
 
