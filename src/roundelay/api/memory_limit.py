@@ -18,8 +18,8 @@ from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 from roundelay.schedules import PIPELINE
 
 _REMEDY = (
-    "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a rule "
-    "that holds fewer versions."
+    "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a "
+    "rule that holds fewer versions."
 )
 _REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or --layout zero or mp."
 

@@ -43,8 +43,8 @@ def check_layout(plan: Plan) -> None:
         "clip": (
             form.staggered and clip.by not in (NO_CLIP.by, "stage"),
             plan.clip,
-            "none or stage:NORM: staggered micro-batches update stages at different times, some before others' gradients "
-            "are complete",
+            "none or stage:NORM: staggered micro-batches update stages at different times, some before others' "
+            "gradients are complete",
         ),
         "loss_scale": (
             form.staggered and LossScale.parse(plan.loss_scale).on,
