@@ -136,6 +136,11 @@ def test_a_batch_takes_two_steps_for_each_stage(layout: str, size: int) -> None:
         assert _period(form(layout, rule, size)) == 2 * size
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_waiting_for_the_gradients_of_all_stages_takes_no_longer(size: int) -> None:
+    assert _period(replace(form("dp", "cdp-v1", size), clip="global:1")) == 2 * size
+
+
 @pytest.mark.parametrize(("size", "stages"), [(n, s) for n in (2, 3, 4, 5) for s in (1, n - 1, n, n + 1, 2 * n)])
 def test_in_zero_it_takes_as_long_as_the_largest_groups_of_stages(size: int, stages: int) -> None:
     for rule in RULES:

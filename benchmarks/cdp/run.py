@@ -16,7 +16,7 @@ import torch
 from benchmarks import papers
 from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
-from benchmarks.tasks import digits, images
+from benchmarks.tasks import chars, digits, images
 from roundelay.api.run_results import LOSS
 
 TITLES = ("DP", "CDP-v1", "CDP-v2")
@@ -43,7 +43,7 @@ def lines(micro_batches: int) -> list[Line]:
 
 
 def cases(micro_batches: int, paper: dict[str, str]) -> list[Case]:
-    """On images, a ResNet; on digits, the perceptron."""
+    """On images, a ResNet; on digits and characters, perceptrons."""
     sgdm = optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4)
     plain = optimizer(torch.optim.SGD, lr=0.02, momentum=0.9)
     how = f"{papers.D} stages, {micro_batches} micro-batches"
@@ -61,6 +61,13 @@ def cases(micro_batches: int, paper: dict[str, str]) -> list[Case]:
             make=partial(digits.job, optimizer=plain),
             lines=lines(micro_batches),
             epochs=15,
+            paper={},
+        ),
+        Case(
+            title=f"perceptron on characters, {how}",
+            make=partial(chars.job, optimizer=optimizer(torch.optim.AdamW, lr=1e-3)),
+            lines=lines(micro_batches),
+            epochs=5,
             paper={},
         ),
     ]

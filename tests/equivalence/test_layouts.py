@@ -87,6 +87,41 @@ def test_between_processes(layout: str, transport: str) -> None:
     held(place, place.in_layout(layout, "cdp-v2", 3, 3, transport))
 
 
+@pytest.mark.parametrize(
+    "other", [{"clip": "global:0.05"}, {"clip": "previous:0.05"}, {"precision": "fp16", "loss_scale": "dynamic"}], ids=str
+)
+@pytest.mark.parametrize(("layout", "name"), [("single", "gpipe"), ("single", "1f1b"), ("dp", "gpipe"), ("dp", "1f1b")])
+def test_a_synchronous_form_may_need_the_norm_of_all_gradients(layout: str, name: str, other: dict[str, str]) -> None:
+    place = bench("mlp")
+    plan = replace(place.in_layout(layout, name, 3, 2), **other)  # type: ignore[arg-type]
+    held(place, plan)
+    assert differs(place, plan, replace(plan, clip="none", precision="fp32", loss_scale="none"))
+
+
+@pytest.mark.parametrize(("size", "stages", "transport"), [(2, 2, "memory"), (3, 2, "shm"), (4, 3, "memory")])
+def test_replicas_that_read_older_weights_everywhere_clip_by_the_norm_of_all_gradients(
+    size: int, stages: int, transport: str
+) -> None:
+    place = bench("batchnorm")
+    plan = replace(place.in_layout("dp", "cdp-v1", size, stages, transport), clip="global:0.05")
+    held(place, plan, "adamw")
+    assert differs(place, plan, replace(plan, clip="none"))
+
+
+@pytest.mark.parametrize(("layout", "name"), [("dp", "cdp-v2"), ("single", "cdp-v1"), ("mp", "cdp-v1")])
+def test_no_other_staggered_form_clips_by_that_norm(layout: str, name: str) -> None:
+    place = bench("mlp")
+    plan = replace(place.in_layout(layout, name, 3, 2), clip="global:0.05")
+    with pytest.raises(PlanError, match=r"clip of the plan, with layout .*got global:0\.05"):
+        held(place, plan)
+
+
+def differs(place: Bench, plan: Plan, other: Plan) -> bool:
+    """Whether two plans train to different weights."""
+    ours, theirs = (run(place, one).snapshot.parameters for one in (plan, other))
+    return not all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @functools.cache
 def trained(layout: str, name: str, model: str = "mlp") -> Trained:
     """Three updates in a layout of three micro-batches and stages, or in the pipeline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from tests.resume.cuts import Trip, differences, every_checkpoint
 STEPS = 8
 
 
-def trip_of(layout: str, rule: str, model: str) -> Trip:
+def trip_of(layout: str, rule: str, model: str, clip: str = "none") -> Trip:
     place = bench(model)
-    plan = place.in_layout(layout, rule, 3, 3)
+    plan = replace(place.in_layout(layout, rule, 3, 3), clip=clip)
     return Trip(place.job, place.captured, plan, Length(steps=STEPS), place.restore)
 
 
@@ -27,7 +28,15 @@ def trip_of(layout: str, rule: str, model: str) -> Trip:
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, rule: str, model: str
 ) -> None:
-    trip = trip_of(layout, rule, model)
+    goes_on(trip_of(layout, rule, model), tmp_path, monkeypatch)
+
+
+def test_updates_that_wait_for_all_gradients_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on(trip_of("dp", "cdp-v1", "batchnorm", "global:0.05"), tmp_path, monkeypatch)
+
+
+def goes_on(trip: Trip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on from every checkpoint of a run."""
     with every_checkpoint(monkeypatch, tmp_path):
         whole = trip.whole(Saving(path=tmp_path, every=1))
     for updates in range(1, STEPS):

@@ -25,7 +25,8 @@ def schedule_of(plan: Plan, holder: int = 0) -> Schedule:
     Raises:
         PlanError: there is no such rule, or no such schedule.
     """
-    return schedule_for(rule_named(plan.rule), plan.layout, holder, plan.batch_parts, plan.num_stages)
+    rule, together = rule_named(plan.rule), Clip.parse(plan.clip).by == "global" or LossScale.parse(plan.loss_scale).on
+    return schedule_for(rule, plan.layout, holder, plan.batch_parts, plan.num_stages, together=together)
 
 
 def form_of(plan: Plan) -> Form | None:

@@ -110,10 +110,13 @@ def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int
     for place, action in enumerate(body.actions):
         line = lines[action.stage]
         if schedule.updates:
-            beside = line("S", action.number) if action.kind in "BU" else []
-            begun, rest = [i for i in beside if i.opcode == "box"], [i for i in beside if i.opcode != "box"]
-            yield from (*(rest if action.kind == "U" else ()), *line(action.kind, action.number))
-            yield from begun if action.kind == "B" else ()
+            if action.kind == "U":
+                first, ready = place == 0 or body.actions[place - 1].kind != "U", sorted(lines, reverse=True)
+                for stage in [action.stage] if not together else ready if first else []:
+                    yield from (i for i in lines[stage]("S", action.number) if i.opcode != "box")
+            yield from line(action.kind, action.number)
+            if action.kind == "B":
+                yield from (i for i in line("S", action.number) if i.opcode == "box")
             continue
         yield from line(action.kind, action.number)
         if action.kind == schedule.last_kind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from roundelay.errors import PlanError
 from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.loss_scale import LossScale
@@ -41,10 +43,10 @@ def check_layout(plan: Plan) -> None:
         "mesh": (plan.mesh_size > 1, str(dict(plan.mesh)), "none"),
         "states": (bool(plan.states), "split states", "whole ones"),
         "clip": (
-            form.staggered and clip.by not in (NO_CLIP.by, "stage"),
+            form.staggered and clip.by not in (NO_CLIP.by, "stage", *(["global"] if _waits(plan) else [])),
             plan.clip,
-            "none or stage:NORM: staggered micro-batches update stages at different times, some before others' "
-            "gradients are complete",
+            "none or stage:NORM, or, with layout dp and a rule that reads W[t-1] everywhere, such as cdp-v1, "
+            "global:NORM: else stages are updated before the gradients of others are complete",
         ),
         "loss_scale": (
             form.staggered and LossScale.parse(plan.loss_scale).on,
@@ -60,3 +62,10 @@ def check_layout(plan: Plan) -> None:
                 expected=expected,
                 remedy="Change that, or leave --layout out.",
             )
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether updates can wait for the gradients of all stages: all are in `dp`, and no forward reads W[t]."""
+    rule, size = rule_named(plan.rule), plan.batch_parts
+    numbers = product(range(1, size + 1), range(1, plan.num_stages + 1))
+    return plan.layout == "dp" and not any(rule.is_fresh(i, j, plan.num_stages, size) for i, j in numbers)

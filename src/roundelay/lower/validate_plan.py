@@ -78,7 +78,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_clip(plan: Plan, rule: UpdateRule) -> None:
-    if Clip.parse(plan.clip).by == "global" and schedule_of(plan).window != "batch":
+    if Clip.parse(plan.clip).by == "global" and schedule_of(plan).window == "run":
         raise PlanError(
             "clip of the plan",
             got=f"{plan.clip} with rule {plan.rule!r}, which never flushes",

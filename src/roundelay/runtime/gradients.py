@@ -153,7 +153,8 @@ class Gradients:
 
     def square(self) -> float:
         """Return the squared 2-norm of the complete batch's mean gradients, before clipping."""
-        grads = [self._sums[n] for n in self._counted if n in self._sums]
+        sums, _ = self._complete()
+        grads = [sums[n] for n in self._counted if n in sums]
         norm = float(_norm_of(grads)) if grads else 0.0
         divisor = self._divisor()
         norm = norm / divisor if divisor else norm

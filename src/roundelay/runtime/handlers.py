@@ -118,15 +118,16 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
     else:
         dealt = next(context.data)
         header, values = dealt[0]
-        if not run.gives:
-            context.undealt.extend(dealt[1:])
         header = header if context.norms is None else context.norms.attach(header)
+        numbers = {"scale_log2": header.scale_log2, "norm_bits": header.norm_bits}
+        alike = [(other._replace(**numbers), sent) for other, sent in dealt]
+        if not run.gives:
+            context.undealt.extend(alike[1:])
         each = (len(run.gives) + 1) // len(dealt)  # workers of the mesh: all get the same
-        others = [entry for entry in dealt for _ in range(each)][1:] if run.gives else []
+        others = [entry for entry in alike for _ in range(each)][1:] if run.gives else []
         for (channel, _), (other, sent) in zip(run.gives, others, strict=True):
-            carried = other._replace(scale_log2=header.scale_log2, norm_bits=header.norm_bits)
             parts = tuple([_value(sent[name]) for name in context.read]) if sent else ()
-            context.outbox[channel] = Message(channel, carried.numbers(), parts)
+            context.outbox[channel] = Message(channel, other.numbers(), parts)
     context.values[header.g] = dict(values)
     return header
 

@@ -37,7 +37,13 @@ def form_for(rule: UpdateRule, layout: str) -> Form | None:
 
 
 def schedule_for(
-    rule: UpdateRule, layout: str = PIPELINE, holder: int = 0, size: int = 1, num_stages: int = 1
+    rule: UpdateRule,
+    layout: str = PIPELINE,
+    holder: int = 0,
+    size: int = 1,
+    num_stages: int = 1,
+    *,
+    together: bool = False,
 ) -> Schedule:
     """The schedule of a rule in a layout.
 
@@ -47,6 +53,7 @@ def schedule_for(
         holder: whose loop, by its number among the holders of its stages.
         size: N, micro-batches of a batch.
         num_stages: S.
+        together: whether the updates of a worker's stages wait for the gradients of all stages; of a layout.
 
     Raises:
         PlanError: there is no such schedule.
@@ -58,4 +65,4 @@ def schedule_for(
     def fresh(micro_batch: int, stage: int) -> bool:
         return rule.is_fresh(micro_batch + 1, stage + 1, num_stages, size)
 
-    return laid_out(form, Seat(holder, size, fresh))
+    return laid_out(form, Seat(holder, size, fresh, together))

@@ -48,11 +48,13 @@ class Seat:
         holder: its number among the holders of its stages.
         size: N, micro-batches of a batch.
         fresh: the rule's table.
+        together: whether the updates of its stages wait for the gradients of all of them.
     """
 
     holder: int
     size: int
     fresh: Table
+    together: bool
 
 
 def holders_of(stage: int, num_stages: int, size: int) -> int:
@@ -86,7 +88,12 @@ def _replicated(seat: Seat, stages: Sequence[int], num_stages: int, micro_batche
     rounds = [_Round(k, (0,), (seat.fresh(seat.holder, k),), 0, 1, last, last) for k in stages]
     halves = [_passes(one)[0] for one in rounds]
     forwards = [action for before, _ in halves for action in before]
-    return _dealing(seat, [*forwards, *(action for _, after in reversed(halves) for action in after)])
+    made = [*forwards, *(action for _, after in reversed(halves) for action in after)]
+    if seat.together:  # after all sums; the last worker has room for one total, so it does not wait for its next batch
+        updates = sorted([action for action in made if action.kind == "U"], key=lambda action: action.stage)
+        made = [action for action in made if action.kind not in ("UT" if last else "U")]
+        made += [*(Action(k, "T", 0) for k in stages), *(Action(k, "U", 0) for k in stages)] if last else updates
+    return _dealing(seat, made)
 
 
 def _dealing(seat: Seat, actions: Sequence[Action]) -> Body:
@@ -260,7 +267,8 @@ def _synchronous(seat: Seat, stages: Sequence[int], num_stages: int, micro_batch
     """One micro-batch on each replica; gradients are exchanged while earlier stages' backwards go on, as DDP does."""
     dealt = [Action(0, "D", 0)] * (seat.size - 1 if seat.holder == 0 else 0)
     computed = _accumulating(seat, stages, num_stages, micro_batches).actions
-    return Body(1, (Action(0, "R", 0), *dealt, *computed, *(Action(stage, "U", 0) for stage in reversed(stages))))
+    ordered = stages if seat.together else reversed(stages)  # stage 0 sends the norm that others wait for
+    return Body(1, (Action(0, "R", 0), *dealt, *computed, *(Action(stage, "U", 0) for stage in ordered)))
 
 
 def laid_out(form: Form, seat: Seat) -> Schedule:
