@@ -17,6 +17,7 @@ from benchmarks import papers
 from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
 from benchmarks.tasks import chars, digits, images
+from roundelay.api.comparison_table import reported_curve
 from roundelay.api.run_results import LOSS
 
 TITLES = ("DP", "CDP-v1", "CDP-v2")
@@ -88,7 +89,7 @@ def figure_3(what: Asked) -> str:
     rows = []
     for one in found(what):
         for title, outcomes in one.outcomes.items():
-            curves = [papers.measure_of(outcome, LOSS) for outcome in outcomes if outcome.diverged is None]
+            curves = [reported_curve(outcome, LOSS) for outcome in outcomes if outcome.diverged is None]
             cells = [
                 f"{statistics.fmean(curve[round(at * (len(curve) - 1))].value for curve in curves):.3f}"
                 if curves

@@ -109,7 +109,7 @@ def compiled(captured: Captured, batch: dict[str, torch.Tensor]) -> tuple[Callab
     """The same, compiled, and how long that took; nothing, and why, where inductor cannot do it."""
     start, captured = time.perf_counter(), captured.compiling("stash")
     try:
-        compile_for(captured, partition(captured.graph, [(captured.graph.ops[-1].name,)]), batch)
+        compile_for(captured, partition(captured.graph, [(captured.graph.ops[-1].name,)]), batch, [0])
     except CaptureError:
         return None, "refused"
     return staged(captured, batch, "stash"), f"{time.perf_counter() - start:.1f}"

@@ -87,9 +87,10 @@ def test_between_processes(layout: str, transport: str) -> None:
     held(place, place.in_layout(layout, "cdp-v2", 3, 3, transport))
 
 
-@pytest.mark.parametrize(
-    "other", [{"clip": "global:0.05"}, {"clip": "previous:0.05"}, {"precision": "fp16", "loss_scale": "dynamic"}], ids=str
-)
+NEEDS_NORM = [{"clip": "global:0.05"}, {"clip": "previous:0.05"}, {"precision": "fp16", "loss_scale": "dynamic"}]
+
+
+@pytest.mark.parametrize("other", NEEDS_NORM, ids=str)
 @pytest.mark.parametrize(("layout", "name"), [("single", "gpipe"), ("single", "1f1b"), ("dp", "gpipe"), ("dp", "1f1b")])
 def test_a_synchronous_form_may_need_the_norm_of_all_gradients(layout: str, name: str, other: dict[str, str]) -> None:
     place = bench("mlp")
