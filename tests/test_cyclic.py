@@ -286,3 +286,21 @@ def test_a_rule_may_read_what_the_timing_gives_and_nothing_earlier(
             with pytest.raises(PlanError, match=f"stage {stage}, forward of micro-batch") as refused:
                 prove(plan_of(stage))
             assert f"i = {first_fresh(stage)}, j = {stage + 1} " in str(refused.value)
+
+
+def says(said: object) -> Any:
+    def fresh(micro_batch: int, stage: int, num_stages: int) -> Any:
+        if said is ZeroDivisionError:
+            raise ZeroDivisionError("a deliberate mistake")
+        return said
+
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [("no", "'no'"), (None, "None"), (ZeroDivisionError, "ZeroDivisionError: a deliberate mistake")]
+)
+def test_a_table_that_says_neither_version_is_refused_by_the_rule_s_name(said: object, told: str) -> None:
+    rule = replace(rule_named("cdp-v1"), name="mine", fresh=says(said))
+    with pytest.raises(PlanError, match=rf"the table of rule 'mine' at \(2, 1, 3\): got {told}"):
+        rule.is_fresh(2, 1, 3)

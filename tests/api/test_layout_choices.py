@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import roundelay
@@ -76,13 +78,47 @@ def test_a_layout_says_which_workers_hold_which_stages(
         ({"layout": "dp", "clip": "previous:1"}, "clip of the plan, with layout dp"),
         ({"layout": "zero", "clip": "global:1"}, "clip of the plan"),
         ({"layout": "dp", "precision": "fp16"}, "loss_scale of the plan, with layout dp"),
-        ({"layout": "dp", "micro_batches": 2, "zero": 1}, "states of the plan, with layout dp"),
+        ({"layout": "dp", "micro_batches": 2, "zero": 1}, "--zero 1: got --layout dp"),
+        ({"layout": "zero", "memory_limit": 1}, "memory of worker .* --layout zero or mp"),
         ({"layout": "dp", "tensor_parallel": 2}, "mesh of the plan, with layout dp"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(choices: dict[str, Any], told: str) -> None:
     with pytest.raises(PlanError, match=told):
         planned(bench("mlp"), **choices)
+
+
+def masked(outputs: Any, batch: Any) -> Any:
+    """A mean over some of the rows, which is not the mean of those of parts."""
+    kept = batch[1] < 3
+    return (nn.functional.cross_entropy(outputs, batch[1], reduction="none") * kept).sum() / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"), [("dp", "cdp-v1"), ("dp", "1f1b"), ("single", "cdp-v2"), ("zero", "cdp-v1")]
+)
+def test_by_default_no_batch_is_cut_whose_loss_is_another_then(layout: str, rule: str) -> None:
+    job = replace(bench("mlp").job(), loss=masked)
+    with pytest.raises(PlanError, match=f"a layout with rule {rule} without a number of micro-batches"):
+        roundelay.plan(job, cuts="equal", rule=rule, layout=layout)
+    assert roundelay.plan(job, cuts="equal", rule=rule, layout=layout, micro_batches=2).batch_parts == 2
+
+
+def test_stages_of_one_worker_send_nothing_that_cuts_would_avoid() -> None:
+    """The largest values lie in the middle; operations take as long as their constants say."""
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4096), nn.Linear(4096, 4), nn.Linear(4, 4))
+    job = roundelay.Job(
+        model=wide,
+        loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        batches=lambda epoch: [(torch.randn(64, 4), torch.randn(64, 4))],
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    plans = [
+        roundelay.plan(job, cuts="roofline", rule="cdp-v1", layout=layout, micro_batches=2, stages=2, transport="gloo")
+        for layout in ("single", "mp")
+    ]
+    assert plans[0].stages[0].segments == ("linear_1",)
+    assert plans[1].stages[0].segments in (("linear",), ("linear_2",))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +157,11 @@ def test_a_run_is_continued_by_its_own_layout_and_by_another(layout: str, tmp_pa
     changed = ("--layout", "dp" if layout != "dp" else "single", "--micro-batches", 2)
     call("train", job, "--from", tmp_path / "two", *changed, "--steps", 2, "--out", tmp_path / "three", *chosen)
     last = Plan.parse((tmp_path / "three" / "plan.toml").read_text())
-    assert (last.layout, last.batch_parts, last.rule) == (changed[1], 2, "cdp-v2")
+    assert (last.layout, last.batch_parts, last.rule, last.num_stages) == (changed[1], 2, "cdp-v2", 2)
+    alike = ("--from", tmp_path / "two", *changed[:2], "--rule", "cdp-v1", "--steps", 1, "--check", "off")
+    call("train", job, *alike, "--out", tmp_path / "four")
+    last = Plan.parse((tmp_path / "four" / "plan.toml").read_text())
+    assert (last.layout, last.batch_parts, last.rule, last.num_stages) == (changed[1], 3, "cdp-v1", 3)
 
 
 def test_the_table_is_counted_and_printed_beside_the_papers() -> None:

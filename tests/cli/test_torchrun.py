@@ -359,8 +359,13 @@ def test_a_leader_whose_interpreter_is_held_is_not_given_up(workplace: Path) -> 
         ("", ("--steps", 3, "--epochs", 3), "--epochs"),
         ("", ("--from", "nowhere"), "nowhere"),
         ("", ("--steps", "three"), "--steps"),
+        ("", ("--layout", "dp", "--rule", "cdp-v1", "--micro-batches", 2), "expected  3: the launcher has started 3"),
+        ("", ("--layout", "single", "--rule", "cdp-v1"), "the processes that the launcher has started"),
     ],
-    ids=["the job", "a member's job", "the leader's job", "rule", "transport", "lengths", "checkpoint", "a word"],
+    ids=[
+        *("the job", "a member's job", "the leader's job", "rule", "transport", "lengths", "checkpoint", "a word"),
+        *("micro-batches", "one worker"),
+    ],
 )
 def test_what_is_wrong_before_all_have_met_is_reported_by_every_process_that_finds_it(
     workplace: Path, prelude: str, args: tuple[object, ...], words: str

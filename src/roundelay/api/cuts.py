@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,11 +176,12 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     if request == FLOPS:
         by_flops = flops_cuts(graph, num_stages)
         return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
+    apart = not _on_one_worker(draft)
     terms = CostParameters(
         again=recomputed_ranges(graph, draft),
         micro_batches=draft.batch_parts,
-        latency_s=draft.latency_s,
-        bytes_per_s=draft.bytes_per_s,
+        latency_s=draft.latency_s if apart else 0.0,
+        bytes_per_s=draft.bytes_per_s if apart else math.inf,
     )
     if request == ROOFLINE:
         predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
@@ -191,6 +193,12 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
     if request == MEASURED:
         return _fastest(graph, costs, num_stages, how)
     return _fewest_bytes(captured, draft, costs, micro_batch, num_stages, how)
+
+
+def _on_one_worker(draft: Plan) -> bool:
+    """Whether a micro-batch stays on one worker, so that nothing is sent from stage to stage."""
+    form = form_of(draft)
+    return form is not None and not form.stages_per_worker
 
 
 def _fastest(graph: Graph, costs: StageCosts, num_stages: int, how: str) -> Cut:
@@ -205,8 +213,7 @@ def _fewest_bytes(
     graph, form = captured.graph, form_of(draft)
     with user_code("counting what the operations keep of the first micro-batch"):
         storages = saved_storages(captured, micro_batch)
-    on_one_worker = form is not None and not form.stages_per_worker
-    kept = kept_bytes(graph, storages, shared=on_one_worker, again=costs.parameters.again)
+    kept = kept_bytes(graph, storages, shared=_on_one_worker(draft), again=costs.parameters.again)
     size = num_stages if form is None else draft.batch_parts  # as a full pipeline is staggered
     chosen = staggered_cuts(costs, kept, num_stages, size)
     reasons = [f"cuts: {how}", *cut_reasons.fewest_bytes(graph, costs, kept, chosen, size)]

@@ -18,6 +18,11 @@ REPLICATED, OTHERWISE = 2, 4
 """Micro-batches of a batch by default, where each has a worker, and where not."""
 
 
+def has_size(given: Mapping[str, Any]) -> bool:
+    """Whether a layout's number of micro-batches is given, or a pipeline is asked for."""
+    return given.get("layout", PIPELINE) == PIPELINE or bool(given.keys() & {"micro_batches", "data_parallel"})
+
+
 def in_layout(given: Mapping[str, Any]) -> dict[str, Any]:
     """The choices as they are in the given layout: with N micro-batches, or N replicas of one micro-batch each.
 

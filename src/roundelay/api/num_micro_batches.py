@@ -41,6 +41,7 @@ def choose_micro_batches(
     *,
     requested: bool,
     replicas: int = 1,
+    dealt: bool = False,
 ) -> MicroBatchChoice:
     """Return M as requested; else the default if the first batches' losses are the means of their parts', or 1.
 
@@ -51,6 +52,7 @@ def choose_micro_batches(
         first: returns the first batches.
         requested: whether it was requested.
         replicas: R, among which a batch is dealt out.
+        dealt: whether these are what a layout has by default.
 
     Raises:
         PlanError: the rule needs several micro-batches, or there are several replicas, and the batch cannot be cut.
@@ -82,13 +84,15 @@ def choose_micro_batches(
             micro_batches,
             f"warning: {divisibility.why}; {parts} micro-batches, as asked for, train the mean of their losses",
         )
-    if needs_micro_batches(rule):
+    if needs_micro_batches(rule) or (dealt and replicas > 1):
+        what = "layout" if dealt else "rule"
         raise PlanError(
-            f"rule {rule.name} without a number of micro-batches",
+            f"{'a layout with ' * dealt}rule {rule.name} without a number of micro-batches",
             got=divisibility.why,
-            expected=f"a loss that is the mean of those of {parts} micro-batches: this rule works on several "
+            expected=f"a loss that is the mean of those of {parts} micro-batches: this {what} works on several "
             "of every batch",
-            remedy=f"Give --rule 1f1b, which trains whole batches, or {_remedy(divisibility, micro_batches)}.",
+            remedy=("" if dealt else "Give --rule 1f1b, which trains whole batches, or ")
+            + f"{_remedy(divisibility, parts if dealt else micro_batches)}.",
         )
     if replicas > 1:
         return MicroBatchChoice(

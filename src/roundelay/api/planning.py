@@ -16,7 +16,7 @@ from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, CutRequest, Stages, cut, cut_by_names
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.api.layout_choices import in_layout, num_stages_of, owners_of, slots_in_layout
+from roundelay.api.layout_choices import has_size, in_layout, num_stages_of, owners_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
@@ -248,8 +248,9 @@ def plan_with_reasons(
             rule_named(rule),
             draft.micro_batches,
             lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, deadline_s, budget_s=1.0),
-            requested="micro_batches" in given,
+            requested="micro_batches" in given and has_size(choices),
             replicas=replicas,
+            dealt=not has_size(choices),
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)

@@ -18,6 +18,7 @@ from roundelay.cli.job_file import PathResolver
 from roundelay.cli.signals import Grace
 from roundelay.env import launched
 from roundelay.errors import UsageError
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.runtime.device import num_cuda_devices
@@ -85,7 +86,8 @@ Rule = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        help="Micro-batches per batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush]"
+        help="Micro-batches per batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush; "
+        "with --layout dp or zero 2, or one for each process of a launcher, with single or mp as many as stages, or 4]"
     ),
 ]
 Predictor = Annotated[
@@ -330,27 +332,29 @@ def joined(choices: Choices, restarts: int, *, planned: bool = False) -> tuple[P
     _require("--transport", choices.transport, transport, processes)
     _require("--restarts", restarts or None, 0, restarting)
     if not planned:
-        spread(choices, place.size, 1, 1)  # so that what does not fit is refused at once
+        spread(choices, place.size, None)  # so that what does not fit is refused at once
     return ProcessGroup(place), replace(choices, transport=transport)
 
 
-def spread(choices: Choices, size: int, replicas: int, mesh_size: int) -> Choices:
+def spread(choices: Choices, size: int, known: Plan | None) -> Choices:
     """The choices for a launcher's processes, of which each is one worker.
 
     Args:
         choices: of the command line.
         size: how many processes there are.
-        replicas: how many replicas a plan that is known has; 1 without one.
-        mesh_size: workers of a stage in each, likewise.
+        known: a plan that is known before, if any.
 
     Raises:
         UsageError: the processes are not as many as the choices ask for.
     """
-    if choices.layout not in (None, PIPELINE):  # which says itself how many workers it has
-        replicates = choices.layout in LAYOUTS and LAYOUTS[choices.layout].replicates
-        given = choices.micro_batches or choices.data_parallel
-        return replace(choices, micro_batches=size) if replicates and given is None else choices
     processes = f"the launcher has started {size} processes, one worker each"
+    layout = choices.layout or (PIPELINE if known is None else known.layout)
+    if layout != PIPELINE:  # which says itself how many workers it has
+        if layout not in LAYOUTS or not LAYOUTS[layout].replicates:
+            return choices
+        _require("--micro-batches", choices.micro_batches or choices.data_parallel, size, processes)
+        return replace(choices, micro_batches=size)
+    replicas, mesh_size = (1, 1) if known is None else (known.replicas, known.mesh_size)
     holders = {
         "--data-parallel": replicas if choices.data_parallel is None else choices.data_parallel,
         "--tensor-parallel": mesh_size if choices.tensor_parallel is None else choices.tensor_parallel,

@@ -85,8 +85,9 @@ def plan_job(
     model = captured.graph.fingerprint
     resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
     if party is not None:
-        known = source.written() or resumed
-        choices = spread(choices, party.size, *((1, 1) if known is None else (known.replicas, known.mesh_size)))
+        written = source.written()
+        if written is None or written.layout == PIPELINE:
+            choices = spread(choices, party.size, written or resumed)
     existing = _existing_plan(model, replace(choices, memory_limit=None), source, resumed)
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
@@ -98,6 +99,14 @@ def plan_job(
         if existing.compile and party is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
+    if party is not None and planned.plan.num_workers != party.size:
+        raise UsageError(
+            "the processes that the launcher has started",
+            got=str(party.size),
+            expected=f"{planned.plan.num_workers}, one for each worker of the plan"
+            + ("" if planned.plan.layout == PIPELINE else f" with layout {planned.plan.layout}"),
+            remedy="Start as many, or change the number of micro-batches or workers.",
+        )
     if party is not None:
         party.publish("plan", planned.plan.text())
     return PlannedJob(job, captured, planned.plan, planned.reasons)
@@ -191,9 +200,10 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     of workers.
     """
     sizes = _sizes(plan) if given.get("layout", plan.layout) == plan.layout else {}
+    dealt = _dealt_alike(plan, given)
     sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
     divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
-    kept: dict[str, Any] = sizes | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
+    kept: dict[str, Any] = sizes | dealt | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
     if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
@@ -226,6 +236,14 @@ def _sizes(plan: Plan) -> dict[str, Any]:
         "tensor_parallel": plan.mesh_size,
         "zero": int(bool(plan.states)),
     }
+
+
+def _dealt_alike(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of stages and micro-batches where another layout is given than the plan's."""
+    layout, size = given.get("layout", plan.layout), {"micro_batches": plan.batch_parts}
+    if layout == plan.layout or plan.batch_parts == 1 or given.keys() & {"micro_batches", "data_parallel"}:
+        return {}
+    return size if layout == PIPELINE else size | {"stages": plan.num_stages}
 
 
 def _stages_per_worker(rule: str) -> int:

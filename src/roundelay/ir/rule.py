@@ -105,9 +105,26 @@ class UpdateRule:
                 a pipeline runs them.
         """
         assert self.fresh is not None, "a rule that reads versions by table"
-        if num_staggered and self.staggered is not None:
-            return self.staggered(micro_batch, stage, num_stages, num_staggered)
-        return self.fresh(micro_batch, stage, num_stages)
+        numbers: tuple[int, ...] = micro_batch, stage, num_stages
+        try:
+            if num_staggered and self.staggered is not None:
+                numbers = *numbers, num_staggered
+                said = self.staggered(micro_batch, stage, num_stages, num_staggered)
+            else:
+                said = self.fresh(micro_batch, stage, num_stages)
+        except Exception as error:
+            raise self._no_table(numbers, f"{type(error).__name__}: {error}") from error
+        if said not in (True, False):
+            raise self._no_table(numbers, repr(said))
+        return bool(said)
+
+    def _no_table(self, numbers: tuple[int, ...], got: str) -> PlanError:
+        return PlanError(
+            f"the table of rule {self.name!r} at ({', '.join(map(str, numbers))})",
+            got=got,
+            expected="True for W[t], or False for W[t-1], for every micro-batch i and stage j, from 1",
+            remedy="Correct `fresh` of the rule, or `staggered`.",
+        )
 
 
 ASYNC = "async-1f1b"
