@@ -202,3 +202,5 @@ def test_rules_are_compared_in_a_layout(tmp_path: Path) -> None:
     assert {plan.layout for plan in plans} == {"dp"}
     assert {(plan.rule, plan.replicas, plan.num_stages) for plan in plans} == {("1f1b", 2, 3), ("cdp-v1", 2, 3)}
     assert "with layout dp" in done.output
+    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [row.split(" | ")[1] for row in rows if "| cdp-v1" in row][:1] == ["2"]

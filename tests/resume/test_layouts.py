@@ -10,6 +10,7 @@ import pytest
 from roundelay.api.events import Drained, Event
 from roundelay.api.training import Length, Saving
 from roundelay.checkpoint.checkpoint import load
+from roundelay.cli.train_progress import _message
 from tests.equivalence.cells import bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 
@@ -44,3 +45,16 @@ def goes_on(trip: Trip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         told: list[Event] = []
         assert differences(whole, trip.rest(start, told), start) == []
         assert not [event for event in told if isinstance(event, Drained)]
+
+
+def test_weights_that_another_layout_cannot_read_are_dropped_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with every_checkpoint(monkeypatch, tmp_path):
+        trip_of("dp", "cdp-v1", "mlp").whole(Saving(path=tmp_path, every=1))
+    told: list[Event] = []
+    trip_of("single", "cdp-v1", "mlp").rest(load(tmp_path / "3"), told)
+    (drained,) = [event for event in told if isinstance(event, Drained)]
+    assert drained.micro_batches == 0
+    assert "layout from dp to single" in drained.reason
+    assert "reads the checkpoint's weights" in _message(drained)

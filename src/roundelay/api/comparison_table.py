@@ -22,6 +22,7 @@ from roundelay.api.run_results import LOSS, Point, RunResult, is_per_update
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.page.scale import seconds, short, size
+from roundelay.schedules import PIPELINE
 
 WINDOW = 10
 """Number of updates over which the training loss is averaged."""
@@ -127,7 +128,7 @@ def _row(compared: Compared, variant: Variant, names: Sequence[str], aims: Aims,
     if not own:
         yield _plain(KEY, "optimizer", variant.optimizer_text)
     yield _plain(KEY, "rule", variant.rule_text)
-    yield _plain(KEY, "M", plan and plan.micro_batches)
+    yield _plain(KEY, "M", plan and (plan.micro_batches if plan.layout == PIPELINE else plan.batch_parts))
     for name in names:
         curves = [reported_curve(result, name) for result in finished]
         yield _spread(QUALITY, f"{name}, last", [points[-1].value for points in curves if points])

@@ -88,7 +88,8 @@ class Drained:
     """A run that continues from a checkpoint in mid-flight starts with empty stages, so its results differ.
 
     Args:
-        micro_batches: how many were in flight; they are forwarded again, with the checkpoint's weights.
+        micro_batches: how many were in flight; they are forwarded again, with the checkpoint's weights. With 0 only
+            older versions of weights are dropped: what would read these reads the checkpoint's.
         reason: what has changed.
     """
 

@@ -213,7 +213,8 @@ class Session:
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
         #: the event to report if the stages start empty although the checkpoint has micro-batches in flight
-        self.drained = Drained(flight.micro_batches, reason) if flight and flight.micro_batches and reason else None
+        lost = reason and flight is not None and (flight.micro_batches or flight.older_weights)
+        self.drained = Drained(flight.micro_batches, reason) if lost and flight is not None else None
         self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
         #: whether an epoch's learning rate depends on the evaluation of the epoch before
         rates = self._rates(())

@@ -70,6 +70,11 @@ class InFlight:
         """How many micro-batches are in flight: stage 0 has forwarded them all."""
         return sum(len(flight.versions) for (stage, _), flight in self.stages.items() if stage == 0)
 
+    @property
+    def older_weights(self) -> bool:
+        """Whether there are versions of weights that a later forward reads."""
+        return any(flight.weights for flight in self.stages.values())
+
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of `StageInFlight` as they are encoded."""

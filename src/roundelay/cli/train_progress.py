@@ -86,6 +86,8 @@ def _message(event: Event) -> str:
     match event:
         case Restarted():
             return f"{event.cause}\nRestart {event.number}: continuing after update {event.updates}."
+        case Drained(micro_batches=0):
+            return f"The first batch reads the checkpoint's weights, not those of the update before: {event.reason}."
         case Drained():
             return (
                 f"{event.micro_batches} micro-batches that were in flight are dropped and start again: {event.reason}."

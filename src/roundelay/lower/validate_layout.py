@@ -35,7 +35,7 @@ def check_layout(plan: Plan) -> None:
             got=plan.rule,
             expected=", ".join(["cdp-v1", "cdp-v2", "pipedream-2bw", *synchronous])
             + ", or a rule of your own with a table of versions",
-            remedy="Change --rule, or leave --layout out.",
+            remedy="Choose another rule, or no --layout: a pipeline.",
         )
     refused = {
         "replicas": (plan.replicas > 1 and not form.replicates, str(plan.replicas), "1"),
@@ -60,7 +60,7 @@ def check_layout(plan: Plan) -> None:
                 f"{name} of the plan, with layout {plan.layout}",
                 got=got,
                 expected=expected,
-                remedy="Change that, or leave --layout out.",
+                remedy="Change that, or choose no --layout: a pipeline.",
             )
 
 
