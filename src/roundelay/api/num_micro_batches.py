@@ -85,21 +85,33 @@ def choose_micro_batches(
             f"warning: {divisibility.why}; {parts} micro-batches, as asked for, train the mean of their losses",
         )
     if needs_micro_batches(rule) or (dealt and replicas > 1):
-        what = "layout" if dealt else "rule"
-        raise PlanError(
-            f"{'a layout with ' * dealt}rule {rule.name} without a number of micro-batches",
-            got=divisibility.why,
-            expected=f"a loss that is the mean of those of {parts} micro-batches: this {what} works on several "
-            "of every batch",
-            remedy=("" if dealt else "Give --rule 1f1b, which trains whole batches, or ")
-            + f"{_remedy(divisibility, parts if dealt else micro_batches)}.",
-        )
+        raise _not_the_mean(rule, divisibility, parts, (parts if dealt else micro_batches), dealt=dealt)
     if replicas > 1:
         return MicroBatchChoice(
             1, f"warning: {divisibility.why}; {replicas} replicas, as asked for, train the mean of their losses"
         )
     remedy = "" if divisibility.kind == "whole" else f": {_remedy(divisibility, micro_batches)}"
     return MicroBatchChoice(1, f"1 micro-batch for each batch, not {micro_batches}, as {divisibility.why}{remedy}")
+
+
+def _not_the_mean(rule: UpdateRule, divisibility: Divisibility, parts: int, given: int, *, dealt: bool) -> PlanError:
+    """The refusal of a default that would train another loss.
+
+    Args:
+        rule: the update rule.
+        divisibility: why not.
+        parts: into which a batch would be cut.
+        given: what --micro-batches would say.
+        dealt: whether it is a layout's default.
+    """
+    what = "layout" if dealt else "rule"
+    return PlanError(
+        f"{'a layout with ' * dealt}rule {rule.name} without a number of micro-batches",
+        got=divisibility.why,
+        expected=f"a loss that is the mean of those of {parts} micro-batches: this {what} works on several of every "
+        "batch",
+        remedy=f"{'' if dealt else 'Give --rule 1f1b, which trains whole batches, or '}{_remedy(divisibility, given)}.",
+    )
 
 
 def _remedy(divisibility: Divisibility, micro_batches: int) -> str:

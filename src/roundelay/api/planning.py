@@ -229,28 +229,22 @@ def plan_with_reasons(
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
+    sized, staged = has_size(given), "stages" in given
     given = in_layout(given if workers is None else given | {"workers": workers})
     replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = num_stages_of(captured.graph, workers, given_cut, rule, given, requested="stages" in choices)
+    num_stages, fewer = num_stages_of(captured.graph, workers, given_cut, rule, given, requested=staged)
     schedule = schedule_for(rule_named(rule), given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
-    draft = _draft(captured.graph.fingerprint, rule, each, given)
-    own = signatures_of(given)
-    if own is not None:
-        draft = replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
-    elif parts > 1:
-        signatures = tensor_parallel(captured, parts)
-        pairs = {name: ((TENSOR, str(signature)),) for name, signature in signatures.items()}
-        draft = replace(draft, mesh={TENSOR: parts}, parameters=pairs)
+    draft = _with_signatures(_draft(captured.graph.fingerprint, rule, each, given), captured, given)
     with preserving_state(job):
         choice = choose_micro_batches(
             captured,
             rule_named(rule),
             draft.micro_batches,
             lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, deadline_s, budget_s=1.0),
-            requested="micro_batches" in given and has_size(choices),
+            requested="micro_batches" in given and sized,
             replicas=replicas,
-            dealt=not has_size(choices),
+            dealt=not sized,
         )
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
@@ -277,6 +271,17 @@ def plan_with_reasons(
         check_memory(job, whole, result, limit)
     notices = tuple(reason for reason in (fewer, choice.notice) if reason)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices)
+
+
+def _with_signatures(draft: Plan, captured: Captured, given: Mapping[str, Any]) -> Plan:
+    """The draft with the given signatures, or those that `tensor_parallel` asks for."""
+    own, parts = signatures_of(given), parts_of(given)
+    if own is not None:
+        return replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
+    if parts == 1:
+        return draft
+    pairs = {name: ((TENSOR, str(signature)),) for name, signature in tensor_parallel(captured, parts).items()}
+    return replace(draft, mesh={TENSOR: parts}, parameters=pairs)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
