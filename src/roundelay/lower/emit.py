@@ -106,24 +106,34 @@ def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int
     They come after the last of these, that of the lower stage first, as stage 0 sends the norm.
     """
     together = awaits_grad_norm(plan)
+    if schedule.updates:
+        yield from _with_own_updates(body, lines, together=together)
+        return
     last = body.last_of_all(schedule.last_kind)
     for place, action in enumerate(body.actions):
-        line = lines[action.stage]
-        if schedule.updates:
-            if action.kind == "U":
-                first, ready = place == 0 or body.actions[place - 1].kind != "U", sorted(lines, reverse=True)
-                for stage in [action.stage] if not together else ready if first else []:
-                    yield from (i for i in lines[stage]("S", action.number) if i.opcode != "box")
-            yield from line(action.kind, action.number)
-            if action.kind == "B":
-                yield from (i for i in line("S", action.number) if i.opcode == "box")
-            continue
-        yield from line(action.kind, action.number)
+        yield from lines[action.stage](action.kind, action.number)
         if action.kind == schedule.last_kind:
-            yield from line("S", action.number)
+            yield from lines[action.stage]("S", action.number)
             updated = (action.stage,) if not together else sorted(lines) if place in last else ()
             for stage in updated:
                 yield from lines[stage]("U", action.number)
+
+
+def _with_own_updates(body: Body, lines: Mapping[int, Lines], *, together: bool) -> Iterator[Instruction]:
+    """The same of a body that has its updates: exchanges begin after the backward, and end before the update.
+
+    Updates that wait for the norm of the whole model's gradient follow one another, and the last stage's norm comes
+    first.
+    """
+    for place, action in enumerate(body.actions):
+        if action.kind == "U":
+            follows = place > 0 and body.actions[place - 1].kind == "U"
+            complete = [action.stage] if not together else [] if follows else sorted(lines, reverse=True)
+            for stage in complete:
+                yield from (i for i in lines[stage]("S", action.number) if i.opcode != "box")
+        yield from lines[action.stage](action.kind, action.number)
+        if action.kind == "B":
+            yield from (i for i in lines[action.stage]("S", action.number) if i.opcode == "box")
 
 
 def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
