@@ -60,6 +60,34 @@ def test_it_does_between_processes(name: str, transport: str) -> None:
     held(place, plan_of(place, name, 2, 1, 2, transport))
 
 
+class Decaying(SGD):
+    """Writes to gradients, as optimizers do that clip or centre them in their step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+        return super().step(closure)
+
+
+WRITING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "one's own": lambda named: Decaying(named, lr=0.05),
+    "foreach": lambda named: SGD(named, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+}
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+@pytest.mark.parametrize("optimizer", WRITING)
+def test_an_optimizer_may_write_to_gradients_that_others_read(optimizer: str, transport: str) -> None:
+    place = bench("mlp")
+    plans = [plan_of(place, "1f1b", 1, 1, 2, transport), plan_of(place, "pipedream", 2, 1, 3, transport)]
+    for layout, rule in (("dp", "cdp-v1"), ("dp", "cdp-v2"), ("dp", "1f1b"), ("mp", "cdp-v1"), ("zero", "cdp-v1")):
+        plans.append(place.in_layout(layout, rule, 3, 2, transport))
+    for plan in plans:
+        found = place.verify(plan, place.job(WRITING[optimizer]))
+        assert found.equal, (plan.layout, plan.rule, found.difference)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "pipeoptim improved recompute", "zb-h1", "pipedream-2bw", "rehearse mixed"])
 @pytest.mark.parametrize("rows", [(1, 3, 1, 2, 4), (4, 1, 1, 4, 1)])
 def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any(name: str, rows: tuple[int, ...]) -> None:

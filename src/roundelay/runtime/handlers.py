@@ -256,7 +256,7 @@ def do_sum(context: Context, run: Run) -> MicroBatch | None:
         before = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
     parts = gradients.added(before)
     if not any(channel in context.partials for channel, _ in run.gives):
-        gradients.carried = _copied(parts) if run.gives else parts
+        gradients.carried = parts
     _hand_on(context, run, parts)
     return None
 
@@ -267,7 +267,7 @@ def do_share(context: Context, run: Run) -> MicroBatch | None:
     parts, gradients.carried = gradients.carried, ()
     for channel, _ in run.takes:
         parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-    gradients.total(_copied(parts) if run.gives else parts)
+    gradients.total(parts)
     _hand_on(context, run, parts)
     return None
 
@@ -287,13 +287,9 @@ def do_pass(context: Context, run: Run) -> MicroBatch | None:
 
 
 def _hand_on(context: Context, run: Run, parts: Parts) -> None:
-    """Send sums to one holder or several, each of which gets memory of its own: an optimizer may write to gradients."""
-    for n, (channel, _) in enumerate(run.gives):
-        context.outbox[channel] = Message(channel, _header(run).numbers(), _copied(parts) if n else parts)
-
-
-def _copied(parts: Parts) -> Parts:
-    return tuple([part.clone() for part in parts])
+    """Send sums, which nobody writes to, to one holder or several."""
+    for channel, _ in run.gives:
+        context.outbox[channel] = Message(channel, _header(run).numbers(), parts)
 
 
 def do_grad_norm_sq(context: Context, run: Run) -> MicroBatch | None:

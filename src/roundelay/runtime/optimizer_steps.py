@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
+
+import torch
 
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -58,6 +61,16 @@ class OptimizerSteps:
         self._kept_state.restore(self._weights, state)
         self._averages = WeightAverages(plan.ema, self._weights, state)
         self._known_state = False
+        self._leaves_gradients = _leaves_gradients(self.optimizer)
+
+    def give(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put gradients into the weights' ``grad``: copies, if the optimizer may write to them.
+
+        Args:
+            gradients: by name; others may read the same memory, in other processes too.
+        """
+        for name, gradient in gradients.items():
+            self._weights[name].grad = gradient if self._leaves_gradients else gradient.clone()
 
     def step(self, watched: AbstractContextManager[None]) -> None:
         """One step with the gradients in the weights' ``grad``, which are cleared.
@@ -87,3 +100,15 @@ class OptimizerSteps:
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
         return state
+
+
+_LEAVING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known not to write to gradients, as torch's `foreach` steps and many others do."""
+    apart = all(
+        group.get("fused") or not (group.get("foreach") or any(weight.is_cuda for weight in group["params"]))
+        for group in optimizer.param_groups
+    )
+    return type(optimizer) in _LEAVING and apart and not optimizer._optimizer_step_pre_hooks

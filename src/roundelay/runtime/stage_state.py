@@ -247,8 +247,7 @@ class Stage:
         Raises:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
-        for name, gradient in self.gradients.whole(norm).items():
-            self.owned.weights[name].grad = gradient
+        self.steps.give(self.gradients.whole(norm))
         if self._wanders:
             self._older.release(version)
         self._older.keep(version, self.parameters, saved=saved)
