@@ -51,7 +51,7 @@ def planned(job: Job, steps: int, **choices: object) -> Session:
 
 
 def update_ms(session: Session) -> float:
-    """Run it; median milliseconds from one update to the next."""
+    """Run it; median milliseconds from one update of the first stage to the next."""
     done = session.run(notify=lambda event: None)
-    ends = [event.end_s for event in done.events[0] if event.opcode == "update"]
+    ends = [event.end_s for event in done.events[0] if event.opcode == "update" and event.stage == 0]
     return statistics.median([1e3 * (b - a) for a, b in zip(ends[WARM:], ends[WARM + 1 :], strict=False)])

@@ -1,9 +1,10 @@
 """Data parallelism on two processes: milliseconds of an update, beside torch's DistributedDataParallel over gloo.
 
 Perceptrons of square layers, so large for their few rows that exchanging gradients takes longer than computing them.
-Ours is ``--workers 1 --data-parallel 2 --rule 1f1b --micro-batches 1`` over shm and over gloo; torch's is the loop that
-its documentation shows. Every process has one thread and half of the rows; plain PyTorch with that half, alone, is what
-computing takes. All run with the C library's memory settings that the command uses.
+Ours is ``--workers 1 --data-parallel 2 --rule 1f1b --micro-batches 1`` over shm and over gloo; cyclic is ``--layout dp
+--rule cdp-v1 --micro-batches 2`` with a stage for each layer; torch's is the loop that its documentation shows. Every
+process has one thread and half of the rows; plain PyTorch with that half, alone, is what computing takes. All run with
+the C library's memory settings that the command uses.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def theirs(width: int, layers: int, rows: int, steps: int) -> float:
 
 
 @functools.cache
-def session(transport: str, width: int, layers: int, rows: int, steps: int) -> Session:
+def session(layout: str, transport: str, width: int, layers: int, rows: int, steps: int) -> Session:
     batch = data(width, rows)
     job = Job(
         model=model(width, layers),
@@ -82,12 +83,15 @@ def session(transport: str, width: int, layers: int, rows: int, steps: int) -> S
         batches=lambda epoch: [batch] * steps,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
     )
+    if layout == "dp":
+        in_layout = {"layout": "dp", "rule": "cdp-v1", "micro_batches": 2, "stages": layers, "cuts": "equal"}
+        return planned(job, steps, workers=None, transport=transport, **in_layout)
     return planned(job, steps, data_parallel=2, transport=transport)
 
 
-def ours(transport: str, width: int, layers: int, rows: int, steps: int) -> float:
+def ours(layout: str, transport: str, width: int, layers: int, rows: int, steps: int) -> float:
     """Median milliseconds from one update to the next."""
-    return update_ms(session(transport, width, layers, rows, steps))
+    return update_ms(session(layout, transport, width, layers, rows, steps))
 
 
 def main() -> None:
@@ -101,7 +105,8 @@ def main() -> None:
         candidates[f"{name}: DistributedDataParallel, gloo"] = functools.partial(theirs, *size, steps)
         candidates[f"{name}: computing alone"] = functools.partial(alone, *size, steps)
         for transport in ("shm", "gloo"):
-            candidates[f"{name}: ours, {transport}"] = functools.partial(ours, transport, *size, steps)
+            candidates[f"{name}: ours, {transport}"] = functools.partial(ours, "pipeline", transport, *size, steps)
+            candidates[f"{name}: cyclic, {transport}"] = functools.partial(ours, "dp", transport, *size, steps)
     found = alternate(candidates, what.repeats)
     rows = []
     for name, values in found.items():
