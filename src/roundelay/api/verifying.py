@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -257,13 +257,8 @@ def _reference(
 ) -> ReferenceResult:
     """Run the rule's equations on copies, epoch by epoch as the run did, and append digests in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
-    trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
     stages = _reference_stages(session)
-    devices = {name: stage.device for stage in stages for name in stage.parameters}
-    named = [
-        (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
-        for n, p in origin.parameters.items()
-    ]
+    named = _copied(captured, origin, stages)
     extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     most = max(len(stage.workers) for stage in plan.stages) // plan.mesh_size
@@ -314,16 +309,21 @@ def _reference(
         if not session.waits or result.updates > last.batch:
             return whole
         states = result.optimizer_state
-        extent = Extent(
-            extent.start_g + (result.updates - extent.start_batch) * plan.micro_batches
-            if slots
-            else max(whole.losses) // plan.replicas + 1,
-            result.updates,
-            extent.start_epoch + 1,
-            0,
-            last.batch + 1 - result.updates,
-            None,
-        )
+        done = result.updates - extent.start_batch
+        start = extent.start_g + done * plan.micro_batches if slots else max(whole.losses) // plan.replicas + 1
+        extent = Extent(start, result.updates, extent.start_epoch + 1, 0, last.batch + 1 - result.updates, None)
+
+
+def _copied(
+    captured: Captured, origin: ReferenceStart, stages: Sequence[ReferenceStage]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that the reference begins with, each where its stage is."""
+    trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
+    devices = {name: stage.device for stage in stages for name in stage.parameters}
+    return [
+        (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
+        for n, p in origin.parameters.items()
+    ]
 
 
 def _reference_stages(session: Session) -> list[ReferenceStage]:
