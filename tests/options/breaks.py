@@ -60,7 +60,7 @@ _RATES_AHEAD = Edit(
 )
 
 _SQUARED = """        if action.kind == schedule.last_kind:
-            yield from line("S", action.number)
+            yield from lines[action.stage]("S", action.number)
 """
 _UNHEARD_BY_HALVES = Edit(
     "runtime/handlers.py",
@@ -178,9 +178,9 @@ OPTIONS = (
         (
             Edit(
                 "lower/emit.py",
-                "        yield from line(action.kind, action.number)\n" + _SQUARED,
+                "        yield from lines[action.stage](action.kind, action.number)\n" + _SQUARED,
                 _SQUARED
-                + "        yield from line(action.kind, action.number)\n"
+                + "        yield from lines[action.stage](action.kind, action.number)\n"
                 + "        if action.kind == schedule.last_kind:\n",
             ),
         ),
