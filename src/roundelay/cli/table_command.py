@@ -22,7 +22,8 @@ activations: most on one worker, in B Psi_A; on one device, backwards of a time 
 fewer are held than the paper counts within a step. parameters: most on one worker at one time, in Psi_P, each version
 counted. v, w: all workers send 2(N-1) v Psi_P bytes of gradients (ZeRO: of states) and 2N w B Psi_A^int bytes between
 stages. sent: v of a run, which sends a count of 8 bytes with each sum, and in ZeRO hands on all versions and sums of
-gradients, while optimizer state stays with the worker that updates a stage, 1/N of it on each. steps: messages that must follow one another between two time steps."""
+gradients, while optimizer state stays with the worker that updates a stage, 1/N of it on each. steps: messages that
+must follow one another between two time steps."""
 
 
 def table_command(
