@@ -76,6 +76,25 @@ class GradientBucket:
         Raises:
             InternalError: a gradient is missing, or there is one more.
         """
+        self._check(sums)
+        pieces = [[sums[name].reshape(-1) for name in names] for names in self.names]
+        pieces.append([torch.tensor([count], dtype=torch.float64)])
+        if room is None:
+            return tuple(map(torch.cat, pieces))
+        for own, out in zip(pieces, room, strict=True):
+            torch.cat(own, out=out)
+        return room
+
+    def add(self, parts: tuple[torch.Tensor, ...], sums: Tensors, count: float) -> None:
+        """Add gradients to those in flat tensors; raises as :meth:`pack` does."""
+        self._check(sums)
+        *flat, counted = parts
+        for tensor, names in zip(flat, self.names, strict=True):
+            pieces = tensor.split([math.prod(self.shapes[name]) for name in names])
+            torch._foreach_add_([*pieces], [sums[name].reshape(-1) for name in names])
+        counted += count
+
+    def _check(self, sums: Tensors) -> None:
         if sums.keys() != self.shapes.keys():
             odd = sorted(sums.keys() ^ self.shapes.keys())
             raise InternalError(
@@ -84,13 +103,6 @@ class GradientBucket:
                 expected="a gradient of every trained parameter, but those that the plan leaves out as `unused`",
                 remedy="Write a new plan with `roundelay plan`; if that does not help, report this as a bug.",
             )
-        pieces = [[sums[name].reshape(-1) for name in names] for names in self.names]
-        pieces.append([torch.tensor([count], dtype=torch.float64)])
-        if room is None:
-            return tuple(map(torch.cat, pieces))
-        for own, out in zip(pieces, room, strict=True):
-            torch.cat(own, out=out)
-        return room
 
     def unpack(self, parts: tuple[torch.Tensor, ...]) -> tuple[dict[str, torch.Tensor], float]:
         """Gradients by name, and the count; the inverse of :meth:`pack`. They share the memory of the flat tensors."""

@@ -121,12 +121,17 @@ class Gradients:
         self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
 
     def added(self, before: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """End a batch: this holder's sums, in flat tensors, added to those of the holders before it."""
-        own = self.packed(REPLICAS)
+        """End a batch: this holder's sums, in flat tensors, added to those of the holders before it.
+
+        Args:
+            before: of these, or none; nobody else has them any more, and they are written to.
+        """
+        if before and self._sums:
+            self._buckets[REPLICAS].add(before, self._sums, self._count)
+        else:
+            before = self.packed(REPLICAS) or before
         self.clear()
-        if before and own:
-            return tuple([torch.add(*both, out=both[1]) for both in zip(before, own, strict=True)])
-        return own or before
+        return before
 
     def total(self, parts: tuple[torch.Tensor, ...]) -> None:
         """Take the sums of a batch over all holders, for the next update."""
