@@ -79,7 +79,11 @@ def test_a_layout_says_which_workers_hold_which_stages(
         ({"layout": "zero", "clip": "global:1"}, "clip of the plan"),
         ({"layout": "dp", "precision": "fp16"}, "loss_scale of the plan, with layout dp"),
         ({"layout": "dp", "micro_batches": 2, "zero": 1}, "--zero 1: got --layout dp"),
-        ({"layout": "zero", "memory_limit": 1}, "memory of worker .* --layout zero or mp"),
+        ({"layout": "zero", "memory_limit": 1}, "memory of worker .* --layout: mp or zero"),
+        ({"layout": ["dp"]}, r"layout: got \['dp'\]; expected a name"),
+        ({"layout": "dp", "stages": "2"}, "stages: got '2'; expected a whole number"),
+        ({"micro_batches": 2.0}, r"micro_batches: got 2\.0"),
+        ({"layout": "dp", "stages": True}, "stages: got True"),
         ({"layout": "dp", "tensor_parallel": 2}, "mesh of the plan, with layout dp"),
     ],
 )

@@ -21,7 +21,7 @@ _REMEDY = (
     "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a "
     "rule that holds fewer versions."
 )
-_REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or --layout zero or mp."
+_REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
 
 
 def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,7 @@ def plan_with_reasons(
     """As :func:`plan`, with the reasons for its choices; ``tell`` is called when waiting for the loader takes long."""
     check_choices(plan, choices)
     given = {name: value for name, value in choices.items() if value is not None}
+    check_kinds(given | ({} if workers is None else {"workers": workers}))
     if job.ema is not None:
         given.setdefault("ema", job.ema)
     deadline_s = given.setdefault("deadline_s", DEADLINE_S)
@@ -297,6 +299,23 @@ def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], know
             near = difflib.get_close_matches(name, names, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows {', '.join(names)}"
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse numbers and names that are something else.
+
+    Raises:
+        PlanError: naming the choice.
+    """
+    for names, kind, expected in ((_NUMBERS, Integral, "a whole number"), (_NAMES, str, "a name")):
+        for name in names:
+            value = given.get(name)
+            if value is not None and (type(value) is bool or not isinstance(value, kind)):
+                raise PlanError(name, got=repr(value), expected=expected, remedy=f"Correct {name}.")
+
+
+_NUMBERS = ("workers", "stages", "data_parallel", "tensor_parallel", "zero", "micro_batches")
+_NAMES = ("layout", "predictor", "backward", "precision", "loss_scale", "clip", "transport")
 
 
 def _default_mode(rule: UpdateRule, given: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tu
             "--devices",
             got=f"{len(names)} devices for {num_workers} workers: {text}",
             expected="cpu, cuda, or one device for each worker, such as cuda:0,cuda:1",
-            remedy="Name one for each worker, or give --workers.",
+            remedy="Name one for each worker, or change how many there are.",
         )
     check_devices_exist(names)
     return names
