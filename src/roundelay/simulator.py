@@ -8,6 +8,7 @@ computed by formula.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,13 +186,8 @@ class _Clock:
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
         self.bytes = _message_bytes(plan, self.channels)
         self.exchange_s = _exchange_seconds(plan, self.channels)
-        self.parts = {
-            (p.worker, i.stage, i.opcode): len(
-                {j.segments for j in p.body if (j.stage, j.opcode) == (i.stage, i.opcode)}
-            )
-            for p in programs
-            for i in p.body
-        }
+        lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
+        self.parts = Counter(line[:3] for line in lines)
         self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
@@ -351,18 +347,17 @@ class _Clock:
 
     def _worker(self, program: Program, intervals: Sequence[Interval]) -> WorkerReport:
         stages = {k: _HeldByStage(k, self.plan.stages[k], program) for k in program.stages}
-        peak_tapes = peak_owed = peak_bytes = peak_weights = peak_versions = 0
+        totals = _Totals(stages)
         for interval in intervals:
             held = stages[interval.stage]
             held.begin(interval)
-            peak_tapes = max(peak_tapes, sum(len(stage.tapes) for stage in stages.values()))
+            totals.note(interval.stage, "tapes")
             held.end_of_backward(interval)
-            peak_owed = max(peak_owed, sum(stage.owed for stage in stages.values()))
-            peak_bytes = max(peak_bytes, sum(stage.tape_bytes for stage in stages.values()))
+            totals.note(interval.stage, "owed", "tape_bytes")
             held.owed -= interval.opcode == "backward-weight"
-            peak_weights = max(peak_weights, sum(stage.weight_bytes for stage in stages.values()))
-            peak_versions = max(peak_versions, sum(stage.version_bytes for stage in stages.values()))
+            totals.note(interval.stage, "weight_bytes", "version_bytes")
             held.here = held.here and interval.opcode != "pass"
+            totals.note(interval.stage)
         staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
         incoming = [c.id for c in program.channels if c.read_by(program.worker)]
         unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
@@ -370,16 +365,42 @@ class _Clock:
             busy_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share != "data"),
             data_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share == "data"),
             registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
-            tapes_peak=peak_tapes,
-            owed_peak=peak_owed,
-            tape_bytes_peak=peak_bytes,
-            weight_bytes_peak=peak_weights,
-            version_bytes_peak=peak_versions,
+            tapes_peak=totals.peaks["tapes"],
+            owed_peak=totals.peaks["owed"],
+            tape_bytes_peak=totals.peaks["tape_bytes"],
+            weight_bytes_peak=totals.peaks["weight_bytes"],
+            version_bytes_peak=totals.peaks["version_bytes"],
             versions_read=(min([0, *staleness]), max([0, *staleness])),
             versions_held_peak=max(stage.versions_peak for stage in stages.values()),
             unread_peak=unread,
             unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
         )
+
+
+class _Totals:
+    """What all stages of a worker hold, added up as each of them changes, and the most at one time.
+
+    Args:
+        stages: by number.
+    """
+
+    def __init__(self, stages: Mapping[int, _HeldByStage]) -> None:
+        self._stages = stages
+        self._each = {number: stage.amounts for number, stage in stages.items()}
+        self._now = {name: sum(own[name] for own in self._each.values()) for name in _AMOUNTS}
+        self.peaks = dict.fromkeys(_AMOUNTS, 0)
+
+    def note(self, number: int, *names: str) -> None:
+        """Take what a stage holds now; of the amounts that are named the most at one time is wanted."""
+        before, now = self._each[number], self._stages[number].amounts
+        self._each[number] = now
+        for name in _AMOUNTS:
+            self._now[name] += now[name] - before[name]
+        for name in names:
+            self.peaks[name] = max(self.peaks[name], self._now[name])
+
+
+_AMOUNTS = ("tapes", "owed", "tape_bytes", "weight_bytes", "version_bytes")
 
 
 class _HeldByStage:
@@ -407,6 +428,17 @@ class _HeldByStage:
         self._oldest: int | None = None  # the oldest version that a later forward may read
         #: by opcode, version and distance of the prediction that is kept until the update
         self._predicted: dict[str, tuple[int, int]] = {}
+
+    @property
+    def amounts(self) -> Mapping[str, int]:
+        """All that is held, by name."""
+        return {
+            "tapes": len(self.tapes),
+            "owed": self.owed,
+            "tape_bytes": self.tape_bytes,
+            "weight_bytes": self.weight_bytes,
+            "version_bytes": self.version_bytes,
+        }
 
     @property
     def tape_bytes(self) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError, UsageError
@@ -70,9 +71,35 @@ class Decaying(SGD):
         return super().step(closure)
 
 
+def _halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in (p for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(0.5)
+
+
+def _wrapped(named: Any) -> torch.optim.Optimizer:
+    made = SGD(named, lr=0.05, momentum=0.9)
+    step = made.step
+
+    def halving(closure: Any = None) -> Any:
+        _halve(made)
+        return step(closure)
+
+    made.step = halving  # type: ignore[method-assign]
+    return made
+
+
+def _followed(named: Any) -> torch.optim.Optimizer:
+    made = AdamW(named, lr=0.01)
+    made.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad(set_to_none=False))
+    return made
+
+
 WRITING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "one's own": lambda named: Decaying(named, lr=0.05),
     "foreach": lambda named: SGD(named, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "its step wrapped": _wrapped,
+    "a hook behind its step": _followed,
 }
 
 
@@ -86,6 +113,15 @@ def test_an_optimizer_may_write_to_gradients_that_others_read(optimizer: str, tr
     for plan in plans:
         found = place.verify(plan, place.job(WRITING[optimizer]))
         assert found.equal, (plan.layout, plan.rule, found.difference)
+
+
+def test_a_hook_of_all_optimizers_may_write_to_them_too() -> None:
+    hook = register_optimizer_step_pre_hook(_halve)
+    try:
+        place = bench("mlp")
+        held(place, plan_of(place, "1f1b", 1, 1, 2, "shm"))
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipeoptim improved recompute", "zb-h1", "pipedream-2bw", "rehearse mixed"])

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from roundelay.api.events import Drained, Event
 from roundelay.api.planning import plan as planned
-from roundelay.api.training import Length, Saving
+from roundelay.api.training import Length, Saving, train
 from roundelay.api.verifying import verify
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
@@ -101,6 +101,12 @@ def test_the_whole_proof_from_plain_pytorch_on() -> None:
     assert found.fidelity is not None
     assert found.fidelity.equal, found.differences()
     assert found.equal, found.differences()
+
+
+def test_it_trains_after_a_full_check() -> None:
+    chosen = {"workers": 2, "rule": "1f1b", "data_parallel": 2, "zero": 1, "cuts": "equal"}
+    done = train(bench("mlp").job(), steps=2, check="full", **chosen)
+    assert len(done.updates) == 2
 
 
 def test_a_stage_that_goes_on_before_it_has_gathered_its_weights_is_refused() -> None:

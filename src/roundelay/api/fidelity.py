@@ -125,8 +125,9 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         return Fidelity(unchecked=why)
     if not batches:
         return Fidelity(unchecked="the loader gives no batch")
-    if plan.mesh_size > 1:
+    if plan.mesh_size > 1 or plan.states:
         captured = captured.whole or captured
+    if plan.mesh_size > 1:
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
         if difference := isolated(check, "the model on its mesh", limit_s=limit_s):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")

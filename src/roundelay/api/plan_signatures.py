@@ -32,7 +32,7 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     if plan.mesh_size == 1:
         signatures_of(plan, captured.graph)
         outputs_of(plan, captured.graph)
-        return replace(captured, states=states)
+        return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
     given, outputs, parts = signatures_of(plan, captured.graph), outputs_of(plan, captured.graph), plan.mesh_size
     for name, signature in given.items():
         _check_signature(captured.graph, name, signature, parts)

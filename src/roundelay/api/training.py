@@ -101,7 +101,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``, ``data_parallel``.
+            ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``, ``zero``, ``layout``,
+            ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.

@@ -129,7 +129,8 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
             (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``, ``data_parallel``.
+            ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``, ``zero``, ``layout``,
+            ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.

@@ -112,7 +112,7 @@ Clip = Annotated[
     str | None,
     typer.Option(
         help="Clip gradients: stage:NORM, each stage by its own norm; previous:NORM, by all gradients' norm of an "
-        "earlier batch; global:NORM, of the same batch (rules that flush). [default: none]",
+        "earlier batch; global:NORM, of the same batch (rules that flush; in --layout dp, cdp-v1 too). [default: none]",
         metavar="BY:NORM",
     ),
 ]

@@ -105,7 +105,8 @@ def plan_job(
             got=str(party.size),
             expected=f"{planned.plan.num_workers}, one for each worker of the plan"
             + ("" if planned.plan.layout == PIPELINE else f" with layout {planned.plan.layout}"),
-            remedy="Start as many, or change the number of micro-batches or workers.",
+            remedy="Start as many"
+            + (", or give --workers." if planned.plan.layout == PIPELINE else ", or another layout."),
         )
     if party is not None:
         party.publish("plan", planned.plan.text())

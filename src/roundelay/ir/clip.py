@@ -5,8 +5,8 @@
 ``stage:NORM``            each stage's gradients by their own 2-norm; works with every rule, sends no messages
 ``previous:NORM``         all gradients by the norm of the whole model's gradient of an earlier batch: the newest one
                           that stage 0 had finished when the batch's last micro-batch entered
-``global:NORM``           all gradients by the norm of the whole model's gradient of their own batch; flushing rules
-                          only
+``global:NORM``           all gradients by the norm of the whole model's gradient of their own batch; flushing rules,
+                          and in the layout ``dp`` those that read older weights everywhere
 ========================  =====================================================================================
 
 The norm of the whole model's gradient is known only when stage 0 has finished the batch; in asynchronous pipelines the

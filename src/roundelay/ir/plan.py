@@ -252,10 +252,10 @@ class Plan:
         Raises:
             PlanError: the stage names none, or one that the plan does not have.
         """
-        names, known = self.stages[stage].workers, [worker.name for worker in self.workers]
-        if not names or not set(names) <= set(known):
+        names, known = self.stages[stage].workers, {worker.name: number for number, worker in enumerate(self.workers)}
+        if not names or not known.keys() >= set(names):
             raise self.wrong_holders(stage, max(1, len(names)))
-        return tuple(known.index(name) for name in names)
+        return tuple(known[name] for name in names)
 
     def wrong_holders(self, stage: int, count: int) -> PlanError:
         """The error for a stage that does not name so many workers of the plan."""

@@ -30,12 +30,12 @@ from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES, Program
 from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.channels import awaits_grad_norm, schedule_of, uses_grad_norm
+from roundelay.lower.channels import awaits_grad_norm, deals, schedule_of, uses_grad_norm
 from roundelay.lower.emit import emit, number_in_batch
 from roundelay.lower.validate_plan import check_plan
 from roundelay.schedules import PIPELINE, Schedule, actions
 
-EVERY_END = 24
+EVERY_END, EVERY_TURN = 24, 4
 """Up to this many micro-batches in D batches, runs of every length are checked; above, only those that differ."""
 
 _LETTERS = {opcode: info.letter for opcode, info in OPCODES.items() if info.scheduled}
@@ -60,13 +60,25 @@ def runs_to_check(plan: Plan) -> list[list[int]]:
     """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
     m, d = plan.micro_batches, plan.num_workers // (plan.replicas * plan.mesh_size)
     if schedule_of(plan).window == "slots":  # each batch has all micro-batches
-        return [[m] * n for n in range(1, 2 * plan.batch_parts + 2)]
+        return [[m] * n for n in _ends_to_check(plan)]
     few = d * m > EVERY_END
     runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
     runs += [[m] * n + [last] for n in ((0, 1, d) if few else range(d + 1)) for last in lasts]
     runs.append([1, m, 1, max(1, m - 1), m] * 2)
     return runs
+
+
+def _ends_to_check(plan: Plan) -> Sequence[int]:
+    """After how many batches runs of a layout end.
+
+    Workers are within two batches of each other, and each loop is one batch; where holders take turns, it is at most as
+    many batches as micro-batches.
+    """
+    size = plan.batch_parts
+    if not deals(plan):
+        return range(1, 6)
+    return range(1, 2 * size + 2) if size <= EVERY_TURN else (1, 2, 3, size + 2)
 
 
 def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
@@ -84,7 +96,8 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     for k, executed in enumerate(fired):
-        schedule, stages, together = schedule_of(plan, plan.holder_of(k)), plan.stages_of(k), awaits_grad_norm(plan)
+        holder, stages, together = plan.holder_of(k), plan.stages_of(k), awaits_grad_norm(plan)
+        schedule = schedule_of(plan, holder)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
         done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS and not f.continues]
         if done != due:
@@ -96,7 +109,7 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         _check_gathered(plan, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
-                _check_weights(plan, rule, k, counts, headers[f.g], f)
+                _check_weights(plan, rule, holder, counts, headers[f.g], f)
             elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
@@ -136,7 +149,7 @@ def _check_gathered(plan: Plan, executed: Sequence[Fired]) -> None:
 
 
 def _check_weights(
-    plan: Plan, rule: UpdateRule, worker: int, counts: Sequence[int], header: MicroBatch, f: Fired
+    plan: Plan, rule: UpdateRule, holder: int, counts: Sequence[int], header: MicroBatch, f: Fired
 ) -> None:
     """Check that a forward or backward has read the version that the rule states, predicted as far as it states."""
     stage, place = f.stage, f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
@@ -147,9 +160,9 @@ def _check_weights(
         newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
     if f.version != newest:
         raise _violation(plan, place, f"version {f.version}", f"version {newest}")
-    stated = version_read(plan, rule, stage, counts, header, plan.holder_of(worker)) if forward else newest
+    stated = version_read(plan, rule, stage, counts, header, holder) if forward else newest
     if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
-        number = number_in_batch(plan, plan.holder_of(worker), header.index)
+        number = number_in_batch(plan, holder, header.index)
         raise _too_fresh(plan, rule, place, (stage, number), newest)
     if f.reads != min(stated, newest):
         raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")

@@ -71,10 +71,8 @@ def _prove(plan: Plan) -> None:
 
 def fired(simulation: Simulation) -> list[list[Fired]]:
     """Return the instructions that each worker's machine fired, in order."""
-    return [
-        [
-            Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of, i.continues)
-            for i in simulation.intervals_of(k)
-        ]
-        for k in range(len(simulation.workers))
-    ]
+    executed: list[list[Fired]] = [[] for _ in simulation.workers]
+    for i in simulation.intervals:
+        own = Fired(i.opcode, i.g, i.version, i.reads, i.distance, i.entry, i.stage, i.of, i.continues)
+        executed[i.worker].append(own)
+    return executed

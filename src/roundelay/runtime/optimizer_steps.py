@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
@@ -49,6 +50,7 @@ class OptimizerSteps:
         }
         named = [(n, self._weights.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
+        self._leaves_gradients = _leaves_gradients(self.optimizer)  # asked before a scheduler wraps its step
         self._kept_state = OptimizerState(self.optimizer, named)
         narrow(self.optimizer, self._weights, named)
         #: stepped by every update; None if none is
@@ -61,7 +63,6 @@ class OptimizerSteps:
         self._kept_state.restore(self._weights, state)
         self._averages = WeightAverages(plan.ema, self._weights, state)
         self._known_state = False
-        self._leaves_gradients = _leaves_gradients(self.optimizer)
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put gradients into the weights' ``grad``: copies, if the optimizer may write to them.
@@ -103,6 +104,7 @@ class OptimizerSteps:
 
 
 _LEAVING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_OF_ALL_OPTIMIZERS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -111,4 +113,5 @@ def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
         group.get("fused") or not (group.get("foreach") or any(weight.is_cuda for weight in group["params"]))
         for group in optimizer.param_groups
     )
-    return type(optimizer) in _LEAVING and apart and not optimizer._optimizer_step_pre_hooks
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_OF_ALL_OPTIMIZERS]
+    return type(optimizer) in _LEAVING and apart and not any(hooks) and "step" not in vars(optimizer)
