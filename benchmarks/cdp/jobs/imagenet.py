@@ -6,7 +6,7 @@
 
 Sect. 5: batches of 256, SGD with momentum 0.9, rate 0.1 times 0.1 at epochs 30, 60 and 90, weight decay 1e-4, with 18
 layers or 50. The second command prints what the paper reports, the highest accuracy of the last 10 epochs. SIDE=32
-makes smaller images, for a trial.
+makes smaller images and ROWS=8 smaller batches, for a trial.
 """
 
 from __future__ import annotations
