@@ -62,9 +62,10 @@ def runs_to_check(plan: Plan) -> list[list[int]]:
     if schedule_of(plan).window == "slots":  # each batch has all micro-batches
         return [[m] * n for n in _ends_to_check(plan)]
     few = d * m > EVERY_END
-    runs = [[m] * n for n in range(1, d + 2 if few else 2 * d + 2)]
+    at_once = 1 if schedule_of(plan).window == "batch" else -(-d // m) + 1  # batches that are in flight together
+    runs = [[m] * n for n in range(1, at_once + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
-    runs += [[m] * n + [last] for n in ((0, 1, d) if few else range(d + 1)) for last in lasts]
+    runs += [[m] * n + [last] for n in ((0, 1, at_once) if few else range(d + 1)) for last in lasts]
     runs.append([1, m, 1, max(1, m - 1), m] * 2)
     return runs
 
