@@ -109,9 +109,11 @@ _OF_ALL_OPTIMIZERS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimiz
 
 def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known not to write to gradients, as torch's `foreach` steps and many others do."""
+    if type(optimizer) not in _LEAVING or "step" in vars(optimizer):
+        return False
     apart = all(
         group.get("fused") or not (group.get("foreach") or any(weight.is_cuda for weight in group["params"]))
         for group in optimizer.param_groups
     )
     hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_OF_ALL_OPTIMIZERS]
-    return type(optimizer) in _LEAVING and apart and not any(hooks) and "step" not in vars(optimizer)
+    return apart and not any(hooks)
