@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PAGE = ROOT / "src" / "roundelay", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: python -m tests.rooms -->\n", "<!-- end of rooms -->\n"
-ROOMS = ("ir", "schedules", "frontend", "lower", "planner", "actor", "runtime", "reference")
+ROOMS = ("ir", "schedules", "frontend", "lower", "planner", "actor", "runtime", "simulator", "reference")
 ROOMS += ("transport", "checkpoint", "observe", "page", "api", "global_tensor", "cli", "doctor")
 
 

@@ -10,131 +10,20 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
-from roundelay.ir.micro_batch import Load, MicroBatch
-from roundelay.ir.plan import Plan, StagePlan
-from roundelay.ir.program import KEPT, OPCODES, STATES, SUMS, Channel, Program
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
 from roundelay.lower.channels import exchanges_of
-from roundelay.observe.trace import Span
+from roundelay.simulator.held_by_stage import peaks
+from roundelay.simulator.simulation import Interval, Simulation, WorkerReport
 
 Vary = Callable[[int, Run, float], float]
 """From a worker, an instruction and its predicted seconds to the seconds that it takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One executed instruction, with its times in seconds from the start of the run, and channels it uses."""
-
-    worker: int
-    stage: int
-    opcode: str
-    g: int
-    version: int
-    reads: int
-    keep: int | None
-    distance: int
-    entry: int
-    start_s: float
-    end_s: float
-    batch: int
-    of: str
-    continues: bool
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """Times and peaks of one simulated worker.
-
-    Args:
-        busy_s: seconds in which it computes.
-        data_s: seconds in which it waits for data.
-        registers_peak: most registers of data in use at one time.
-        tapes_peak: most tapes at one time, on all of its stages.
-        owed_peak: most backwards at one time whose weight half is pending, on all of its stages.
-        tape_bytes_peak: most bytes that both hold at one time.
-        versions_read: smallest and largest difference between the batch of a forward and the version it reads.
-        weight_bytes_peak: most bytes of its stages' newest weights that it has at one time: all, unless states wander.
-        version_bytes_peak: most bytes of all versions of its stages' weights that it has at one time.
-        versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
-        unread_peak: for each channel into it, most messages on the way or unread at one time.
-        unread_bytes_peak: bytes of these messages, summed over the channels.
-    """
-
-    busy_s: float
-    data_s: float
-    registers_peak: int
-    tapes_peak: int
-    owed_peak: int
-    tape_bytes_peak: int
-    weight_bytes_peak: int
-    version_bytes_peak: int
-    versions_read: tuple[int, int]
-    versions_held_peak: int
-    unread_peak: dict[int, int] = field(hash=False)
-    unread_bytes_peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A simulated run.
-
-    Args:
-        makespan_s: seconds from the first event to the last.
-        intervals: every instruction, ordered by start.
-        events: for each worker, its fired instructions as text, in order.
-        workers: one report for each worker.
-        loads: every batch that a reader loaded, in order; empty if loading takes no time.
-    """
-
-    makespan_s: float
-    intervals: tuple[Interval, ...]
-    events: tuple[tuple[str, ...], ...]
-    workers: tuple[WorkerReport, ...]
-    loads: tuple[Load, ...]
-
-    def __repr__(self) -> str:
-        return (
-            f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
-            f"intervals={len(self.intervals)})"
-        )
-
-    def intervals_of(self, worker: int) -> list[Interval]:
-        """Return the instructions of one worker, in order."""
-        return [interval for interval in self.intervals if interval.worker == worker]
-
-    def spans(self) -> list[Span]:
-        """Every instruction as a trace has it, ordered by start."""
-        return [
-            Span(
-                i.worker,
-                i.opcode,
-                i.g,
-                i.batch,
-                i.reads,
-                i.distance,
-                i.start_s,
-                i.end_s,
-                num_bytes=0,
-                stage=i.stage,
-                of=i.of,
-                takes=i.takes,
-                gives=i.gives,
-            )
-            for i in self.intervals
-        ]
-
-    @property
-    def bubble(self) -> float:
-        """Fraction of the workers' time in which they do not compute."""
-        busy = sum(report.busy_s for report in self.workers)
-        return 1.0 - busy / (self.makespan_s * len(self.workers)) if self.makespan_s else 0.0
 
 
 def simulate(
@@ -346,18 +235,7 @@ class _Clock:
         )
 
     def _worker(self, program: Program, intervals: Sequence[Interval]) -> WorkerReport:
-        stages = {k: _HeldByStage(k, self.plan.stages[k], program) for k in program.stages}
-        totals = _Totals(stages)
-        for interval in intervals:
-            held = stages[interval.stage]
-            held.begin(interval)
-            totals.note(interval.stage, "tapes")
-            held.end_of_backward(interval)
-            totals.note(interval.stage, "owed", "tape_bytes")
-            held.owed -= interval.opcode == "backward-weight"
-            totals.note(interval.stage, "weight_bytes", "version_bytes")
-            held.here = held.here and interval.opcode != "pass"
-            totals.note(interval.stage)
+        held = peaks(program, self.plan.stages, intervals)
         staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
         incoming = [c.id for c in program.channels if c.read_by(program.worker)]
         unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
@@ -365,121 +243,16 @@ class _Clock:
             busy_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share != "data"),
             data_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share == "data"),
             registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
-            tapes_peak=totals.peaks["tapes"],
-            owed_peak=totals.peaks["owed"],
-            tape_bytes_peak=totals.peaks["tape_bytes"],
-            weight_bytes_peak=totals.peaks["weight_bytes"],
-            version_bytes_peak=totals.peaks["version_bytes"],
+            tapes_peak=held["tapes"],
+            owed_peak=held["owed"],
+            tape_bytes_peak=held["tape_bytes"],
+            weight_bytes_peak=held["weight_bytes"],
+            version_bytes_peak=held["version_bytes"],
             versions_read=(min([0, *staleness]), max([0, *staleness])),
-            versions_held_peak=max(stage.versions_peak for stage in stages.values()),
+            versions_held_peak=held["versions"],
             unread_peak=unread,
             unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
         )
-
-
-class _Totals:
-    """What all stages of a worker hold, added up as each of them changes, and the most at one time.
-
-    Args:
-        stages: by number.
-    """
-
-    def __init__(self, stages: Mapping[int, _HeldByStage]) -> None:
-        self._stages = stages
-        self._each = {number: stage.amounts for number, stage in stages.items()}
-        self._now = {name: sum(own[name] for own in self._each.values()) for name in _AMOUNTS}
-        self.peaks = dict.fromkeys(_AMOUNTS, 0)
-
-    def note(self, number: int, *names: str) -> None:
-        """Take what a stage holds now; of the amounts that are named the most at one time is wanted."""
-        before, now = self._each[number], self._stages[number].amounts
-        self._each[number] = now
-        for name in _AMOUNTS:
-            self._now[name] += now[name] - before[name]
-        for name in names:
-            self.peaks[name] = max(self.peaks[name], self._now[name])
-
-
-_AMOUNTS = ("tapes", "owed", "tape_bytes", "weight_bytes", "version_bytes")
-
-
-class _HeldByStage:
-    """Tapes and versions that one stage holds, replayed from its intervals in order.
-
-    Args:
-        number: of the stage.
-        stage: the stage in the plan, which has its bytes.
-        program: the program of its worker.
-    """
-
-    def __init__(self, number: int, stage: StagePlan, program: Program) -> None:
-        self.stage, self.halved = stage, program.owed > 0
-        wanders = any(instruction.opcode == "pass" for instruction in program.body)
-        #: whether the worker has the stage's state
-        self.here = not wanders or number in program.holds
-        self._others_read = any(i.reads.endswith(KEPT) for i in program.body if i.stage == number)
-        read = {instruction.weights for instruction in program.body if not wanders}
-        self.stash = "forward" in read
-        #: micro-batch in flight to the version and the distance of its forward
-        self.tapes: dict[int, tuple[int, int]] = {}
-        #: backwards whose second half is pending
-        self.owed = 0
-        self.versions, self.versions_peak = 1, 0
-        self._oldest: int | None = None  # the oldest version that a later forward may read
-        #: by opcode, version and distance of the prediction that is kept until the update
-        self._predicted: dict[str, tuple[int, int]] = {}
-
-    @property
-    def amounts(self) -> Mapping[str, int]:
-        """All that is held, by name."""
-        return {
-            "tapes": len(self.tapes),
-            "owed": self.owed,
-            "tape_bytes": self.tape_bytes,
-            "weight_bytes": self.weight_bytes,
-            "version_bytes": self.version_bytes,
-        }
-
-    @property
-    def tape_bytes(self) -> int:
-        """Bytes of tapes and of pending second halves."""
-        return len(self.tapes) * self.stage.tape_bytes + self.owed * self.stage.owed_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the newest weights, if they are here."""
-        return self.stage.parameter_bytes * self.here
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of all versions that are here."""
-        return self.weight_bytes * self.versions
-
-    def begin(self, interval: Interval) -> None:
-        """Add the tape of a forward, and count the versions held during the instruction."""
-        if interval.opcode == "forward":
-            self.tapes[interval.g] = (interval.reads, interval.distance)
-            self._oldest = interval.keep
-        if interval.distance:
-            self._predicted[interval.opcode] = (interval.version, interval.distance)
-        newest = interval.version
-        self.here = self.here or interval.opcode == "hold"
-        if self._others_read:  # which have the tapes
-            self._oldest = max(0, newest - 1)
-        oldest = newest if self._oldest is None else min(self._oldest, newest)
-        held = {(version, 0) for version in range(oldest, newest + 1)}
-        held |= set(self.tapes.values()) if self.stash else set()
-        held |= set(self._predicted.values())
-        self.versions = len(held)
-        self.versions_peak = max(self.versions_peak, len(held))
-        if interval.opcode == "update":
-            self._predicted.clear()
-
-    def end_of_backward(self, interval: Interval) -> None:
-        """Remove the tape of a backward; a first half leaves its second half pending."""
-        if interval.opcode == "backward" and interval.g in self.tapes:  # the first of its parts
-            del self.tapes[interval.g]
-            self.owed += self.halved
 
 
 def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
