@@ -18,15 +18,31 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of what is old
 USAGE = 2
 EQUAL = sorted(name for name, one in PROGRAMS.items() if one.refused is None and not one.draws)
 REFUSED = sorted(name for name, one in PROGRAMS.items() if one.refused is not None)
-WAYS: list[dict[str, Any]] = [
-    {"rule": "1f1b", "micro_batches": 1, "transport": "shm"},
-    {"rule": "1f1b", "micro_batches": 4, "transport": "memory"},
-    {"rule": "pipeoptim", "micro_batches": 1, "backward": "mixed", "transport": "shm"},
-    {"rule": "pipeoptim", "micro_batches": 2, "backward": "recompute", "transport": "memory"},
-    {"rule": "zb-h1", "micro_batches": 4, "transport": "shm"},
+Ways = list[dict[str, Any]]
+PIPELINES: Ways = [
+    {"workers": 2, "rule": "1f1b", "micro_batches": 1, "transport": "shm"},
+    {"workers": 2, "rule": "1f1b", "micro_batches": 4, "transport": "memory"},
+    {"workers": 2, "rule": "pipeoptim", "micro_batches": 1, "backward": "mixed", "transport": "shm"},
+    {"workers": 2, "rule": "pipeoptim", "micro_batches": 2, "backward": "recompute", "transport": "memory"},
+    {"workers": 2, "rule": "zb-h1", "micro_batches": 4, "transport": "shm"},
 ]
+LAYOUTS: Ways = [
+    {"layout": "single", "rule": "cdp-v2", "micro_batches": 2, "stages": 3},
+    {"layout": "dp", "rule": "cdp-v2", "micro_batches": 2, "stages": 2, "transport": "shm"},
+    {"layout": "mp", "rule": "cdp-v1", "micro_batches": 2, "stages": 2, "transport": "memory"},
+    {"layout": "zero", "rule": "cdp-v1", "micro_batches": 2, "stages": 3, "transport": "shm"},
+]
+SPREAD = [way for way in LAYOUTS if way["layout"] in ("dp", "zero")]
+"""Several workers call the loss."""
+GOING_ON = "calls.a_metric_that_goes_on_from_call_to_call"
 WHOLE = bool(os.environ.get("ROUNDELAY_ALL_PROGRAMS"))
-PAIRS = [(name, way) for i, name in enumerate(EQUAL) for j, way in enumerate(WAYS) if WHOLE or i % len(WAYS) == j]
+PAIRS = [
+    (name, way)
+    for ways in (PIPELINES, LAYOUTS)
+    for i, name in enumerate(EQUAL)
+    for j, way in enumerate(ways)
+    if (WHOLE or i % len(ways) == j) and not (name == GOING_ON and way in SPREAD)
+]
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -53,8 +69,14 @@ def test_it_does_so_wherever_it_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_every_run_of_it_equals_its_reference(name: str, way: dict[str, Any]) -> None:
-    found = roundelay.verify(fresh(PROGRAMS[name].make), workers=2, epochs=2, **way)
+    found = roundelay.verify(fresh(PROGRAMS[name].make), epochs=2, **way)
     assert found.equal, found.difference
+
+
+@pytest.mark.parametrize("way", [*SPREAD, {"workers": 1, "data_parallel": 2, "rule": "1f1b"}], ids=str)
+def test_a_metric_that_goes_on_from_call_to_call_needs_one_worker_that_calls_the_loss(way: dict[str, Any]) -> None:
+    with pytest.raises(RoundelayError, match=r"hits\['right'\].* and a metric reads: got 2 workers that call the loss"):
+        roundelay.train(fresh(PROGRAMS[GOING_ON].make), steps=STEPS, **way)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, one in PROGRAMS.items() if one.draws))

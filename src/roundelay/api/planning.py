@@ -23,7 +23,7 @@ from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choo
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
-from roundelay.api.statelessness import check_sharing, check_stateless, preserving_state, refusing_calls
+from roundelay.api.statelessness import check_metrics, check_sharing, check_stateless, preserving_state, refusing_calls
 from roundelay.api.torch_scope import in_child, one_thread, user_code, without_dumps
 from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
@@ -117,7 +117,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
         check_inputs(job, sample)
     with without_dumps():
         captured = capture_model(job.model, job.loss, sample, job.inputs)
-    check_stateless(job, captured, sample)
+    captured = replace(captured, metric_state=check_stateless(job, captured, sample))
     check_sharing(job, captured)
     check_counts(captured, sample)
     if check_reproducible(job).waits:
@@ -388,6 +388,7 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
     check_exchanges(captured, stages, plan)
+    check_metrics(captured, plan)
     prove(plan)
     return stages
 

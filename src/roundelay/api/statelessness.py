@@ -13,11 +13,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from roundelay.errors import JobError, RunError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, split
-from roundelay.frontend.cross_call_state import refuse_state
+from roundelay.frontend.cross_call_state import refuse_state, state_of
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as without_metrics
 from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
 from roundelay.frontend.source_lines import users_line
+from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
@@ -76,19 +77,23 @@ def refusing_calls(model: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def check_stateless(job: Job, captured: Captured, sample: Batch) -> None:
+def check_stateless(job: Job, captured: Captured, sample: Batch) -> str:
     """Refuse a model or a loss in which one call reads what an earlier one has left.
 
     They are called only if a slot changed during capture, and then in a child process.
+
+    Returns:
+        What a metric of the loss reads as earlier calls have left it; empty if there is nothing.
 
     Raises:
         CaptureError: the forward is such code.
         JobError: the loss is, or the data depend on either.
     """
-    changed = captured.changed
+    changed, of_metrics = captured.changed, ""
     if any(changed) and not any(parameter.is_meta for parameter in job.model.parameters()):
-        _check_in_child(job, sample, changed)
+        of_metrics = _check_in_child(job, sample, changed)
     _refuse_dependent_data(job, (*changed[0], *changed[1]))
+    return of_metrics
 
 
 def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: int | None) -> None:
@@ -118,15 +123,14 @@ def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: i
         )
 
 
-def _check_in_child(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
-    if hasattr(os, "fork"):
-        what = "looking for what the model keeps from call to call"
-        try:
-            isolated(lambda: _check_calls(job, sample, changed), what, limit_s=LIMIT_S, quiet=True)
-        except RunError:  # killed, or too slow: no result
-            return
-    else:
-        _check_calls(job, sample, changed)
+def _check_in_child(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> str:
+    if not hasattr(os, "fork"):
+        return _check_calls(job, sample, changed)
+    what = "looking for what the model keeps from call to call"
+    try:
+        return str(isolated(lambda: _check_calls(job, sample, changed), what, limit_s=LIMIT_S, quiet=True))
+    except RunError:  # killed, or too slow: no result
+        return ""
 
 
 def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
@@ -144,12 +148,14 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
         )
 
 
-def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> None:
-    def call(rows: Batch) -> Any:
+def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> str:
+    def with_metrics(rows: Batch) -> Any:
         batch = copy_batch(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
-        value, _ = without_metrics(job.loss(job.model(*args, **kwargs), batch))
-        return value  # without metrics, which may depend on earlier calls
+        return job.loss(job.model(*args, **kwargs), batch)
+
+    def call(rows: Batch) -> Any:
+        return without_metrics(with_metrics(rows))[0]  # metrics may depend on earlier calls
 
     with torch.random.fork_rng(devices=[]):
 
@@ -162,6 +168,24 @@ def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tup
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         roots = [("model", job.model), ("loss", job.loss)]
         refuse_state(job.model, lambda: call(sample), other, roots, of_loss)
+        return state_of(job.model, lambda: with_metrics(sample), other, roots) if of_loss else ""
+
+
+def check_metrics(captured: Captured, plan: Plan) -> None:
+    """Refuse a metric that depends on earlier calls of the loss, if several workers call it, each for its own rows.
+
+    Raises:
+        JobError: naming what the metric reads.
+    """
+    callers = len(plan.holders(len(plan.stages) - 1)) // plan.mesh_size
+    if captured.metric_state and callers > 1:
+        raise JobError(
+            f"{captured.metric_state} and a metric reads",
+            got=f"{callers} workers that call the loss, each for rows of its own",
+            expected="metrics that depend on the micro-batch at hand alone",
+            remedy='Return a pair, which is added up over all rows: {"loss": loss, "accuracy": (right, rows)}; or '
+            "have the last stage on one worker.",
+        )
 
 
 def _call_with_other_weights(model: torch.nn.Module, call: Callable[[Batch], Any], sample: Batch) -> Any:

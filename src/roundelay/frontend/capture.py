@@ -55,6 +55,7 @@ class Captured:
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
         whole: without it; None where there is none.
         states: how the optimizer's states of parameters are split over replicas, by name.
+        metric_state: what a metric of the loss reads as earlier calls have left it; empty if there is nothing.
     """
 
     model: torch.nn.Module
@@ -70,6 +71,7 @@ class Captured:
     sharding: Sharding | None = None
     whole: Captured | None = None
     states: Mapping[str, Split] = field(default_factory=dict)
+    metric_state: str = ""
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())

@@ -45,16 +45,37 @@ def refuse_state(
         CaptureError: the forward is such code.
         JobError: the loss is.
     """
+    found = _found(model, call, other, roots)
+    if found is not None:
+        change, where = found
+        raise _refusal(change, where, change.slot.place in of_loss)
+
+
+def state_of(model: torch.nn.Module, call: Call, other: Call, roots: Sequence[tuple[str, Any]]) -> str:
+    """The slot that a call reads as the previous one has left it, and where it is set; empty if there is none.
+
+    Arguments as of :func:`refuse_state`.
+    """
+    found = _found(model, call, other, roots)
+    if found is None:
+        return ""
+    change, where = found
+    return f"{change.slot.path}, which the loss sets{', ' + where if where else ''}"
+
+
+def _found(
+    model: torch.nn.Module, call: Call, other: Call, roots: Sequence[tuple[str, Any]]
+) -> tuple[Change, str] | None:
+    """A change by ``other`` that the next call reads, and where it is set; all state is restored."""
     state = ReachableState(roots, model)
     try:
         change = _state(model, call, other, state)
-        if change is not None:
-            state.restore()
-            where = line_of_change(change, other) or set_at(change)
+        if change is None:
+            return None
+        state.restore()
+        return change, line_of_change(change, other) or set_at(change)
     finally:
         state.restore()
-    if change is not None:
-        raise _refusal(change, where, change.slot.place in of_loss)
 
 
 def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableState) -> Change | None:
@@ -140,4 +161,6 @@ def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
 def _equal(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+    if isinstance(one, float | int) and isinstance(two, float | int):
+        return one == two or (one != one and two != two)
     return isinstance(one, torch.Tensor) == isinstance(two, torch.Tensor)
