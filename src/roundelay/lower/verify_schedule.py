@@ -111,6 +111,9 @@ def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(plan, rule, holder, counts, headers[f.g], f)
+            elif f.opcode == "sum" and f.version < batch_of[f.g] - 1:  # else runtime/sum_blocks.py has too few blocks
+                place = f"stage {f.stage}, sum of the batch of micro-batch {f.g}"
+                raise _violation(plan, place, f"version {f.version}", f"version {batch_of[f.g] - 1} or a newer one")
             elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(plan, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
                 raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")

@@ -27,6 +27,7 @@ from roundelay.runtime.child_process import fork
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.prefetch import ENDING
 from roundelay.runtime.shared_sums import shared_bytes
+from roundelay.runtime.sum_blocks import sum_bytes
 from roundelay.runtime.threaded_workers import COALESCE_S, take_reports
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.runtime.worker_messages import Report, ReportAssembler, failure, write_report
@@ -51,7 +52,7 @@ Connect = Callable[[int], Endpoint]
 def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by forked processes; see :func:`roundelay.runtime.launch.run`."""
     plan = task.plan
-    with FORKED[plan.transport](plan.num_workers, plan.deadline_s, shared_bytes(plan)) as links:
+    with FORKED[plan.transport](plan.num_workers, plan.deadline_s, shared_bytes(plan) | sum_bytes(plan)) as links:
         _run(task, listen, lambda worker: wrap(links.connect(worker)), links.forked)
 
 

@@ -120,16 +120,19 @@ class Gradients:
         assert self._states is not None, "only then are there parts"
         self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
 
-    def added(self, before: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def added(
+        self, before: tuple[torch.Tensor, ...], room: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """End a batch: this holder's sums, in flat tensors, added to those of the holders before it.
 
         Args:
             before: of these, or none; nobody else has them any more, and they are written to.
+            room: where to put this holder's, if it is the first.
         """
         if before and self._sums:
             self._buckets[REPLICAS].add(before, self._sums, self._count)
         else:
-            before = self.packed(REPLICAS) or before
+            before = self.packed(REPLICAS, room) or before
         self.clear()
         return before
 

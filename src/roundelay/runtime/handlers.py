@@ -23,6 +23,7 @@ from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.grad_norm import GradNorms
+from roundelay.runtime.links import Room
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter
@@ -46,7 +47,7 @@ class Context:
         seed: seed of the run.
         data: micro-batches, one of each replica at a time, on the worker that reads them.
         read: names of the values that a micro-batch's data consist of.
-        rooms: by channel, the memory from which it sends, where that is shared.
+        rooms: by channel, from a batch to the memory from which it is sent, where that is shared.
         axes: by channel, the axis along which gradients of weights are exchanged.
         boxings: by channel, what is boxed within the stage.
         partials: channels on which sums of some holders are handed on.
@@ -77,7 +78,7 @@ class Context:
     seed: int
     data: Iterator[Sequence[Entry]]
     read: tuple[str, ...]
-    rooms: Mapping[int, Parts]
+    rooms: Mapping[int, Room]
     axes: Mapping[int, str]
     boxings: Mapping[int, Boxing]
     partials: frozenset[int]
@@ -216,7 +217,7 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
         elif context.axes[channel] == STATES:
             packed = context.stage.gradients.scattered()
         else:
-            packed = context.stage.gradients.packed(context.axes[channel], context.rooms.get(channel))
+            packed = context.stage.gradients.packed(context.axes[channel], _room(context, run))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
     return None
 
@@ -254,7 +255,7 @@ def do_sum(context: Context, run: Run) -> MicroBatch | None:
     before, gradients.carried = gradients.carried, ()
     for channel, _ in run.takes:
         before = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-    parts = gradients.added(before)
+    parts = gradients.added(before, _room(context, run))
     if not any(channel in context.partials for channel, _ in run.gives):
         gradients.carried = parts
     _hand_on(context, run, parts)
@@ -284,6 +285,12 @@ def do_pass(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, (run.g, run.version), context.stage.pass_state(run.version))
     return None
+
+
+def _room(context: Context, run: Run) -> Parts | None:
+    """The shared memory in which gradients are given; None if there is none."""
+    rooms = [context.rooms[channel] for channel, _ in run.gives if channel in context.rooms]
+    return rooms[0](_header(run).batch) if rooms else None
 
 
 def _hand_on(context: Context, run: Run, parts: Parts) -> None:

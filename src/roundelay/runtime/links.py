@@ -9,10 +9,14 @@ from typing import final
 from roundelay.ir.program import Channel
 from roundelay.runtime.exchange import Exchange, Parts, Piece
 from roundelay.runtime.shared_sums import SharedSum, Told
+from roundelay.runtime.sum_blocks import SumBlocks
 from roundelay.transport.endpoint import Endpoint, Message
 
 Deliver = Callable[[Message], None]
 """Puts a complete message into the inbox of the stage that takes it, and tells the machine."""
+
+Room = Callable[[int], Parts]
+"""From a batch to the tensors to write."""
 
 Free = Callable[[int], None]
 """Tells the machine that a slot of a channel is free."""
@@ -34,7 +38,7 @@ class Link(ABC):
         """Free the slot of a message that an instruction on micro-batch g has taken."""
 
     @property
-    def room(self) -> Parts | None:
+    def room(self) -> Room | None:
         """Where an instruction writes the tensors that it gives; None: into memory of its own."""
         return None
 
@@ -78,6 +82,43 @@ class PeerLink(Link):
     def free(self, g: int) -> None:
         """Grant a credit to the producer that will fill the slot next."""
         self._endpoint.grant(self._channel.refilled_by(g).worker, self._channel.id)
+
+
+@final
+class SumLink(Link):
+    """A channel on which sums are handed to another worker in memory that both share; messages have a block's number.
+
+    Bytes are counted as if they were sent. Sums that lie elsewhere are sent.
+    """
+
+    def __init__(self, channel: Channel, endpoint: Endpoint, deliver: Deliver, blocks: SumBlocks) -> None:
+        self._peer, self._id, self._endpoint = PeerLink(channel, endpoint, deliver), channel.id, endpoint
+        self._deliver, self._blocks = deliver, blocks
+
+    @property
+    def room(self) -> Room:
+        """The block of each batch."""
+        return self._blocks.of_batch
+
+    def give(self, message: Message) -> int:
+        """Tell the target in which block the sum is."""
+        number = self._blocks.find(message.values)  # type: ignore[arg-type]
+        if number is None:
+            return self._peer.give(message)
+        self._peer.give(message._replace(values=(number,)))
+        self._endpoint.count_shared(self._id, self._blocks.num_bytes, 0)
+        return self._blocks.num_bytes
+
+    def arrived(self, source: int, message: Message) -> None:
+        """Deliver the sum that is in that block."""
+        if message.values and isinstance(message.values[0], int):
+            message = message._replace(values=self._blocks[message.values[0]])
+            self._endpoint.count_shared(self._id, 0, self._blocks.num_bytes)
+        self._deliver(message)
+
+    def free(self, g: int) -> None:
+        """Grant a credit to the producer."""
+        self._peer.free(g)
 
 
 @final
@@ -150,9 +191,9 @@ class SharedLink(Link):
         self._sum = SharedSum(*memory, self._holders.index(worker))
 
     @property
-    def room(self) -> Parts:
-        """This holder's block."""
-        return self._sum.own
+    def room(self) -> Room:
+        """This holder's block, for every batch."""
+        return lambda batch: self._sum.own
 
     def give(self, message: Message) -> int:
         """Start the sum with what is in the room."""

@@ -27,20 +27,21 @@ def shared_bytes(plan: Plan) -> dict[int, int]:
     """Bytes of the memory of every exchange of gradients, by channel: a block for each holder, and one for the sum."""
     channels = {c.id: c for c in channels_of(plan)}
     sums = {n: exchange for n, exchange in exchanges_of(plan).items() if _sums_weights(exchange)}
-    return {number: (len(channels[number].sources) + 1) * _block(exchange) for number, exchange in sums.items()}
+    return {number: (len(channels[number].sources) + 1) * bytes_of_block(exchange) for number, exchange in sums.items()}
 
 
 def _sums_weights(exchange: ExchangePlan) -> bool:
     return exchange.kind == "weight-gradient" and tuple(map(Phase.parse, exchange.phases)) == all_reduce()
 
 
-def _block(exchange: ExchangePlan) -> int:
+def bytes_of_block(exchange: ExchangePlan) -> int:
+    """Bytes of the tensors of an exchange, each of them aligned."""
     return sum(size + -size % ALIGNMENT for size in exchange.sizes)
 
 
 def block_of(memory: torch.Tensor, exchange: ExchangePlan, number: int) -> Parts:
     """The tensors of one block of an exchange's memory."""
-    at, tensors = number * _block(exchange), []
+    at, tensors = number * bytes_of_block(exchange), []
     for size, dtype in zip(exchange.sizes, exchange.dtypes, strict=True):
         tensors.append(memory[at : at + size].view(getattr(torch, dtype)))
         at += size + -size % ALIGNMENT

@@ -18,7 +18,7 @@ from roundelay.ir.exchange import all_reduce
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.ir.program import EDGES, OPCODES, STATES, Channel, Program
+from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.ir.stage import Edge, Partition, StageSpec
 from roundelay.job import Job
 from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm, wanders
@@ -32,12 +32,13 @@ from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.instruction_log import InstructionLog, kept_micro_batches
-from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink
+from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.shared_sums import block_of
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
+from roundelay.runtime.sum_blocks import SumBlocks, planned_sums
 from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
@@ -153,6 +154,12 @@ class _Worker:
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
         self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
         self.states_from = {c.id for c in program.channels if c.kind in STATES}
+        #: by stage, the memory that its holders share for sums, if they do
+        self.sum_blocks = {
+            stage: SumBlocks(memory, exchange)
+            for stage, (number, exchange) in planned_sums(task.plan).items()
+            if (memory := endpoint.shared(number)) is not None
+        }
         self.links = {c.id: self._link(c) for c in program.channels}
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
@@ -228,6 +235,8 @@ class _Worker:
             return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
         if channel.filled_by(self.worker) and channel.read_by(self.worker):
             return LocalLink(channel, self.deliver, self.machine.grant)
+        if shared := self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None:
+            return SumLink(channel, self.endpoint, self.deliver, shared)
         return PeerLink(channel, self.endpoint, self.deliver)
 
     def run(self) -> Loop:

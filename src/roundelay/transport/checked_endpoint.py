@@ -147,8 +147,9 @@ class CheckedEndpoint(Endpoint):
 
     def count_shared(self, channel: int, sent: int, received: int) -> None:
         """Count bytes that went through shared memory."""
-        self._sent[channel] += sent
-        self._received[channel] += received
+        for counted, num_bytes in ((self._sent, sent), (self._received, received)):
+            if num_bytes:  # else the channel is not in it
+                counted[channel] += num_bytes
 
     def credits(self) -> Sequence[Granted]:
         """Take all credits that have arrived."""

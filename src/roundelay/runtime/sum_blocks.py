@@ -1,0 +1,66 @@
+"""Sums that the holders of a stage hand on one after another, in memory that they share: messages say where they lie.
+
+The memory has :data:`BLOCKS` blocks, which the batches use in turn. The first holder puts its gradients into a block,
+the others add theirs in place, and all update from the total there: nothing is copied.
+
+Nobody writes a block that another still reads. When a holder adds its gradients of batch t, it has updated from batch
+t - 2 (``lower/verify_schedule.py`` checks that). So one that writes the block of batch t has updated from batch t - 2,
+whose sum had everyone's gradients; and everyone had by then updated from batch t - 4, the block's last.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.lower.channels import channels_of, sums_over_time
+from roundelay.runtime.exchange import Parts
+from roundelay.runtime.shared_sums import block_of, bytes_of_block
+
+BLOCKS = 4
+
+
+def planned_sums(plan: Plan) -> dict[int, tuple[int, ExchangePlan]]:
+    """By stage: the number of the memory of its sums, which is that of a channel, and what is summed."""
+    if not sums_over_time(plan):
+        return {}
+    numbers: dict[int, int] = {}
+    for channel in channels_of(plan):
+        if channel.kind == "partial":
+            numbers.setdefault(channel.sources[0].stage, channel.id)
+    return {e.stage: (numbers[e.stage], e) for e in plan.exchanges if not e.phases and e.stage in numbers}
+
+
+def sum_bytes(plan: Plan) -> dict[int, int]:
+    """Bytes of the memory of every stage's sums, by the number of that memory."""
+    return {number: BLOCKS * bytes_of_block(exchange) for number, exchange in planned_sums(plan).values()}
+
+
+@final
+class SumBlocks:
+    """The blocks of one stage.
+
+    Args:
+        memory: that the holders share.
+        exchange: what is summed.
+    """
+
+    def __init__(self, memory: torch.Tensor, exchange: ExchangePlan) -> None:
+        #: bytes of a sum
+        self.num_bytes = exchange.num_bytes
+        self._blocks = [block_of(memory, exchange, number) for number in range(BLOCKS)]
+        self._numbers = {block[0].data_ptr(): number for number, block in enumerate(self._blocks)}
+
+    def __getitem__(self, number: int) -> Parts:
+        """A block by its number."""
+        return self._blocks[number]
+
+    def of_batch(self, batch: int) -> Parts:
+        """The block of a batch."""
+        return self._blocks[batch % BLOCKS]
+
+    def find(self, parts: Parts) -> int | None:
+        """The number of the block that these tensors are; None if they lie elsewhere."""
+        return self._numbers.get(parts[0].data_ptr()) if parts else None
