@@ -33,6 +33,20 @@ def test_a_comparison_leaves_tables_and_curves(capsys: Capture, workplace: Path)
     assert (again.code, again.out) == (0, said.out)  # the very same numbers: nothing was run again
 
 
+def test_rules_that_are_refused_for_one_reason_are_told_in_one_line(capsys: Capture, workplace: Path) -> None:
+    layout = ("--layout", "zero", "--micro-batches", 2, "--stages", 2)
+    said = here(capsys, "compare", MLP, *ASKED[2:6], *layout, "--cuts", "equal", "--rules", "gpipe,cdp-v1,async")
+    assert said.code == 0, said.err
+    told = [line for line in said.out.splitlines() if "refused" in line]
+    assert len(told) == 1
+    assert told[0].startswith("gpipe, async: refused: rule of the plan, with layout zero; expected cdp-v1")
+    assert [line.split()[0] for line in said.out.splitlines() if line.startswith(("cdp", "gpipe", "async"))] == [
+        "cdp-v1",
+        "cdp-v1",
+        "gpipe,",
+    ]
+
+
 def test_as_json_it_is_one_object(capsys: Capture, workplace: Path) -> None:
     said = here(capsys, "compare", MLP, *ASKED, "--optimizers", "sgdm,adamw", "--lr", "adamw=1e-2", "--json")
     assert said.code == 0, said.err

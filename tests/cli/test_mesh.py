@@ -85,7 +85,9 @@ def test_signatures_from_a_file_are_planned_kept_and_continued(capsys: Capture, 
     verify = ("verify", MLP, "--plan", "run/plan.toml", "--steps", 2, "--signatures")
     assert here(capsys, *verify, "own.toml").code == 0
     (workplace / "other.toml").write_text(own.replace("S(1)", "B"))
-    assert "--signatures with --plan" in here(capsys, *verify, "other.toml").told
+    told = here(capsys, *verify, "other.toml").told
+    assert "--signatures with --plan" in told
+    assert "expected a file with the mesh, [parameters] and [outputs], as in the plan" in told
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,8 @@ class _Comparison:
                 per_worker = 1 if self._in_layout else schedule_named(row.schedule).stages_per_worker
                 plan = plan or self._new_plan(path, variant.rule, self._stages(per_worker), **choices)
             except (PlanError, CaptureError) as error:  # CaptureError: too few places for cuts
-                refused[text] = f"{error.subject}: {error.got}; expected {error.expected}"
+                got = "" if error.got == variant.rule else f": {error.got}"  # it stands before the reason
+                refused[text] = f"{error.subject}{got}; expected {error.expected}"
             else:
                 plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
         return plans, refused

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from roundelay.api.comparison import ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
 from roundelay.api.comparison_charts import Written, write_comparison
-from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
+from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, REFUSED, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, parse_numbers, parse_pairs
 from roundelay.api.events import Updated
 from roundelay.cli import options as o
@@ -179,18 +179,21 @@ def _json(written: Written) -> dict[str, Any]:
 
 
 def _show(written: Written, folder: Path) -> None:
-    """Print one table per group of columns, to fit the width of a screen."""
-    names = [_name(row) for row in written.rows]
-    for group in dict.fromkeys(cell.group for cell in written.rows[0] if cell.group not in (KEY, NOTE)):
+    """Print one table per group of columns, to fit the width of a screen, then why rules were refused or diverged."""
+    of_note: dict[str, list[str]] = {}
+    for row in written.rows:
+        of_note.setdefault(row[-1].text, []).append(_name(row))
+    shown = [row for row in written.rows if not row[-1].text.startswith(REFUSED)]
+    for group in dict.fromkeys(cell.group for row in shown[:1] for cell in row if cell.group not in (KEY, NOTE)):
         columns = ["", *(_short(cell) for cell in written.rows[0] if cell.group == group)]
-        rows = [[n, *(c.text for c in row if c.group == group)] for n, row in zip(names, written.rows, strict=True)]
+        rows = [[_name(row), *(c.text for c in row if c.group == group)] for row in shown]
         group_table = table(_TITLES.get(group, f"How soon: {group}"), columns, rows)
         group_table.columns[0].no_wrap = True
         stdout.print(group_table)
         stdout.print()
-    for name, row in zip(names, written.rows, strict=True):
-        if row[-1].text:
-            stdout.print(f"{name}: {row[-1].text}", markup=False)
+    for note, names in of_note.items():
+        if note:
+            stdout.print(f"{', '.join(names)}: {note}", markup=False)
     if written.missing is not None:
         stderr.print(written.missing, markup=False)
     stderr.print(f"Table and curves: {folder} ({', '.join(path.name for path in written.paths)})", markup=False)

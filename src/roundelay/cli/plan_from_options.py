@@ -287,7 +287,7 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "recompute":
                 wanted = parse_names(value)
             case "signatures":
-                own, theirs = read_signatures(value), GivenSignatures.of(plan)
-                wanted, planned_value = astuple(own), astuple(theirs)
+                same = astuple(read_signatures(value)) == astuple(GivenSignatures.of(plan))
+                wanted, planned_value = value, value if same else "a file with the mesh, [parameters] and [outputs]"
         if wanted != planned_value:
             yield name, value, planned_value
