@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
+import torch
 
 import roundelay
 from roundelay.errors import RoundelayError
@@ -91,6 +93,16 @@ def test_it_is_refused_by_name(name: str) -> None:
     with pytest.raises(RoundelayError, match=one.refused) as raised:
         trained(one.make, rule="1f1b", micro_batches=1)
     assert raised.value.exit_code == USAGE
+
+
+def test_a_metric_that_tells_the_time_is_not_taken_for_one_that_goes_on_from_call_to_call() -> None:
+    calls_of, began = {"loss": 0}, time.perf_counter()
+
+    def loss(outputs: torch.Tensor, batch: Any) -> dict[str, Any]:
+        calls_of["loss"] += 1
+        return {"loss": table.entropy(outputs, batch), "elapsed": time.perf_counter() - began}
+
+    assert roundelay.capture(table.job(table.Body(), loss)).metric_state == ""
 
 
 def test_what_a_forward_leaves_reaches_the_loss_under_torchrun() -> None:

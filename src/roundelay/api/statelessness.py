@@ -15,13 +15,16 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, split
 from roundelay.frontend.cross_call_state import refuse_state, state_of
 from roundelay.frontend.export_adapter import default_inputs
-from roundelay.frontend.loss_metrics import split as without_metrics
+from roundelay.frontend.loss_metrics import split as split_metrics
 from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
 from roundelay.frontend.source_lines import users_line
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
+
+Changes = tuple[tuple[Change, ...], tuple[Change, ...]]
+"""Slots that the forward changes, and those that the loss does."""
 
 LIMIT_S = 120.0
 """Seconds that all calls together may take."""
@@ -91,7 +94,7 @@ def check_stateless(job: Job, captured: Captured, sample: Batch) -> str:
     """
     changed, of_metrics = captured.changed, ""
     if any(changed) and not any(parameter.is_meta for parameter in job.model.parameters()):
-        of_metrics = _check_in_child(job, sample, changed)
+        of_metrics = _check_in_child(job, sample, changed, metrics=bool(captured.graph.metrics))
     _refuse_dependent_data(job, (*changed[0], *changed[1]))
     return of_metrics
 
@@ -123,12 +126,13 @@ def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: i
         )
 
 
-def _check_in_child(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> str:
+def _check_in_child(job: Job, sample: Batch, changed: Changes, *, metrics: bool) -> str:
     if not hasattr(os, "fork"):
-        return _check_calls(job, sample, changed)
+        return _check_calls(job, sample, changed, metrics=metrics)
     what = "looking for what the model keeps from call to call"
     try:
-        return str(isolated(lambda: _check_calls(job, sample, changed), what, limit_s=LIMIT_S, quiet=True))
+        found = isolated(lambda: _check_calls(job, sample, changed, metrics=metrics), what, limit_s=LIMIT_S, quiet=True)
+        return str(found)
     except RunError:  # killed, or too slow: no result
         return ""
 
@@ -148,14 +152,14 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
         )
 
 
-def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tuple[Change, ...]]) -> str:
-    def with_metrics(rows: Batch) -> Any:
+def _check_calls(job: Job, sample: Batch, changed: Changes, *, metrics: bool) -> str:
+    def both(rows: Batch) -> tuple[Any, dict[str, Any]]:
         batch = copy_batch(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)
-        return job.loss(job.model(*args, **kwargs), batch)
+        return split_metrics(job.loss(job.model(*args, **kwargs), batch))
 
     def call(rows: Batch) -> Any:
-        return without_metrics(with_metrics(rows))[0]  # metrics may depend on earlier calls
+        return both(rows)[0]  # metrics may depend on earlier calls
 
     with torch.random.fork_rng(devices=[]):
 
@@ -168,7 +172,7 @@ def _check_calls(job: Job, sample: Batch, changed: tuple[tuple[Change, ...], tup
         of_loss = {change.slot.place for change in changed[1]} - {change.slot.place for change in changed[0]}
         roots = [("model", job.model), ("loss", job.loss)]
         refuse_state(job.model, lambda: call(sample), other, roots, of_loss)
-        return state_of(job.model, lambda: with_metrics(sample), other, roots) if of_loss else ""
+        return state_of(job.model, lambda: both(sample)[1], other, roots) if of_loss and metrics else ""
 
 
 def check_metrics(captured: Captured, plan: Plan) -> None:

@@ -54,13 +54,24 @@ def refuse_state(
 def state_of(model: torch.nn.Module, call: Call, other: Call, roots: Sequence[tuple[str, Any]]) -> str:
     """The slot that a call reads as the previous one has left it, and where it is set; empty if there is none.
 
-    Arguments as of :func:`refuse_state`.
+    Arguments as of :func:`refuse_state`. Empty, too, if the same call from the same state gives something else, as one
+    that tells the time does.
     """
     found = _found(model, call, other, roots)
-    if found is None:
+    if found is None or not _repeats(model, call, roots):
         return ""
     change, where = found
     return f"{change.slot.path}, which the loss sets{', ' + where if where else ''}"
+
+
+def _repeats(model: torch.nn.Module, call: Call, roots: Sequence[tuple[str, Any]]) -> bool:
+    state = ReachableState(roots, model)
+    try:
+        first = _computed(model, call)
+        state.restore()
+        return _alike(first, _computed(model, call))
+    finally:
+        state.restore()
 
 
 def _found(
@@ -94,7 +105,7 @@ def _state(model: torch.nn.Module, call: Call, other: Call, state: ReachableStat
                 change.slot.write(value)
         try:
             result = _computed(model, call)
-            return len(first) != len(result) or not all(map(_equal, first, result))
+            return not _alike(first, result)
         except Exception:  # raised by user code on an unexpected value: so it was read
             return True
 
@@ -156,6 +167,10 @@ def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
                 if buffer is not None and value is not None:
                     buffer.resize_(value.shape)
                     buffer.copy_(value)
+
+
+def _alike(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    return len(one) == len(two) and all(map(_equal, one, two))
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -15,5 +15,6 @@ def digest(values: Mapping[str, object]) -> str:
         value = values[name]
         if isinstance(value, torch.Tensor):
             hashed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            if value.numel():  # an expanded tensor without elements has strides that no view takes
+                hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()

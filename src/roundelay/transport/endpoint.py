@@ -147,7 +147,11 @@ class Endpoint(ABC):
         """
 
     def shared(self, channel: int) -> torch.Tensor | None:
-        """Memory, as bytes, that the holders of a channel share; None where the transport has none for it."""
+        """Memory, as bytes, that holders of a stage share; None where the transport has none.
+
+        Args:
+            channel: an exchange, or of the channels on which a stage's sums are handed on the first.
+        """
         return None
 
     def count_shared(self, channel: int, sent: int, received: int) -> None:

@@ -242,7 +242,7 @@ def forked_over_shm(
     Args:
         num_workers: how many.
         deadline_s: seconds that a wait may take.
-        shared: by channel, the bytes of memory that its holders share.
+        shared: bytes of the memory that holders of a stage share, by channel as :meth:`Endpoint.shared` has it.
 
     Raises:
         PlanError: this system does not have enough open files or memory.

@@ -168,7 +168,7 @@ class ShmResources:
     Args:
         num_workers: how many processes there will be.
         ring_bytes: capacity of each ring, a power of two.
-        shared: bytes of each exchange's memory, by channel.
+        shared: bytes of the memory that holders of a stage share, by channel.
 
     Raises:
         PlanError: this system does not have enough open files or memory.
