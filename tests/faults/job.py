@@ -23,7 +23,7 @@ def full_disk(epoch: int) -> None:
     """From the epoch on that the file ``small`` names, and a first checkpoint, no file can grow beyond a few bytes."""
     small = Path("small")
     if small.exists() and epoch >= int(small.read_text()):
-        while not Path("run/checkpoint").exists():  # it is written beside the run, on a slow disk long behind it
+        while not Path("run/checkpoint/checkpoint.json").exists():  # its last file; a slow disk is long behind
             time.sleep(0.005)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 

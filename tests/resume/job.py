@@ -24,7 +24,7 @@ def full_disk(number: int) -> None:
     """From the batch on that the file ``small`` names, and a first checkpoint, no file can grow beyond a few bytes."""
     small = Path("small")
     if small.exists() and number >= int(small.read_text()):
-        while not Path("full/checkpoint").exists():  # it is written beside the run, on a slow disk long behind it
+        while not Path("full/checkpoint/checkpoint.json").exists():  # its last file; a slow disk is long behind
             time.sleep(0.005)
         resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, resource.RLIM_INFINITY))
 
