@@ -19,7 +19,7 @@ from pathlib import Path
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
-CAP_S = 2.0
+CAP_S = 1.5
 """Seconds that the parameters of one function may take together; one of them is kept in any case ..."""
 
 LONG_S = 6.0

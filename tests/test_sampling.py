@@ -9,7 +9,7 @@ from tests.sampling import SAMPLE, chosen, sample_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = """
-1.00s call     tests/a.py::test_cheap[1]
+0.50s call     tests/a.py::test_cheap[1]
 0.90s setup    tests/a.py::test_cheap[2]
 4.00s call     tests/a.py::test_many[1]
 4.00s call     tests/a.py::test_many[2]
