@@ -179,6 +179,7 @@ def test_who_has_no_room_for_a_message_says_so_itself_and_can_still_tell_its_sen
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def send(endpoint: GlooEndpoint) -> str:
+        assert settled((tmp_path / "no room").exists, True)
         endpoint.send(1, Message(0, (), (torch.ones(2**20),)))
         lost = endpoint.receive(WAIT_S)
         endpoint.abort("over")
@@ -190,6 +191,7 @@ def test_who_has_no_room_for_a_message_says_so_itself_and_can_still_tell_its_sen
 
     def listen(endpoint: GlooEndpoint) -> str:
         monkeypatch.setattr(gloo.wire, "decode", no_room)
+        (tmp_path / "no room").touch()
         lost = endpoint.receive(WAIT_S)
         assert isinstance(lost, Lost)
         told = endpoint.cause(WorkerLostError("worker 0", got=lost.reason, expected="life", remedy="None."))
