@@ -87,7 +87,7 @@ def test_signatures_from_a_file_are_planned_kept_and_continued(capsys: Capture, 
     (workplace / "other.toml").write_text(own.replace("S(1)", "B"))
     told = here(capsys, *verify, "other.toml").told
     assert "--signatures with --plan" in told
-    assert "expected a file with the mesh, [parameters] and [outputs], as in the plan" in told
+    assert "expected a file with mesh = { tensor = 2 }, [parameters] and [outputs], as in the plan" in told
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ HIGH, LOW = "high", "low"
 KEY, QUALITY, COST, NOTE = "key", "quality", "cost", "note"
 """Groups of columns: names of the variant, what is learned, what it costs, remarks. Each target is one more group."""
 
-REFUSED = "refused: "
-"""How the note of a rule that could not be planned begins."""
-
 NOTHING = "-"
 
 
@@ -206,7 +203,7 @@ def _memory(plan: Plan | None) -> Iterator[Cell]:
 
 def _note(compared: Compared, variant: Variant, results: Sequence[RunResult]) -> str:
     if variant.rule_text in compared.refused:
-        return f"{REFUSED}{compared.refused[variant.rule_text]}"
+        return f"refused: {compared.refused[variant.rule_text]}"
     diverged = [f"{r.diverged} (seed {r.seed})" for r in results if r.diverged is not None]
     return f"diverged at update {', '.join(diverged)}" if diverged else ""
 

@@ -86,7 +86,7 @@ def check_stateless(job: Job, captured: Captured, sample: Batch) -> str:
     They are called only if a slot changed during capture, and then in a child process.
 
     Returns:
-        What a metric of the loss reads as earlier calls have left it; empty if there is nothing.
+        The slot that the loss sets and one of its metrics reads in the next call, in words; empty if there is none.
 
     Raises:
         CaptureError: the forward is such code.

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from roundelay.api.comparison import ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
+from roundelay.api.comparison import Compared, ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
 from roundelay.api.comparison_charts import Written, write_comparison
-from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, REFUSED, Aims, Cell
+from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import OPTIMIZERS, parse_numbers, parse_pairs
 from roundelay.api.events import Updated
 from roundelay.cli import options as o
@@ -95,7 +95,7 @@ def compare_command(
     if as_json:
         show_json(_json(written))
     else:
-        _show(written, folder)
+        _show(compared, written, folder)
 
 
 def _split(text: str) -> list[str]:
@@ -178,12 +178,13 @@ def _json(written: Written) -> dict[str, Any]:
     }
 
 
-def _show(written: Written, folder: Path) -> None:
+def _show(compared: Compared, written: Written, folder: Path) -> None:
     """Print one table per group of columns, to fit the width of a screen, then why rules were refused or diverged."""
     of_note: dict[str, list[str]] = {}
     for row in written.rows:
         of_note.setdefault(row[-1].text, []).append(_name(row))
-    shown = [row for row in written.rows if not row[-1].text.startswith(REFUSED)]
+    rows_of = zip(compared.variants, written.rows, strict=True)
+    shown = [row for variant, row in rows_of if variant.rule_text not in compared.refused]
     for group in dict.fromkeys(cell.group for row in shown[:1] for cell in row if cell.group not in (KEY, NOTE)):
         columns = ["", *(_short(cell) for cell in written.rows[0] if cell.group == group)]
         rows = [[_name(row), *(c.text for c in row if c.group == group)] for row in shown]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,6 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "recompute":
                 wanted = parse_names(value)
             case "signatures":
-                same = astuple(read_signatures(value)) == astuple(GivenSignatures.of(plan))
-                wanted, planned_value = value, value if same else "a file with the mesh, [parameters] and [outputs]"
+                wanted, planned_value = read_signatures(value), GivenSignatures.of(plan)
         if wanted != planned_value:
             yield name, value, planned_value

@@ -55,7 +55,7 @@ class Captured:
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
         whole: without it; None where there is none.
         states: how the optimizer's states of parameters are split over replicas, by name.
-        metric_state: what a metric of the loss reads as earlier calls have left it; empty if there is nothing.
+        metric_state: the slot that the loss sets and one of its metrics reads in the next call, in words; or empty.
     """
 
     model: torch.nn.Module

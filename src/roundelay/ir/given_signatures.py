@@ -32,6 +32,10 @@ class GivenSignatures:
     parameters: Mapping[str, Pairs] = field(default_factory=dict, hash=False)
     outputs: Mapping[str, Pairs] = field(default_factory=dict, hash=False)
 
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis} = {size}" for axis, size in self.mesh.items())
+        return f"a file with mesh = {{ {mesh} }}, [parameters] and [outputs]"
+
     @property
     def size(self) -> int:
         """Workers of a stage."""

@@ -23,7 +23,7 @@ BLOCKS = 4
 
 
 def planned_sums(plan: Plan) -> dict[int, tuple[int, ExchangePlan]]:
-    """By stage: the number of the memory of its sums, which is that of a channel, and what is summed."""
+    """By stage: the channel by which :meth:`Endpoint.shared` knows the memory of its sums, and what is summed."""
     if not sums_over_time(plan):
         return {}
     numbers: dict[int, int] = {}
@@ -34,8 +34,8 @@ def planned_sums(plan: Plan) -> dict[int, tuple[int, ExchangePlan]]:
 
 
 def sum_bytes(plan: Plan) -> dict[int, int]:
-    """Bytes of the memory of every stage's sums, by the number of that memory."""
-    return {number: BLOCKS * bytes_of_block(exchange) for number, exchange in planned_sums(plan).values()}
+    """Bytes of the memory of every stage's sums, by that channel."""
+    return {channel: BLOCKS * bytes_of_block(exchange) for channel, exchange in planned_sums(plan).values()}
 
 
 @final

@@ -150,7 +150,7 @@ class Endpoint(ABC):
         """Memory, as bytes, that holders of a stage share; None where the transport has none.
 
         Args:
-            channel: an exchange, or of the channels on which a stage's sums are handed on the first.
+            channel: of an exchange; where a stage's sums are handed on instead, the stage's first of kind `partial`.
         """
         return None
 
