@@ -56,6 +56,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         precision="fp32",
         clip="none",
         ema=0.0,
+        deterministic=False,
         loss_scale="none",
         replicas=1,
         micro_batches=micro_batches,

@@ -12,6 +12,8 @@
     ├── RunError              the run itself failed: exit code 1
     │   ├── UserCodeError     an exception in the person's own code on a worker
     │   ├── DivergedError     a loss that is not a number
+    │   ├── DeviceError       a device without enough memory, or one that has failed
+    │   ├── NondeterministicError  an operation that has no deterministic form
     │   ├── WorkerLostError   a worker ended or stopped answering
     │   └── DeadlineError     a wait that outlasted its deadline
     └── InternalError         a law of the house was broken: a bug of ours
@@ -83,6 +85,14 @@ class UserCodeError(RunError):
 
 class DivergedError(RunError):
     """A loss is not a finite number."""
+
+
+class DeviceError(RunError):
+    """A device has not enough memory, or has failed."""
+
+
+class NondeterministicError(RunError):
+    """An operation gives other bits whenever it is repeated, and was asked not to."""
 
 
 class WorkerLostError(RunError):

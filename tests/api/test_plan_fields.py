@@ -300,8 +300,24 @@ def averages() -> bool:
     return any(not torch.equal(found[1][name][EMA], state[EMA]) for name, state in found[2].items())
 
 
+def asks_torch() -> bool:
+    """The loss is called while torch is asked for deterministic forms."""
+    seen: list[bool] = []
+
+    def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return torch.nn.functional.cross_entropy(outputs, batch[1])
+
+    watched = dataclasses.replace(given()[0], loss=loss)
+    for wanted in (False, True):
+        seen.clear()
+        roundelay.train(watched, plan=edited({"deterministic": wanted}), steps=1, check="off")
+        assert seen[-1] == wanted
+    return True
+
+
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 7}),
+    "format": lambda _: refused({"format": 8}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -313,6 +329,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "loss_scale": lambda _: scales(),
     "clip": lambda capsys: trains_otherwise({"clip": "stage:0.001"}),
     "ema": lambda _: averages(),
+    "deterministic": lambda _: asks_torch(),
     "replicas": deals_out,
     "mesh": lambda _: divides(),
     "parameters": lambda _: splits(),

@@ -209,7 +209,7 @@ PLANS = {
     "no TOML": (b"format = 1\nrule=", "the plan", "Invalid value"),
     "nothing": (b"", "format of the plan", "None"),
     "another format": (b"format = 99", "format of the plan", "99"),
-    "no stages": (b"format = 6", "no [[workers]]"),
+    "no stages": (b"format = 7", "no [[workers]]"),
 }
 
 

@@ -78,7 +78,7 @@ def test_a_copy_ahead_overlaps_with_the_work_of_the_worker() -> None:
 
     def data() -> Any:
         for _ in range(9):
-            yield None, {"x": rows}
+            yield [(None, {"x": rows})]
 
     with device.active():
         fed: Any = device.feed(data())

@@ -128,7 +128,9 @@ def test_comments_are_not_read(comments: list[str]) -> None:
 
 
 def test_comments_stand_on_top_one_to_a_line() -> None:
-    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith("# made by hand\n#\n# forward 1 s\nformat = 6\n")
+    assert SMALL.text(["made by hand", "", "forward 1 s"]).startswith(
+        f"# made by hand\n#\n# forward 1 s\nformat = {FORMAT}\n"
+    )
 
 
 @pytest.mark.parametrize("at", FULL_LINES, ids=[LINES[i] for i in FULL_LINES])
@@ -217,6 +219,13 @@ def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) ->
         Plan.parse(old)
 
 
+def test_a_plan_of_the_format_before_means_what_it_meant() -> None:
+    lines = [line for line in SMALL.text().splitlines() if not line.startswith("deterministic = ")]
+    assert Plan.parse("\n".join(lines).replace(f"format = {FORMAT}", "format = 6")) == SMALL
+    with pytest.raises(PlanError, match="format of the plan"):
+        Plan.parse(SMALL.text().replace(f"format = {FORMAT}", "format = 6"))
+
+
 def test_a_stage_on_no_worker_of_the_plan_is_refused_by_its_number() -> None:
     for wrong in ('["w9"]', "[]"):
         plan = Plan.parse(SMALL.text().replace('workers = ["w1"]', f"workers = {wrong}"))
@@ -238,7 +247,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "7", "'6'", "6.5", "6.0", "true"])
+@pytest.mark.parametrize("version", ["0", "8", "'7'", "7.5", "7.0", "6.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

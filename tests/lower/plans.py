@@ -72,6 +72,7 @@ def plan_of(
         "loss_scale": "none",
         "clip": "none",
         "ema": 0.0,
+        "deterministic": False,
         "replicas": 1,
         "micro_batches": micro_batches,
         "mesh": {},

@@ -75,7 +75,7 @@ class Fake(Cuda):
         """The calling thread's stream."""
         return getattr(self._current, "stream", None)
 
-    def stream(self, device: torch.device) -> Any:
+    def stream(self, device: torch.device, use: str = "") -> Any:
         with self._lock:
             self.streams.append(FakeStream(len(self.streams), device))
             return self.streams[-1]

@@ -18,8 +18,9 @@ from roundelay.actor.machine import Run
 from roundelay.api.fidelity_differences import DifferenceChecker
 from roundelay.api.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.api.resume import initial
-from roundelay.api.shared_memory_tensors import SharedTensors
+from roundelay.api.shared_memory_tensors import Index, SharedTensors
 from roundelay.frontend import Captured, RngKey
+from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.loss_scale import LossScale
@@ -45,18 +46,26 @@ class CapturedStepper:
         stages: its stages.
         seed: of the run.
         shared: where plain PyTorch has stored its tensors.
+        place: the device of all stages.
     """
 
     def __init__(
-        self, job: Job, captured: Captured, plan: Plan, stages: Partition, seed: int, shared: SharedTensors
+        self,
+        job: Job,
+        captured: Captured,
+        plan: Plan,
+        stages: Partition,
+        seed: int,
+        shared: SharedTensors,
+        place: torch.device = CPU,
     ) -> None:
-        self._captured, self._plan, self._seed, self._shared = captured, plan, seed, shared
+        self._captured, self._plan, self._seed, self._shared, self._place = captured, plan, seed, shared, place
         start = initial(captured, None, None)
-        self.stages = [Stage(captured, spec, job, plan, start) for spec in stages.stages]
+        self.stages = [Stage(captured, spec, job, plan, start, place) for spec in stages.stages]
         own = captured.model.named_parameters()
         names = {id(p): n for n, p in captured.model.named_parameters()}
         self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
-        self._untouched: Tensors = {n: t.detach() for n, t in (*own, *captured.model.named_buffers())}
+        self._untouched: Tensors = {n: t.detach().to(place) for n, t in (*own, *captured.model.named_buffers())}
         rule = LossScale.parse(plan.loss_scale)
         self._scaled, self._scales = rule.on, LossScaler(rule, None)
         self._clip = Clip.parse(plan.clip)
@@ -70,23 +79,24 @@ class CapturedStepper:
         """
         number, checker = parts[0][0].batch, self.checker
         for i, (header, batch) in enumerate(parts):
-            outputs, drawn = self._micro_batch(header, self._captured.values(batch))
+            values = {n: v.to(self._place) for n, v in self._captured.values(batch).items()}
+            outputs, drawn = self._micro_batch(header, values)
             checker.generator(drawn, plain.generators[i])
             loss = [float(outputs[LOSS]), float(outputs.get(COUNT, 0.0))]
             checker.loss(number, header, loss, plain.losses[i])
             checker.metrics(number, _metrics(outputs), plain.metrics[i])
-        theirs = self._sum_shared(self._shared.get_all(plain.gradients))
+        theirs = self._sum_shared(self._stored(plain.gradients))
         own = self.gradients()
         differing = checker.gradients(number, own, theirs)
         self._finish_gradients(number, parts[-1][0], plain, {n: theirs[n] for n in differing if n in theirs})
-        checker.buffers(number, self.buffers(), self._untouched, self._shared.get_all(plain.buffers))
+        checker.buffers(number, self.buffers(), self._untouched, self._stored(plain.buffers))
         for stage in self.stages:
             checker.rates(number, [float(group["lr"]) for group in stage.steps.optimizer.param_groups], plain.rates)
         torch.manual_seed(seed_of(self._seed, -1 - number))
         for stage in self.stages:
             stage.update(number)
         shared = {other for others in self._sharing.values() for other in others}
-        theirs = {n: t for n, t in self._shared.get_all(plain.weights).items() if n not in shared}
+        theirs = {n: t for n, t in self._stored(plain.weights).items() if n not in shared}
         fused, kept = self._updates_many(), self._sharing
         checker.weights(number, self.weights(), self._untouched, theirs, fused=fused, shared=kept)
         checker.updates += 1
@@ -99,6 +109,10 @@ class CapturedStepper:
             if parts:
                 summed[name] = torch.stack(parts).sum(0)
         return summed
+
+    def _stored(self, index: Index) -> Tensors:
+        """What plain PyTorch has stored, on the device."""
+        return {name: tensor.to(self._place) for name, tensor in self._shared.get_all(index).items()}
 
     def weights(self) -> Tensors:
         """Every stage's parameters, by name."""
@@ -160,7 +174,7 @@ class CapturedStepper:
         if self._clip.by == "global":
             norm = math.sqrt(sum(squares))
             own = {n: g for stage in self.stages for n, g in stage.gradients.whole(norm).items()}
-            theirs = self._shared.get_all(plain.clipped)
+            theirs = self._stored(plain.clipped)
             self.checker.clipped(number, own, theirs)
             replacements = {name: theirs[name] for name in own if name in theirs}
         for stage in self.stages:

@@ -146,7 +146,7 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         source: identifies the job among others of the same model, such as a digest of its file.
         notify: called with every event, in the caller's thread.
         choices: ``micro_batches`` (by default each rule's own), ``recompute``, ``compile``, ``precision``,
-            ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``, ``devices``.
+            ``loss_scale``, ``clip``, ``ema``, ``deterministic``, ``transport``, ``deadline_s``, ``devices``.
 
     Raises:
         TypeError: a choice is unknown; predictor and backward mode are part of a rule's text.
@@ -179,6 +179,10 @@ class _Comparison:
         self._workers: int | None = None
         self._in_layout = choices.get("layout", PIPELINE) != PIPELINE
 
+    def _default_workers(self) -> int:
+        chosen = self._choices
+        return default_workers(devices=chosen.get("devices"), transport=chosen.get("transport") or "memory")
+
     def _new_job(self, seed: int) -> Job:
         seed_everything(seed)
         return self._make(seed)
@@ -191,7 +195,7 @@ class _Comparison:
         """
         settings = {
             "job": source,
-            "workers": workers or default_workers(),
+            "workers": workers or self._default_workers(),
             "cuts": cuts or "measured",
             "model": self._captured.graph.fingerprint,
             "updates": self._extent.batches,

@@ -24,11 +24,13 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.channels import form_of
 from roundelay.lower.dataflow import sample_micro_batches
+from roundelay.lower.validate_plan import CPU
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner import cut_reasons
 from roundelay.planner.cost_model import CostParameters, StageCosts, boundaries_of, roofline, stage_costs
 from roundelay.planner.kept_bytes import SavedStorages, kept_bytes
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
+from roundelay.runtime.device import default_devices, num_cuda_devices
 from roundelay.schedules import schedule_named
 
 MEASURED, ROOFLINE, EQUAL, FLOPS, MEMORY_TIME = WAYS = ("measured", "roofline", "equal", "flops", "memory-time")
@@ -92,9 +94,20 @@ def _names(graph: Graph, request: str) -> list[str]:
     return names if names[-1] == last else [*names, last]
 
 
-def default_workers(replicas: int = 1) -> int:
-    """The default number of workers of a replica: one per core, at most two; fewer if the model has fewer stages."""
-    return max(1, min(2, (os.cpu_count() or 1) // replicas))
+def default_workers(holders: int = 1, devices: str | None = None, transport: str = "memory") -> int:
+    """The default number of workers of a replica; fewer if the model has fewer stages.
+
+    One per device: those that are named, or every GPU if workers compute on GPUs. On the CPU one per core, at most two.
+
+    Args:
+        holders: workers that share each stage.
+        devices: as ``--devices``.
+        transport: of the plan.
+    """
+    named = default_devices(transport) if devices is None else devices
+    on_cpus = min(2, os.cpu_count() or 1)
+    count = len(named.split(",")) if "," in named else on_cpus if named == CPU else num_cuda_devices()
+    return max(1, count // holders)
 
 
 def count_stages(

@@ -104,6 +104,7 @@ _NOTHING: dict[str, Any] = {
     "loss_scale": "none",
     "clip": "none",
     "ema": 0.0,
+    "deterministic": False,
     "mesh": {},
     "parameters": {},
     "outputs": {},

@@ -4,23 +4,26 @@ A run is compared with its reference (:mod:`roundelay.api.verifying`), but both 
 the job: its graph, its loss, its optimizer stage by stage. Here these are compared with the user's program: the user's
 objects train in the usual loop (:mod:`roundelay.api.plain_stepper`), then the plan's stages do, one micro-batch after
 the other (:mod:`roundelay.api.captured_stepper`). Each runs in a forked child, so that the job's own state stays as it
-was.
+was; a job that computes on a GPU is compared there, in this process (:mod:`roundelay.api.fidelity_in_process`).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from roundelay.api.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
+from roundelay.api.fidelity_in_process import call_in_process, place_of
 from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import fitted, without_mesh
 from roundelay.api.shared_memory_tensors import SharedTensors
-from roundelay.errors import RoundelayError, counted
+from roundelay.errors import NondeterministicError, RoundelayError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.ir.clip import Clip
@@ -87,9 +90,7 @@ def unchecked_reason(job: Job, plan: Plan) -> str:
     """Why a job cannot be compared with plain PyTorch in this process; empty if it can."""
     if job.weights is not None:
         return "the model's weights stay in their file, and no process holds all of them"
-    if any(device != CPU for device in plan.devices):
-        return "the plan computes on other devices than the CPU"
-    if not hasattr(os, "fork"):
+    if place_of(plan).type == CPU and not hasattr(os, "fork"):
         return "processes cannot be forked here"
     return ""
 
@@ -119,6 +120,7 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
 
     Raises:
         PlanError: the plan does not fit.
+        NondeterministicError: an operation gives other bits at each call, and was asked not to.
     """
     began = time.monotonic()
     if why := unchecked_reason(job, plan):
@@ -129,11 +131,12 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         captured = captured.whole or captured
     if plan.mesh_size > 1:
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
-        if difference := isolated(check, "the model on its mesh", limit_s=limit_s):
+        if difference := _called(check, "the model on its mesh", job, place_of(plan), limit_s):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
     if plan.mesh_size > 1 or plan.states:
         plan, stages = without_mesh(captured, plan), None
-    case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates and job.evaluate is not None)
+    evaluates = evaluates and job.evaluate is not None
+    case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates, place=place_of(plan))
     shared = _shared_memory(case)
     try:
         results = _compared(case, shared, fitted(captured, plan) if stages is None else stages, limit_s)
@@ -161,6 +164,8 @@ def _compared(case: FidelityCase, shared: SharedTensors, stages: Partition, limi
         if results["difference"] and results["shifted"]:
             note = "the forward draws numbers that nothing reads: compared with the same numbers at every draw"
             results = _with_note(_both(replace(case, same_draws=True), shared, stages, limit_s), note)
+    except NondeterministicError:
+        raise
     except RoundelayError as error:
         return Fidelity(unchecked=f"{error.subject}: {error.got}")
     return _fidelity(case, results)
@@ -172,19 +177,31 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
     Raises:
         RoundelayError: one of them failed, or did not finish in time.
     """
-    plain = isolated(partial(run_plain, case, shared), PLAIN, limit_s=limit_s)
-    results: dict[str, Any] = isolated(partial(run_captured, case, shared, stages, plain), CAPTURED, limit_s=limit_s)
+
+    def called(call: Callable[[], Any], what: str) -> dict[str, Any]:
+        results: dict[str, Any] = _called(call, what, case.job, case.place, limit_s)
+        return results
+
+    plain = called(partial(run_plain, case, shared), PLAIN)
+    results = called(partial(run_captured, case, shared, stages, plain), CAPTURED)
     is_cut = sum(len(spec.segments) for spec in stages.stages) > 1
     if results["difference"] and results["draws"] and not results["shifted"] and is_cut:
         graph = case.captured.graph
         whole = partition(graph, [(graph.ops[-1].name,)], ())
-        again = isolated(partial(run_captured, case, shared, whole, plain), CAPTURED, limit_s=limit_s)
+        again = called(partial(run_captured, case, shared, whole, plain), CAPTURED)
         if not again["difference"]:
             note = "random numbers next to a cut are drawn in another memory layout: compared without cuts"
             results = _with_note(again, note)
     if not results["difference"] and "final" in results:
-        results |= isolated(partial(evaluate_in_child, case, shared, results, plain), CAPTURED, limit_s=limit_s)
+        results |= called(partial(evaluate_in_child, case, shared, results, plain), CAPTURED)
     return results
+
+
+def _called(call: Callable[[], Any], what: str, job: Job, place: torch.device, limit_s: float) -> Any:
+    """Call one side: on the CPU in a forked child; on a device in this process, where no time limit can end it."""
+    if place.type == CPU:
+        return isolated(call, what, limit_s=limit_s)
+    return call_in_process(call, what, job=job, place=place)
 
 
 def _with_note(results: dict[str, Any], note: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The child processes of a comparison: plain PyTorch, then the captured job, then its evaluation.
+"""The sides of a comparison: plain PyTorch, then the captured job, then its evaluation; on the CPU each in a child.
 
 They return values that can be written as JSON; tensors are stored in memory that is shared with them.
 """
@@ -25,6 +25,8 @@ from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
+from roundelay.frontend.keyed_rng import default_generators
+from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch
@@ -47,6 +49,7 @@ class FidelityCase:
         batches: a batch for each update, and its epoch.
         evaluates: also compare the results of ``evaluate``.
         same_draws: every random operation draws from the same seed, however many numbers were drawn before.
+        place: the device on which both sides train.
     """
 
     job: Job
@@ -56,6 +59,7 @@ class FidelityCase:
     batches: tuple[tuple[Batch, int], ...]
     evaluates: bool
     same_draws: bool = False
+    place: torch.device = CPU
 
 
 def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
@@ -93,7 +97,8 @@ class _SameDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(_SEED)
+            for generator in default_generators():
+                generator.manual_seed(_SEED)
         return func(*args, **(kwargs or {}))
 
 
@@ -104,7 +109,7 @@ def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
     """Train in plain PyTorch; returns what each update has shown."""
     with _quiet(case):
         each = case.captured.graph.labels_per_row
-        plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each)
+        plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each, place=case.place)
         updates = [asdict(plain.update(parts)) for parts in _parts(case, plain=True)]
         results: dict[str, Any] = {"updates": updates, "averages": shared.put_all(plain.averages), "end": shared.end}
         if not case.evaluates:
@@ -114,6 +119,8 @@ def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
         with torch.no_grad():
             for name, parameter in plain.named:
                 parameter.data = plain.averages.get(name, parameter.data)
+        if case.place != CPU:
+            plain.model.to(CPU)  # where a run evaluates
         return results | _evaluated(case)
 
 
@@ -141,7 +148,7 @@ def run_captured(
         has_counterpart = Clip.parse(plan.clip).by == "global"
         compared = plan if has_counterpart else replace(plan, clip="none")
         with torch.no_grad():
-            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared)
+            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.place)
             results = _compare(case, stepper, shared, plain)
     checker = stepper.checker
     return results | {
@@ -183,8 +190,9 @@ def _compare(
 
 
 def _snapshot(case: FidelityCase, weights: Tensors, buffers: Tensors, states: dict[str, dict[str, Any]]) -> Snapshot:
-    """The state at the end, as a run passes it to ``evaluate``."""
+    """The state at the end, as a run passes it to ``evaluate``: on the CPU."""
     header = MicroBatch(0, len(case.batches) - 1, 0, 1, 1, 1, case.batches[-1][1], 1, 1)
+    weights, buffers = ({n: t.to(CPU) for n, t in tensors.items()} for tensors in (weights, buffers))
     return Snapshot(header, weights, buffers, states)
 
 

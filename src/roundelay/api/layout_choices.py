@@ -89,7 +89,9 @@ def num_stages_of(
         CaptureError: the model cannot be cut into so many.
     """
     if given.get("layout", PIPELINE) == PIPELINE:
-        return count_stages(graph, workers, given_cut, rule, default_workers(replicas_of(given) * parts_of(given)))
+        where = given.get("devices"), given.get("transport", "memory")
+        default = default_workers(replicas_of(given) * parts_of(given), *where)
+        return count_stages(graph, workers, given_cut, rule, default)
     cut_into = None if given_cut is None else len(given_cut.stages)
     return _stages_in_layout(graph, given["stages"], cut_into, requested=requested)
 

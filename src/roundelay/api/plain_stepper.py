@@ -1,11 +1,15 @@
 """The user's program in plain PyTorch: model, loss, optimizer and scheduler in the usual training loop.
 
-It uses nothing that capture has made: a captured job is compared with its results. It changes the user's objects, so it
-runs in a forked child.
+It uses nothing that capture has made: a captured job is compared with its results. It changes the user's objects: on
+the CPU it runs in a forked child, on a GPU they are put back afterwards (:mod:`roundelay.api.fidelity_in_process`).
+There the model is moved to the device as a person would move it, and so is what ``inputs`` returns, and the batch that
+the loss gets; tensors that the loss holds follow (:mod:`roundelay.frontend.on_device`).
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,11 +20,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from roundelay.api.shared_memory_tensors import Index, SharedTensors
 from roundelay.frontend import RngKey
-from roundelay.frontend.batch import Batch, fresh
+from roundelay.frontend.batch import Batch, fresh, replace
 from roundelay.frontend.export_adapter import default_inputs
+from roundelay.frontend.keyed_rng import default_generators, set_states
 from roundelay.frontend.label_counts import LabelWatch
 from roundelay.frontend.loss import checked
 from roundelay.frontend.loss_metrics import split as without_metrics
+from roundelay.frontend.on_device import on_device
 from roundelay.frontend.precision import autocast
 from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.clip import Clip
@@ -68,12 +74,25 @@ class PlainStepper:
         seed: of the run.
         shared: where tensors are stored.
         labels_per_row: if the loss is a mean over labels, by whose number micro-batches are weighted; else 0.
+        place: the device on which it trains; on another than the CPU, the model is moved there.
     """
 
-    def __init__(self, job: Job, plan: Plan, seed: int, shared: SharedTensors, *, labels_per_row: float = 0.0) -> None:
-        self._labels_per_row = labels_per_row
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        seed: int,
+        shared: SharedTensors,
+        *,
+        labels_per_row: float = 0.0,
+        place: torch.device = CPU,
+    ) -> None:
+        self._labels_per_row, self._place = labels_per_row, place
         self._job, self._plan, self._seed, self._shared = job, plan, seed, shared
+        self._on_device = on_device(place, self._loss_of)
         self.model = job.model
+        if place != CPU:
+            self.model.to(place)
         if not self.model.training:  # else submodules may be in eval mode on purpose, as capture keeps them
             self.model.train()
         self.named = list(self.model.named_parameters())
@@ -116,13 +135,12 @@ class PlainStepper:
         own = fresh(batch)
         torch.manual_seed(seed_of(self._seed, header.g))
         args, kwargs = (self._job.inputs or default_inputs)(own)
-        with autocast(self._plan.precision, CPU), LabelWatch() if self._labels_per_row else nullcontext() as watch:
-            value = self._job.loss(self.model(*args, **kwargs), own)
+        args, kwargs, own = self._moved((args, kwargs, own))
+        value, terms = self._on_device(args, kwargs, own)
         update.generators.append(generator_now())
         loss, count = checked(value)
         weight, labels = header.weight if count is None else 1.0, 0.0
-        if watch is not None and not header.whole:
-            terms = watch.terms_of(without_metrics(value)[0])
+        if self._labels_per_row and not header.whole:
             labels = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
             weight = labels
         if weight:  # a micro-batch without labels has no mean, and adds nothing
@@ -130,6 +148,20 @@ class PlainStepper:
         update.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
         update.metrics.append(metric_numbers(without_metrics(value)[1]))
         return labels
+
+    def _loss_of(self, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, torch.Tensor | None]:
+        """What the loss returns, and its number of labels if they are counted."""
+        watching = LabelWatch() if self._labels_per_row else nullcontext()
+        with autocast(self._plan.precision, self._place), watching as watch:
+            value = self._job.loss(self.model(*args, **kwargs), batch)
+        return value, None if watch is None else watch.terms_of(without_metrics(value)[0])
+
+    def _moved(self, batch: Batch) -> Batch:
+        """The same on the device; a tensor that occurs twice occurs twice there."""
+        if self._place == CPU:
+            return batch
+        moved: dict[int, torch.Tensor] = {}
+        return replace(batch, lambda _, leaf: moved.setdefault(id(leaf), leaf.to(self._place)))
 
     def _mean_gradients(self, count: float) -> dict[str, torch.Tensor]:
         """The parameters' gradients without the loss scale; of a loss that sums, their mean over its terms."""
@@ -159,11 +191,12 @@ def seed_of(seed: int, g: int) -> int:
 
 
 def generator_now() -> int:
-    """A number for the state of torch's default generator: another one if more or fewer numbers were drawn."""
-    before = torch.random.get_rng_state()
-    number = int(torch.randint(0, 2**62, ()))
-    torch.random.set_rng_state(before)
-    return number
+    """A number for the state of torch's default generators: another one if more or fewer numbers were drawn."""
+    generators = default_generators()
+    before = [generator.get_state() for generator in generators]
+    numbers = [int(torch.randint(0, 2**62, (), generator=one, device=one.device)) for one in generators]
+    set_states(generators, before)
+    return functools.reduce(operator.xor, numbers)
 
 
 def metric_numbers(metrics: Mapping[str, Any]) -> dict[str, list[float]]:

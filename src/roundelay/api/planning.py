@@ -78,6 +78,7 @@ CHOICES = (
     "loss_scale",
     "clip",
     "ema",
+    "deterministic",
     "transport",
     "deadline_s",
     "devices",
@@ -163,11 +164,11 @@ def plan(
             (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
             each stage of those that end its segments.
         choices: ``layout`` (``pipeline``, ``single``, ``dp``, ``mp`` or ``zero``), ``stages`` (of the latter),
-            ``data_parallel``,
-            ``tensor_parallel``, ``signatures`` (a file, or what it says:
+            ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
             :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``, ``deadline_s``,
-            ``devices``, ``memory_limit`` (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
+            ``transport``, ``deadline_s``, ``devices``, ``memory_limit`` (bytes of each worker, such as ``"8GiB"``,
+            beyond which the plan is refused).
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -343,6 +344,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
         loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
         clip=given.get("clip", NO_CLIP.by),
         ema=given.get("ema", NO_EMA),
+        deterministic=given.get("deterministic", False),
         replicas=replicas_of(given),
         micro_batches=given.get("micro_batches", default),
         mesh={},

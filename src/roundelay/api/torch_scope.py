@@ -15,6 +15,8 @@ import msgspec
 import torch
 
 from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.runtime.determinism import nondeterministic
+from roundelay.runtime.device_failure import device_error
 from roundelay.runtime.forked_call import apart
 
 _T = TypeVar("_T")
@@ -41,6 +43,8 @@ def user_code(what: str) -> Iterator[None]:
     except (RoundelayError, MemoryError):
         raise
     except Exception as error:
+        if known := device_error(what, error) or nondeterministic(what, error):
+            raise known from error
         raise UserCodeError(
             what,
             got=f"{type(error).__name__}: {error}",

@@ -42,6 +42,7 @@ from roundelay.job import Job, StopTraining
 from roundelay.lower.channels import num_updaters
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
+from roundelay.runtime.determinism import deterministic
 from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.runtime.handlers import Handler
@@ -81,7 +82,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model has the trained weights afterwards.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per core, at most two, and no more than the model can be cut into.
+        workers: D; by default one per GPU, or on the CPU one per core, at most two; no more than the model can be
+            cut into.
         rule: update rule; ``pipeoptim`` by default.
         steps: number of updates. If neither it nor ``epochs`` is given: the rest of the run that ``resume`` is a
             checkpoint of, if it was interrupted; else the job's own number, or one epoch.
@@ -100,9 +102,9 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             refuses a job that differs; ``quick`` relies on what capture has detected; ``off`` checks nothing. By
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``, ``zero``, ``layout``,
-            ``stages``, ``memory_limit``.
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
+            ``transport``, ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``,
+            ``zero``, ``layout``, ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -316,7 +318,8 @@ class Session:
         if self.drained is not None:
             notify(self.drained)
         try:
-            with one_thread(), announced_use(party, use, self.extent.save_every):
+            exact = deterministic(self.plan.deterministic)
+            with one_thread(), exact, announced_use(party, use, self.extent.save_every):
                 for part in self._parts(checkpointer, record, party):
                     run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, party)
             last = checkpointer.finish()
@@ -411,7 +414,7 @@ class Session:
         self._compile(party)
         use, save_every = fetched_use(party)  # published when all have compiled
         part = Part(self.initial, replace(self.extent, save_every=save_every))
-        with one_thread():
+        with one_thread(), deterministic(self.plan.deterministic):
             return run_follower(self._task(part, use, None), party, unchanged)
 
     def compile(self) -> None:

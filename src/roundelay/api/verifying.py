@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import one_thread, user_code
 from roundelay.api.training import Session
-from roundelay.errors import JobError, UsageError
+from roundelay.errors import JobError, NondeterministicError, UsageError
 from roundelay.frontend import Captured, RngKey
 from roundelay.ir.clip import Clip
 from roundelay.ir.graph import Graph
@@ -44,17 +44,23 @@ from roundelay.reference import ReferenceResult, Setting, run_reference
 from roundelay.reference.run_inputs import ReferenceStage
 from roundelay.runtime.batch_reader import read
 from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.device import deterministic
+from roundelay.runtime.determinism import deterministic, uses_device
 from roundelay.runtime.forked_call import apart
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.loader_epoch import same_batch
 from roundelay.runtime.loader_probe import first_batch
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
+from roundelay.runtime.stage_optimizer import choose_alike
 from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_programs, tampered_stage
 from roundelay.runtime.worker import Wrap
 
+_T = TypeVar("_T")
+
 STEPS = 8
+
+DIFFERENT, UNPROVED = 1, 3
+"""Exit codes of a comparison that found a difference, and of one in which something could not be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Verification:
         losses: number of compared losses.
         fidelity: how the captured job compares with plain PyTorch; None if they were not compared.
         begins: updates before the reference's first: 0, or those of the checkpoint whose state it starts from.
+        nondeterministic: an operation that gives other bits at each call on its device, so that a difference proves
+            nothing; empty if there is none.
     """
 
     equal: bool
@@ -85,6 +93,7 @@ class Verification:
     losses: int
     fidelity: Fidelity | None = None
     begins: int = 0
+    nondeterministic: str = ""
 
     def __repr__(self) -> str:
         difference = "" if self.equal else f", difference={self.differences()!r}"
@@ -92,6 +101,14 @@ class Verification:
             f"Verification(equal={self.equal}{difference}, tensors={self.tensors}, losses={self.losses}, "
             f"steps={self.steps}, workers={len(self.workers)})"
         )
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all is proved; :data:`DIFFERENT`, or :data:`UNPROVED` where something could not be compared."""
+        unchecked = self.fidelity is not None and self.fidelity.unchecked
+        if self.equal:
+            return UNPROVED if unchecked else 0
+        return UNPROVED if self.nondeterministic and (self.fidelity is None or self.fidelity.equal) else DIFFERENT
 
     def differences(self) -> str:
         """The first difference: of the captured job from plain PyTorch, else of the run from its reference."""
@@ -118,7 +135,8 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model ends with the distributed run's weights.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per core, at most two, and no more than the model can be cut into.
+        workers: D; by default one per GPU, or on the CPU one per core, at most two; no more than the model can be
+            cut into.
         rule: update rule; ``pipeoptim`` by default.
         steps: updates; 8 if neither this nor ``epochs`` is given.
         epochs: epochs.
@@ -128,9 +146,9 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
             plan under a rule that flushes, the reference begins with the very first update, and is not interrupted
             (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``transport``,
-            ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``, ``zero``, ``layout``,
-            ``stages``, ``memory_limit``.
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
+            ``transport``, ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``,
+            ``zero``, ``layout``, ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -166,7 +184,9 @@ def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: 
         return Fidelity(unchecked=why)
     with one_thread():
         batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
-        fidelity = compare_with_plain(job, captured, plan, seed, batches, evaluates=True, limit_s=plan.deadline_s)
+        compare = partial(compare_with_plain, job, captured, plan, seed, batches, evaluates=True)
+        fidelity, odd = _exactly(partial(compare, limit_s=plan.deadline_s), plan, lambda: None)
+    fidelity = replace(fidelity, notes=(*fidelity.notes, odd)) if odd else fidelity
     note = "from the model's own start, not from the checkpoint"
     return replace(fidelity, notes=(*fidelity.notes, note)) if resumed else fidelity
 
@@ -201,17 +221,17 @@ def verify_session(
         handlers[victim] = tampered_handlers(tamper, plan, victim)
         session.programs = tampered_programs(tamper, session.programs, victim)
     kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
-    with deterministic(session.plan.devices):
+
+    def run_both() -> tuple[Trained, dict[str, Any]]:
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         kept.restore(except_kinds=("buffer", "parameter"))
-        if transport_named(session.plan.transport).forks:
-            fields = apart(
-                partial(_compare_with_reference, session, origin, anew, trained), "the one-process reference"
-            )
-        else:
-            fields = _compare_with_reference(session, origin, anew, trained)
+        call = partial(_compare_with_reference, session, origin, anew, trained)
+        forks = transport_named(session.plan.transport).forks
+        return trained, apart(call, "the one-process reference") if forks else call()
+
+    (trained, fields), odd = _exactly(run_both, session.plan, lambda: kept.restore(("buffer", "parameter")))
     fields["equal"] = not fields["difference"] and (fidelity is None or fidelity.equal)
-    result = Verification(**fields, workers=trained.workers, fidelity=fidelity)
+    result = Verification(**fields, workers=trained.workers, fidelity=fidelity, nondeterministic=odd)
     if tamper is not None and not result.difference:
         raise UsageError(
             f"--tamper {tamper} at stage {next(iter(handlers))}",
@@ -220,6 +240,33 @@ def verify_session(
             remedy="Give more --steps, or another way to tamper.",
         )
     return result
+
+
+def _exactly(call: Callable[[], _T], plan: Plan, again: Callable[[], object]) -> tuple[_T, str]:
+    """Call a function with operations in their deterministic form; where one has none, with that one as it comes.
+
+    Args:
+        call: what to call.
+        plan: what it computes by; on the CPU every operation has such a form.
+        again: called before the second call.
+
+    Returns:
+        its result, and the operation that has none; empty if all have one.
+
+    Raises:
+        NondeterministicError: there is one, and the plan asks that there be none.
+    """
+    exact = plan.deterministic or uses_device(plan.devices)
+    try:
+        with deterministic(exact):
+            return call(), ""
+    except NondeterministicError as error:
+        if plan.deterministic:
+            raise
+        odd = error.got
+    again()
+    with deterministic(exact, strict=False):
+        return call(), odd
 
 
 def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool, trained: Trained) -> dict[str, Any]:
@@ -270,7 +317,7 @@ def _reference(
     def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, holder, number), digest(tensors)))
 
-    optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}))
+    optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}), plan.devices)
     while True:
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
@@ -368,10 +415,11 @@ class _ReferenceOptimizers:
     Args:
         job: the job.
         like: the entries of the run's whole optimizer.
+        devices: of the plan.
     """
 
-    def __init__(self, job: Job, like: Mapping[str, Any]) -> None:
-        self._make, self._changed = job.optimizer, changed_entries(like)
+    def __init__(self, job: Job, like: Mapping[str, Any], devices: Sequence[str]) -> None:
+        self._make, self._changed, self._devices = job.optimizer, changed_entries(like), devices
         self._made: dict[int, tuple[OptimizerState, dict[str, torch.nn.Parameter]]] = {}
         #: the first of a run, which trains; the others run ahead for rates
         self._first: tuple[OptimizerState, dict[str, torch.nn.Parameter]] | None = None
@@ -379,6 +427,7 @@ class _ReferenceOptimizers:
     def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The job's optimizer over these parameters."""
         optimizer = self._make(named)
+        choose_alike(optimizer, self._devices)
         kept = OptimizerState(optimizer, named), dict(named)
         self._made[id(optimizer)] = kept
         self._first = self._first or kept
@@ -474,6 +523,6 @@ def _pairs(trained: Trained, reference: ReferenceResult) -> list[tuple[str, Any,
 
 def _is_equal(one: Any, two: Any) -> bool:
     """Whether two final values are equal; NaN equals nothing, so that a run that has diverged is not called equal."""
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):  # each may lie where it was computed
+        return one.dtype == two.dtype and torch.equal(one.cpu(), two.cpu())
     return type(one) is type(two) and bool(one == two)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import webbrowser
@@ -30,6 +31,7 @@ from roundelay.cli.compare_command import compare_command
 from roundelay.cli.doctor_command import doctor, show_version
 from roundelay.cli.job_file import PathResolver, load_job, own_arguments
 from roundelay.cli.output_streams import lost
+from roundelay.cli.own_processes import own_processes, run_processes
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
 from roundelay.cli.signals import SIGNALS
@@ -40,6 +42,7 @@ from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import write_trace
 from roundelay.page.run_page import run_page
+from roundelay.runtime.device_failure import has_failed
 from roundelay.runtime.tamper import ALL_WAYS, check_tamper
 from roundelay.runtime.user_errors import out_of_threads
 from roundelay.schedule_grid import legend, staircase
@@ -74,6 +77,8 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
+    if (count := own_processes(choices, run.plan_file)) > 0:
+        return run_processes(count, sys.argv[1:])
     party, choices = o.joined(choices, run.restarts, planned=run.plan_file is not None or run.resume is not None)
     SIGNALS.join()
     return train_command(job_file, choices, run, party, as_json=as_json)
@@ -157,7 +162,10 @@ def verify_command(
     tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(ALL_WAYS) + ".")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference."""
+    """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference.
+
+    Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared.
+    """
     o.exclusive(steps, epochs)
     o.refuse_launcher("verify")
     check_tamper(tamper)
@@ -177,7 +185,7 @@ def verify_command(
         show_json(verification_json(plan, result))
     else:
         show_verification(plan, result)
-    raise typer.Exit(0 if result.equal else 1)
+    raise typer.Exit(result.exit_code)
 
 
 @app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")
@@ -225,6 +233,9 @@ def main() -> None:
         stderr.print(f"Not all of the result could be written to stdout: {why}. The command itself ended with {code}.")
         code = code or 1
     SIGNALS.leave_to(signal.SIG_DFL)  # an interrupt raised now would only be printed by libraries as they unload
+    if has_failed():  # to unload what uses the device would end the process by a signal
+        sys.stderr.flush()
+        os._exit(code)
     gc.freeze()  # avoids a last garbage collection over everything that torch has traced, which takes seconds
     sys.exit(code)
 

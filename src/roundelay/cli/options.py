@@ -143,6 +143,13 @@ Compile = Annotated[
         "--compile", help="Compile the stages with torch.compile; needs a C++ compiler, and seconds to minutes."
     ),
 ]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic",
+        help="Compute so that the same run gives the same bits on a GPU too; slower. Refused where torch cannot.",
+    ),
+]
 Transport = Annotated[
     str | None,
     typer.Option(
@@ -213,6 +220,7 @@ class CommonChoices:
     loss_scale: LossScale = None
     clip: Clip = None
     ema: Ema = None
+    deterministic: Deterministic = None
     transport: Transport = None
     cuts: Cuts = None
     devices: Devices = None

@@ -29,7 +29,7 @@ from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.schedules import PIPELINE, schedule_named
 
-_ALWAYS = ("rule", "compile", "precision", "clip", "transport", "deadline_s")
+_ALWAYS = ("rule", "compile", "precision", "clip", "deterministic", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
 _LISTED = ("devices", "recompute")
 """Choices that are lists in a plan."""

@@ -83,6 +83,8 @@ def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
         "losses": result.losses,
         "steps": result.steps,
         "difference": result.differences(),
+        "nondeterministic": result.nondeterministic,
+        "proved": result.exit_code == 0,
         "fidelity": None if result.fidelity is None else asdict(result.fidelity) | {"told": str(result.fidelity)},
         "stage": result.stage,
         "rule": plan.rule,
@@ -110,8 +112,12 @@ def show_verification(plan: Plan, result: Verification) -> None:
     stdout.print()
     if result.fidelity is not None:
         stdout.print(str(result.fidelity), markup=False)
+    compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
+    odd = result.nondeterministic
     if not result.difference:
-        compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
-        stdout.print(f"run = reference: bit-equal: {compared}", markup=False)
+        stdout.print(f"run = reference: bit-equal: {compared}{f'; although {odd}' if odd else ''}", markup=False)
+    elif odd:
+        text = f"run = reference: cannot be compared: {odd}. First difference: {result.difference}"
+        stdout.print(text, markup=False)
     else:
         stdout.print(f"run DIFFERENT from reference after {result.steps} steps: {result.difference}", markup=False)

@@ -19,7 +19,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -80,6 +80,18 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def default_generators() -> list[torch.Generator]:
+    """Torch's default generators that code of this thread may draw from: the CPU's, and the current GPU's if in use."""
+    own = torch.cuda.is_initialized()  # not in a process forked from one that uses CUDA, as it cannot
+    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if own else [])]
+
+
+def set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    """Set the state of each generator."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
 @dataclass(frozen=True, slots=True)
 class RngKey:
     """Key of the random numbers of one micro-batch.
@@ -87,13 +99,14 @@ class RngKey:
     Args:
         seed: the run's seed.
         g: global number of the micro-batch.
-        states: None where numbers are keyed. Otherwise operations draw from torch's default generator, as plain PyTorch
-            does, and this holds its state before each, by position: a forward that is run again draws the same numbers.
+        states: None where numbers are keyed. Otherwise operations draw from torch's default generators, as plain
+            PyTorch does, and this holds their states before each, by position: a forward that is run again draws the
+            same numbers.
     """
 
     seed: int
     g: int
-    states: dict[int, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    states: dict[int, list[torch.Tensor]] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def plain(seed: int, g: int) -> RngKey:
@@ -103,15 +116,16 @@ class RngKey:
     def unkeyed(self, position: int, call: Callable[[], Any]) -> Any:
         """Call a random operation on torch's default generator; a repeated call starts from the first one's state."""
         assert self.states is not None
-        before = torch.random.get_rng_state()
+        generators = default_generators()
+        before = [generator.get_state() for generator in generators]
         if position not in self.states:
             self.states[position] = before
             return call()
-        torch.random.set_rng_state(self.states[position])
+        set_states(generators, self.states[position])
         try:
             return call()
         finally:
-            torch.random.set_rng_state(before)
+            set_states(generators, before)
 
     def key(self, position: int) -> int:
         """Seed of the random operation at ``position``: 63 bits."""
@@ -234,5 +248,4 @@ def keyed_call(
                 generator.manual_seed(draw.key(position))
             return operator(*args, **kwargs)
         finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            set_states(generators, before)

@@ -3,6 +3,10 @@
 Export writes the device of its sample into every operation that creates a tensor (``arange``, ``zeros``, ``full``) or
 names a device (``to``), lifts constants on that device, and enters autocast for that device type. A model is captured
 on the CPU; for a stage on another device all of these are rewritten here. The graph on the CPU is not changed.
+
+Where the sample's strides allowed it, export has written ``reshape`` as ``view`` and left out ``contiguous``. Kernels
+of another device may give a result other strides, so there every ``view`` is a ``reshape``: a view where it can be one,
+and else the copy that the person's program makes there.
 """
 
 from __future__ import annotations
@@ -16,6 +20,11 @@ from torch.fx.node import map_aggregate
 from roundelay.frontend.keyed_rng import keyed_call
 
 CPU = torch.device("cpu")
+
+_RESHAPED = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
+}
 
 
 def retarget(piece: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
@@ -47,6 +56,7 @@ def _rewrite(node: torch.fx.Node, device: torch.device) -> None:
         return device if isinstance(value, torch.device) else value
 
     operator: Any = node.target
+    node.target = _RESHAPED.get(operator, operator)
     node.args, node.kwargs = map_aggregate(node.args, retargeted), map_aggregate(node.kwargs, retargeted)
     if operator is torch.ops.higher_order.wrap_with_autocast and torch.amp.is_autocast_available(device.type):
         node.args = (device.type, *node.args[1:])

@@ -16,6 +16,7 @@ from roundelay.frontend.graph_passes import DRAW, run_nodes
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.local_graph import ONLY, Part, take_part
 from roundelay.frontend.loss import LossCall
+from roundelay.frontend.on_device import on_device
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.frontend.remat_segment import RematSegment
 from roundelay.frontend.retarget_device import CPU, retarget
@@ -133,10 +134,11 @@ class StageBuilder:
 
     def _loss_call(self, device: torch.device) -> Callable[..., list[torch.Tensor]]:
         """The loss; if it draws random numbers, as the random operation after the last one of the graph."""
+        loss = on_device(device, self.loss)
         if not self.loss.reads.draws:
-            return lambda *values: self.loss(*values[:-1])
+            return lambda *values: loss(*values[:-1])
         position = sum(op.draws >= 0 for op in self.graph.ops)
-        return lambda *values: keyed_call(self.loss, *values[:-1], draw=values[-1], position=position, on=device)
+        return lambda *values: keyed_call(loss, *values[:-1], draw=values[-1], position=position, on=device)
 
     def _differentiable(self, names: tuple[str, ...]) -> frozenset[str]:
         """Those of the values that want a gradient."""

@@ -20,7 +20,10 @@ import tomli_w
 from roundelay.errors import PlanError, listed
 from roundelay.ir.exchange import Phase, elements_sent
 
-FORMAT = 6
+FORMAT = 7
+
+_SINCE = {7: {"deterministic": False}}
+"""Format to the fields that it has added, with what plans of the format before say by leaving them out."""
 
 REPLICAS = "replicas"
 """The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
@@ -169,6 +172,8 @@ class Plan:
         clip: which gradients are clipped, as :mod:`roundelay.ir.clip` says: ``none``, ``stage:NORM``,
             ``previous:NORM`` or ``global:NORM``.
         ema: decay of the weights' exponential moving average, which is evaluated; 0 for none.
+        deterministic: whether operations must give the same bits whenever they are repeated; one that has no such form
+            on its device ends the run.
         replicas: R, replicas of the pipeline, among which the micro-batches of a batch are dealt out.
         micro_batches: M, micro-batches that each replica has of a full batch.
         mesh: axes over which the tensors of a stage lie, and how many workers each has; empty for one worker.
@@ -202,6 +207,7 @@ class Plan:
     loss_scale: str
     clip: str
     ema: _Number
+    deterministic: bool
     replicas: _Count
     micro_batches: _Count
     mesh: Mapping[str, _Count] = field(hash=False)
@@ -322,6 +328,7 @@ class Plan:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise _unreadable(str(error)) from error
+        _upgrade(table)
         if type(table.get("format")) is not int or table["format"] != FORMAT:
             raise PlanError(
                 "format of the plan",
@@ -343,6 +350,13 @@ class Plan:
             return msgspec.convert(table, Plan)
         except msgspec.ValidationError as error:
             raise _wrong_value(table, str(error)) from error
+
+
+def _upgrade(table: dict[str, Any]) -> None:
+    """Make of a plan of the format before one of this, where all that it leaves out has a value that it had."""
+    added, given = _SINCE.get(FORMAT), table.get("format")
+    if added is not None and type(given) is int and given == FORMAT - 1 and not added.keys() & table.keys():
+        table |= {"format": FORMAT, **added}
 
 
 def itemsize(dtype: str) -> int:

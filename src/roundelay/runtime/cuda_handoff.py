@@ -95,7 +95,9 @@ class StreamEndpoint(Endpoint):
         """A copy from another device; torch copies on that device's current stream, and lets ours wait for it."""
         source = self._sources.get(tensor.device)
         if source is None:
-            source = self._sources[tensor.device] = self._driver.stream(tensor.device)
+            source = self._sources[tensor.device] = self._driver.stream(
+                tensor.device, f"messages to worker {self.worker}"
+            )
         source.wait_event(event)
         with self._driver.using(source):
             copy = tensor.to(self._device.place, non_blocking=True)

@@ -21,12 +21,14 @@ from typing import Any, final
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, RoundelayError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import CPU
+from roundelay.runtime.device_failure import RecentIntegers, device_error
 from roundelay.runtime.handlers import Context, Entry, Handler
 from roundelay.runtime.instruction_log import KEPT_INSTRUCTIONS, Told
+from roundelay.runtime.user_errors import explain_error
 from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 
@@ -48,6 +50,11 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
+def default_devices(transport: str) -> str:
+    """``cuda`` if there is such a device and the transport can carry its tensors, else ``cpu``."""
+    return "cuda" if num_cuda_devices() and not transport_named(transport).forks else CPU
+
+
 def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
     """The device of every worker, from the option ``--devices``.
 
@@ -60,7 +67,7 @@ def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tu
     Raises:
         PlanError: the list is not one per worker, or this host does not have a device.
     """
-    text = devices or ("cuda" if num_cuda_devices() and not transport_named(transport).forks else CPU)
+    text = devices or default_devices(transport)
     names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
     if text == "cuda" and num_cuda_devices():
         names = tuple(f"cuda:{k % num_cuda_devices()}" for k in range(num_workers))
@@ -127,6 +134,10 @@ class Device:
         """Logged instructions with their measured spans, at the run's end; ``dropped`` more came before them."""
         return events
 
+    def explain(self, error: BaseException, where: str, g: int) -> BaseException:
+        """An error of an instruction of micro-batch ``g`` with its place, as a person is told it."""
+        return explain_error(error, where)
+
     def busy_s(self, on_host_s: float) -> float:
         """Seconds computed so far.
 
@@ -146,18 +157,28 @@ class AcceleratorDevice(Device):
     Args:
         place: the device.
         driver: the interface to CUDA.
+        worker: whose; one of that number has the same streams in every run of the process.
+        recent: where the integers of micro-batches are kept, by all devices of the run.
     """
 
-    def __init__(self, place: torch.device, driver: Cuda) -> None:
+    def __init__(
+        self, place: torch.device, driver: Cuda, worker: int = 0, recent: RecentIntegers | None = None
+    ) -> None:
         super().__init__()
-        self.place, self._driver = place, driver
-        self.stream = driver.stream(place)
-        self._copies = driver.stream(place)
+        self.place, self._driver, self._recent = place, driver, recent
+        self.stream = driver.stream(place, f"worker {worker}")
+        self._copies = driver.stream(place, f"copies for worker {worker}")
         self._spans = Spans(driver, self.stream)
 
-    def active(self) -> AbstractContextManager[Any]:
-        """A context whose work goes to the worker's stream; weights are allocated there too."""
-        return self._driver.using(self.stream)
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A context whose work goes to the worker's stream; weights are allocated there too.
+
+        A backward runs in the thread that asks for it: torch's own thread for the device would queue those of workers
+        that share it.
+        """
+        with self._driver.using(self.stream), torch.autograd.set_multithreading_enabled(False):
+            yield
 
     def lane_place(self) -> Place:
         """The device, with the worker's stream."""
@@ -182,6 +203,8 @@ class AcceleratorDevice(Device):
             if dealt is None:
                 break
             (header, values), *others = dealt
+            if self._recent is not None:
+                self._recent.note(header.g, values)
             with self._driver.using(self._copies):
                 copies = {n: self._driver.pinned(v).to(self.place, non_blocking=True) for n, v in values.items()}
             copied = self._driver.event()
@@ -197,6 +220,12 @@ class AcceleratorDevice(Device):
         """The events with spans from CUDA; waits until all work is done."""
         self.stream.synchronize()
         return self._spans.apply(events, dropped)
+
+    def explain(self, error: BaseException, where: str, g: int) -> BaseException:
+        """As on the CPU; for a lack of memory or a failure of the device, what is known of it."""
+        subject = f"{where} on {self.place}"
+        wrong = "" if self._recent is None or isinstance(error, RoundelayError) else self._recent.wrong(g)
+        return device_error(subject, error, wrong) or explain_error(error, where)
 
     def busy_s(self, on_host_s: float) -> float:
         """Seconds of the instructions that are known to have ended, whatever the worker has counted."""
@@ -264,31 +293,11 @@ class Spans:
         return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(events, dropped)]
 
 
-@contextmanager
-def deterministic(devices: tuple[str, ...]) -> Iterator[None]:
-    """A context in which operations on these devices give the same bits whenever they are repeated.
-
-    On the CPU they always do. For CUDA, torch uses deterministic kernels where it has them and warns where it has none;
-    its matrix products need ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment, or warn as well.
-    """
-    if all(name == CPU for name in devices):
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def make_device(name: str) -> Device:
-    """The device of this name, for one worker.
+def make_device(name: str, worker: int = 0, recent: RecentIntegers | None = None) -> Device:
+    """The device of this name, for one worker; see :class:`AcceleratorDevice`.
 
     Raises:
         PlanError: this host does not have it.
     """
     check_devices_exist((name,))
-    return HOST if name == CPU else AcceleratorDevice(torch.device(name), Cuda())
+    return HOST if name == CPU else AcceleratorDevice(torch.device(name), Cuda(), worker, recent)

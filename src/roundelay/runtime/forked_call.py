@@ -54,6 +54,7 @@ def isolated(
     def main() -> None:
         torch.set_num_threads(threads)  # first of all: a forked thread pool would hang
         os.close(reading)
+        _hide_lost_devices()
         if quiet:
             devnull = os.open(os.devnull, os.O_WRONLY)
             for stream in (1, 2):
@@ -75,6 +76,14 @@ def isolated(
     if report.kind == "failed":
         raise error_of(report)
     return report.data["value"]
+
+
+def _hide_lost_devices() -> None:
+    """Let a child of a process that uses CUDA see no GPU: it cannot use one, and torch's optimizers would ask it."""
+    if torch.cuda._is_in_bad_fork():
+        for name, answer in (("is_available", False), ("device_count", 0)):
+            setattr(torch.cuda, name, lambda answer=answer: answer)
+        setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)  # noqa: B010
 
 
 def _result(call: Callable[[], Any], what: str) -> Report:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundelay.errors import InternalError, listed
+from roundelay.frontend.retarget_device import CPU
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,14 +32,16 @@ class GradientBucket:
         dtypes: of the flat tensors.
         names: of the gradients in each of them, in order.
         shapes: of all gradients.
+        place: the device of the stage, where what is counted lies too, as there may be no gradient that tells.
     """
 
     dtypes: tuple[torch.dtype, ...]
     names: tuple[tuple[str, ...], ...]
     shapes: Mapping[str, torch.Size]
+    place: torch.device = CPU
 
     @staticmethod
-    def of(parameters: Iterable[tuple[str, torch.Tensor]]) -> GradientBucket:
+    def of(parameters: Iterable[tuple[str, torch.Tensor]], place: torch.device = CPU) -> GradientBucket:
         """The bucket for the gradients of these parameters, those that keep what follows aligned first."""
         by_dtype: dict[torch.dtype, list[tuple[bool, str, int]]] = {}
         shapes = {}
@@ -56,7 +59,7 @@ class GradientBucket:
                     room = LARGEST
                 names[-1] = (*names[-1], name)
                 room -= num_bytes
-        return GradientBucket(tuple(dtypes), tuple(names), shapes)
+        return GradientBucket(tuple(dtypes), tuple(names), shapes, place)
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ class GradientBucket:
         """
         self._check(sums)
         pieces = [[sums[name].reshape(-1) for name in names] for names in self.names]
-        pieces.append([torch.tensor([count], dtype=torch.float64)])
+        pieces.append([torch.tensor([count], dtype=torch.float64, device=self.place)])
         if room is None:
             return tuple(map(torch.cat, pieces))
         for own, out in zip(pieces, room, strict=True):

@@ -407,8 +407,8 @@ def _value(value: Any) -> Value:
 
 
 def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None:
-    header, loss = _header(run), float(outputs[LOSS])
-    count = float(outputs[COUNT]) if COUNT in outputs else 0.0
+    header, numbers = _header(run), _numbers(outputs)
+    loss, count = numbers[LOSS], numbers.get(COUNT, 0.0)
     if not math.isfinite(loss):
         raise DivergedError(
             f"the loss of stage {context.number}, micro-batch {header.number} (update {header.batch})",
@@ -419,7 +419,7 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
     if COUNT in outputs:
         check_count(loss, count)
     context.losses[header.g] = outputs[LOSS]
-    lacking = context.stage.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
+    lacking = context.stage.lacking(header, numbers[LABELS]) if LABELS in numbers else 0.0
     context.counts[header.g] = count or lacking
     data: dict[str, Any] = {"g": header.number, "loss": loss, "count": count, "header": header.numbers()}
     if context.stage.part:  # the first worker of the mesh reports it
@@ -428,9 +428,19 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
         data["lacking"] = lacking
     if context.scaled:
         data["scale"] = header.loss_scale
-    if metrics := {name.removeprefix(METRIC): value for name, value in outputs.items() if name.startswith(METRIC)}:
-        data["metrics"] = {n: (float(value), float(outputs.get(TERMS + n, 0.0))) for n, value in metrics.items()}
+    if metrics := {name.removeprefix(METRIC): value for name, value in numbers.items() if name.startswith(METRIC)}:
+        data["metrics"] = {n: (value, numbers.get(TERMS + n, 0.0)) for n, value in metrics.items()}
     context.report(Report("loss", context.worker, data))
+
+
+def _numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
+    """What the loss has returned, with its metrics, as numbers; a device is waited for once."""
+    returned = {n: v for n, v in outputs.items() if n in (LOSS, COUNT, LABELS) or n.startswith((METRIC, TERMS))}
+    place = outputs[LOSS].device
+    if place.type == "cpu":
+        return {name: float(value) for name, value in returned.items()}
+    doubles = [value.detach().reshape(()).to(place, torch.float64) for value in returned.values()]
+    return dict(zip(returned, torch.stack(doubles).tolist(), strict=True))
 
 
 def _not_finite(header: MicroBatch, loss: float, updates: int) -> str:

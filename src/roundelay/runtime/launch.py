@@ -27,8 +27,8 @@ def needs_launcher() -> UsageError:
         "transport nccl without a launcher",
         got="one process",
         expected="a process for each device, started by a launcher",
-        remedy="Run `torchrun --nproc-per-node DEVICES -m roundelay train JOB.py --transport nccl`, or choose "
-        "--transport memory: threads of one process, with a stream each.",
+        remedy="`roundelay train JOB.py --transport nccl` starts a process for each device of this host, and torchrun "
+        "on several hosts; or choose --transport memory: threads of one process, with a stream each.",
     )
 
 

@@ -19,6 +19,7 @@ from roundelay.runtime.stage_optimizer import (
     RateTable,
     build_optimizer,
     build_scheduler,
+    choose_alike,
     narrow,
     no_group_empty,
     per_update_scheduler,
@@ -50,6 +51,7 @@ class OptimizerSteps:
         }
         named = [(n, self._weights.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
+        choose_alike(self.optimizer, plan.devices)
         self._leaves_gradients = _leaves_gradients(self.optimizer)  # asked before a scheduler wraps its step
         self._kept_state = OptimizerState(self.optimizer, named)
         narrow(self.optimizer, self._weights, named)

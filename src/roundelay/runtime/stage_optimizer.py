@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from roundelay.errors import JobError
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
 from roundelay.runtime.optimizer_side_effects import ParameterSnapshot
 from roundelay.runtime.optimizer_state import OptimizerState
-from roundelay.runtime.optimizer_wrappers import all_groups, all_states
+from roundelay.runtime.optimizer_wrappers import all_groups, all_optimizers, all_states
 
 
 def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimizer:
@@ -113,6 +113,18 @@ def per_update_scheduler(scheduler: LRScheduler | None, numbers: Sequence[float]
     for number in numbers:
         scheduler.step(number)
     return None
+
+
+def choose_alike(optimizer: torch.optim.Optimizer, devices: Iterable[str]) -> None:
+    """Take torch's choice of an implementation by device away, where stages lie on devices of different kinds.
+
+    torch updates many parameters in one call on a GPU, and one after the other on the CPU and where both are in one
+    optimizer: with other last bits. Without a choice of the person's, here it is one after the other everywhere.
+    """
+    if len({name.partition(":")[0] for name in devices}) > 1:
+        for group in (group for part in all_optimizers(optimizer) for group in part.optimizer.param_groups):
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = False
 
 
 def narrow(optimizer: torch.optim.Optimizer, own: Mapping[str, torch.nn.Parameter], named: Named) -> None:

@@ -310,10 +310,13 @@ class Stage:
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         return {
             exchange.axis: GradientBucket.of(
-                (n, p)
-                for n, p in trained.items()
-                if n not in exchange.unused
-                and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
+                [
+                    (n, p)
+                    for n, p in trained.items()
+                    if n not in exchange.unused
+                    and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
+                ],
+                self.place,
             )
             for exchange in exchanges
             if tuple(map(Phase.parse, exchange.phases)) in ((), all_reduce())

@@ -14,6 +14,7 @@ from roundelay.deferred_signals import DeferredSignals
 from roundelay.runtime.cooperative_pool import CooperativePool
 from roundelay.runtime.cuda_handoff import wrap_for_streams
 from roundelay.runtime.device import HOST, Device, make_device
+from roundelay.runtime.device_failure import RecentIntegers
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
 from roundelay.runtime.worker_messages import Report, Reporter
@@ -47,7 +48,8 @@ def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     size = task.plan.num_workers
-    devices = [make_device(worker.device) for worker in task.plan.workers]
+    recent = RecentIntegers(task.captured.graph)
+    devices = [make_device(worker.device, k, recent) for k, worker in enumerate(task.plan.workers)]
     shared = wrap is unchanged and all(device is HOST for device in devices)
     workers = _pooled(task, size, reports.put) if shared else _separate(task, devices, wrap, reports.put)
     tracker = FailureTracker(size, listen)

@@ -17,6 +17,7 @@ import torch
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, make_device
+from roundelay.runtime.device_failure import RecentIntegers
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
@@ -90,13 +91,15 @@ class _WorkerThread:
         work(self._task, rank, endpoint, self._report, self._device)
 
 
+def _device_of(task: Task, party: ProcessGroup) -> Device:
+    return make_device(task.plan.workers[party.rank].device, party.rank, RecentIntegers(task.captured.graph))
+
+
 def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
     """Run worker 0 in this process and take all reports; see :func:`roundelay.runtime.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(party.size, listen)
-    device = make_device(
-        task.plan.workers[party.rank].device
-    )  # before connecting: else the others would report a lost worker
+    device = _device_of(task, party)  # before connecting: else the others would report a lost worker
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
@@ -172,7 +175,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
-    device = make_device(task.plan.workers[party.rank].device)
+    device = _device_of(task, party)
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)

@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
-from roundelay.errors import JobError, RoundelayError, UserCodeError
+from roundelay.errors import JobError, RoundelayError, RunError, UserCodeError
 from roundelay.frontend.source_lines import INSIDE
+from roundelay.runtime.determinism import nondeterministic
+from roundelay.runtime.device_failure import device_error
 
 
 def explain_error(error: BaseException, where: str) -> BaseException:
@@ -30,9 +32,10 @@ def explain_error(error: BaseException, where: str) -> BaseException:
     return error if isinstance(error, (RoundelayError, MemoryError)) else unexpected(where, error)
 
 
-def unexpected(subject: str, error: BaseException) -> UserCodeError:
+def unexpected(subject: str, error: BaseException) -> RunError:
     """Describe an unexpected exception, with the last line of the user's code in its traceback."""
-    if (known := out_of_threads(subject, error)) is not None:
+    known = out_of_threads(subject, error) or nondeterministic(subject, error) or device_error(subject, error)
+    if known is not None:
         return known
     return UserCodeError(
         subject,

@@ -28,6 +28,7 @@ from roundelay.runtime.batch_reader import read
 from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.device import HOST, Device
+from roundelay.runtime.device_failure import has_failed, keep
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
@@ -39,7 +40,7 @@ from roundelay.runtime.shared_sums import block_of
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.sum_blocks import SumBlocks, planned_sums
-from roundelay.runtime.user_errors import explain_error, out_of_memory, unexpected
+from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
@@ -125,7 +126,12 @@ def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, devic
     """:func:`work` as a generator. If the endpoint blocks, it may be resumed at any time."""
     try:
         with device.active():
-            yield from _Worker(task, worker, endpoint, report, device).run()
+            running = _Worker(task, worker, endpoint, report, device)
+            try:
+                yield from running.run()
+            finally:
+                if has_failed():
+                    keep(running)
         endpoint.close()
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
@@ -270,7 +276,7 @@ class _Worker:
         try:
             header = handler(context, run)
         except BaseException as error:  # also a loader that was cancelled
-            explained = explain_error(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}")
+            explained = self.device.explain(error, f"stage {run.stage}, {opcode} of micro-batch {run.g}", run.g)
             if explained is error:
                 raise
             raise explained from error

@@ -6,6 +6,7 @@ It can be replaced so that the ordering between streams can be tested without a 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -43,13 +44,18 @@ class Stream(Protocol):
         ...
 
 
+@cache
+def _stream(device: torch.device, use: str) -> Stream:
+    stream: Stream = torch.cuda.Stream(device)
+    return stream
+
+
 class Cuda:
     """CUDA, through ``torch.cuda``; tests override it where there is no GPU."""
 
-    def stream(self, device: torch.device) -> Stream:
-        """Create a stream on the device."""
-        stream: Stream = torch.cuda.Stream(device)
-        return stream
+    def stream(self, device: torch.device, use: str) -> Stream:
+        """The stream on the device for one use; the same in every run, as torch keeps memory for each stream."""
+        return _stream(device, use)
 
     def event(self, *, timing: bool = False) -> Event:
         """Create an event."""

@@ -124,7 +124,7 @@ class Place:
 
     def receiving(self) -> AbstractContextManager[Any]:
         """The context in which received tensors are allocated: a stream of its own."""
-        return nullcontext() if self.driver is None else self.driver.using(self.driver.stream(self.device))
+        return nullcontext() if self.driver is None else self.driver.using(self.driver.stream(self.device, "receives"))
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep the memory of received tensors until the worker's stream has used them."""

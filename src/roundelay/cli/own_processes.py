@@ -1,0 +1,143 @@
+"""Starts the workers of a run over nccl as processes of this host, where no launcher has.
+
+Each is this very command, told by its environment which of the processes it is, as a launcher would tell it. They begin
+without CUDA; the first one plans. This process only passes signals on, and ends what is left when one has failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roundelay import env
+from roundelay.api.holder_choices import read_signatures
+from roundelay.api.planning import read_plan
+from roundelay.cli.options import Choices
+from roundelay.errors import UsageError
+from roundelay.runtime.child_process import die_with_parent
+from roundelay.runtime.device import num_cuda_devices
+from roundelay.schedules import PIPELINE
+
+ENTRY = ("-m", "roundelay")
+"""The arguments of Python that run this program."""
+
+AFTER_S, KILL_S = 15.0, 30.0
+"""Seconds after the first failure until the other processes are asked to end, and until they are killed."""
+
+_TICK_S = 0.1
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def own_processes(choices: Choices, plan_file: Path | None) -> int:
+    """How many processes this command must start to run over nccl; 0 if it is one of them, or runs otherwise.
+
+    Raises:
+        UsageError: it would be one process alone.
+    """
+    plan = None if plan_file is None else read_plan(plan_file)
+    transport = choices.transport or (None if plan is None else plan.transport)
+    if transport != "nccl" or env.is_launched():
+        return 0
+    count = plan.num_workers if plan is not None else _wanted(choices)
+    if count < 2:
+        raise UsageError(
+            "transport nccl",
+            got=f"one worker, and {num_cuda_devices()} CUDA devices here",
+            expected="a worker for each of two or more devices",
+            remedy="Leave --transport out: a single worker sends nothing.",
+        )
+    return count
+
+
+def _wanted(choices: Choices) -> int:
+    """The workers that choices ask for: by default as many as there are devices."""
+    here = num_cuda_devices()
+    if choices.layout not in (None, PIPELINE):
+        return choices.micro_batches or here
+    split = choices.tensor_parallel or 1
+    if choices.signatures is not None:
+        split = read_signatures(choices.signatures).size
+    holders = (choices.data_parallel or 1) * split
+    return holders * (choices.workers or max(1, here // holders))
+
+
+def run_processes(count: int, arguments: Sequence[str]) -> int:
+    """Run this program as so many workers; returns the first one's exit code, or else that of one that failed.
+
+    Args:
+        count: how many.
+        arguments: of the command line.
+    """
+    libc, parent, address = ctypes.CDLL(None), os.getpid(), _free_address()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *ENTRY, *arguments],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **_told(rank, count, address)},
+            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on
+            preexec_fn=partial(die_with_parent, parent, libc),
+        )
+        for rank in range(count)
+    ]
+    with _passing_on(processes):
+        _wait(processes)
+    codes = [process.returncode for process in processes]
+    failed = [code for code in codes if code]
+    return _code(codes[0] or (failed[0] if failed else 0))
+
+
+def _told(rank: int, count: int, address: tuple[str, int]) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    host, port = address
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def _free_address() -> tuple[str, int]:
+    """An address of the loopback interface at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+    return host, port
+
+
+@contextmanager
+def _passing_on(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def pass_on(number: int, _: Any) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all have ended; after a failure not for ever: the others notice it and end by themselves."""
+    failed_at, asked = 0.0, False
+    while any(process.poll() is None for process in processes):
+        time.sleep(_TICK_S)
+        if not failed_at and any(process.returncode for process in processes):
+            failed_at = time.monotonic()
+        since = time.monotonic() - failed_at if failed_at else 0.0
+        for process in processes if since > KILL_S or (since > AFTER_S and not asked) else ():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL if since > KILL_S else signal.SIGTERM)
+        asked = asked or since > AFTER_S
+
+
+def _code(returncode: int) -> int:
+    """The exit code that a shell would give: 128 and the signal's number for a process that a signal has ended."""
+    return returncode if returncode >= 0 else 128 - returncode

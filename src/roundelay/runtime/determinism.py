@@ -1,0 +1,100 @@
+"""Computing so that the same bits come whenever it is repeated, and naming the operation with which they cannot.
+
+On the CPU, with one thread, they always come. A GPU's kernels add in any order unless torch is asked for others. Where
+torch has none it raises (``strict``), or warns. Its fused attentions are exact when it raises and not when it warns, so
+after an error they are left out: attention is then computed by matrix products.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from roundelay.errors import NondeterministicError
+from roundelay.lower.validate_plan import CPU
+
+WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""What the environment must say, before CUDA is first used, for its matrix products to be exact: 32 MiB a stream."""
+
+_NONE = re.compile(r"(?P<operation>\S+) does not have a deterministic implementation")
+_CUBLAS = re.compile(r"not deterministic because it uses CuBLAS")
+
+
+def set_workspace() -> None:
+    """Set :data:`WORKSPACE`, unless the environment has it: torch reads it once."""
+    os.environ.setdefault(*WORKSPACE)
+
+
+set_workspace()
+
+
+def uses_device(devices: Sequence[str]) -> bool:
+    """Whether one of these computes otherwise than the CPU does."""
+    return any(name != CPU for name in devices)
+
+
+@contextmanager
+def deterministic(wanted: bool = True, *, strict: bool = True) -> Iterator[None]:
+    """A context in which operations give the same bits whenever they are repeated.
+
+    Args:
+        wanted: False for a context that changes nothing.
+        strict: raise where torch has no such form of an operation; else compute it as it comes.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    of_torch: Any = torch.utils.deterministic
+    benchmark, filled = torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory
+    fused = _fused_attentions()
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory = False, False
+    if not strict:
+        _use_attentions((False,) * len(fused))
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory = benchmark, filled
+        _use_attentions(fused)
+
+
+def _fused_attentions() -> tuple[bool, ...]:
+    backends = torch.backends.cuda
+    return backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
+
+
+def _use_attentions(enabled: Sequence[bool]) -> None:
+    backends = torch.backends.cuda
+    for enable, value in zip(
+        (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp), enabled, strict=True
+    ):
+        enable(value)
+
+
+def nondeterministic(subject: str, error: BaseException) -> NondeterministicError | None:
+    """Describe torch's error for an operation that gives other bits at each call; None if ``error`` is another one."""
+    if not isinstance(error, RuntimeError):
+        return None
+    if _CUBLAS.search(str(error)):
+        return NondeterministicError(
+            subject,
+            got="a matrix product, in a process that used CUDA before Roundelay was imported",
+            expected=f"{'='.join(WORKSPACE)} in the environment, which CUDA reads once",
+            remedy="Set it before Python starts, or import roundelay first.",
+        )
+    found = _NONE.search(str(error))
+    if found is None:
+        return None
+    return NondeterministicError(
+        subject,
+        got=f"{found['operation']}, which gives other bits at each call on this device",
+        expected="operations that torch has in a deterministic form, as `deterministic` asks for",
+        remedy="Leave --deterministic out, or compute it in another way.",
+    )
