@@ -24,6 +24,7 @@ import roundelay
 from roundelay.api import fidelity, fidelity_children, fidelity_precheck
 from roundelay.api.fidelity import Fidelity, compare_with_plain
 from roundelay.api.fidelity_differences import DifferenceChecker, FidelityDifference
+from roundelay.api.fidelity_in_process import move
 from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
@@ -599,14 +600,64 @@ def test_the_check_looks_at_no_more_batches_than_the_run_makes_updates() -> None
     assert "(1 update, " in roundelay.train(one, plan=plan, steps=1).check
 
 
-def test_where_nothing_can_be_forked_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = job(layers())
+def test_where_nothing_can_be_forked_it_is_compared_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of it stays: neither in the model nor in what the loss counts."""
+    calls: list[int] = []
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        calls.append(len(calls))
+        return functional.cross_entropy(outputs, batch[1])
+
+    one = job(Counting(), loss=loss)
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=1)
-    monkeypatch.delattr(os, "fork")
-    assert str(compare_with_plain(one, captured, plan, 0, [], limit_s=1.0)) == (
-        "captured = plain PyTorch: not checked (processes cannot be forked here)"
-    )
+    tensors = [*one.model.parameters(), *one.model.buffers()]
+    before = [(t, t.data_ptr(), t.detach().clone(), t.grad) for t in tensors]
+    counted, state = list(calls), torch.random.get_rng_state()
+    monkeypatch.setattr(fidelity, "isolated", None)
+    monkeypatch.setattr(fidelity, "must_share_process", lambda: True)
+    batches = [(batch, 0) for batch in list(one.batches(0))[:3]]
+    result = compare_with_plain(one, captured, plan, 0, batches, limit_s=1.0)
+    assert result.equal
+    assert result.exact
+    assert (result.updates, result.unchecked) == (3, "")
+    for (tensor, address, value, grad), now in zip(
+        before, [*one.model.parameters(), *one.model.buffers()], strict=True
+    ):
+        assert now is tensor
+        assert (now.data_ptr(), now.grad) == (address, grad)
+        assert torch.equal(now, value)
+    assert calls == counted
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_there_a_difference_is_found_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer_dropped(monkeypatch)
+    monkeypatch.setattr(fidelity, "must_share_process", lambda: True)
+    one = job(Counting())
+    with pytest.raises(FidelityError, match=r"buffer 'seen'"):
+        roundelay.train(one, workers=2, rule="1f1b", micro_batches=1, steps=2)
+    assert not any(buffer.any() for buffer in one.model.buffers())
+
+
+def test_weights_that_share_memory_or_are_kept_elsewhere_move_together() -> None:
+    """Views and buffers in lists are moved with what they are views of."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight.data = self.one.weight.data
+            self.register_buffer("count", torch.zeros(2))
+            self.kept = [self.count, self.one.weight.detach()[1:]]
+
+    model = Model()
+    addresses = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    move(job(model), torch.device("cpu"))
+    assert not addresses & {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *model.kept)}
+    assert model.two.weight.data_ptr() == model.one.weight.data_ptr()
+    assert model.kept[0] is model.count
+    assert model.kept[1].data_ptr() == model.one.weight[1:].data_ptr()
 
 
 def test_a_buffer_that_differs_is_told_with_the_line_that_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_who_lacks_its_device_says_so_before_it_meets_anybody(
 ) -> None:
     """Else the others would tell of a lost worker beside it."""
 
-    def none_here(name: str) -> Device:
+    def none_here(name: str, worker: int) -> Device:
         assert name == f"cuda:{member.rank}"
         raise UsageError("device cuda:7", got="none", expected="one", remedy="Name another.")
 

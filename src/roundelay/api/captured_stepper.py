@@ -47,9 +47,10 @@ class CapturedStepper:
         seed: of the run.
         shared: where plain PyTorch has stored its tensors.
         place: the device of all stages.
+        drawn: by which random operations draw in every micro-batch; by default from torch's default generators.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         job: Job,
         captured: Captured,
@@ -58,7 +59,9 @@ class CapturedStepper:
         seed: int,
         shared: SharedTensors,
         place: torch.device = CPU,
+        drawn: RngKey | None = None,
     ) -> None:
+        self._drawn = drawn
         self._captured, self._plan, self._seed, self._shared, self._place = captured, plan, seed, shared, place
         start = initial(captured, None, None)
         self.stages = [Stage(captured, spec, job, plan, start, place) for spec in stages.stages]
@@ -138,7 +141,7 @@ class CapturedStepper:
         """Forward and backward; returns the last stage's outputs, and torch's generator state after the forward."""
         scale = self._scales.give(header) if self._scaled else 1.0
         torch.manual_seed(seed_of(self._seed, header.g))
-        key = RngKey.plain(self._seed, header.g)
+        key = self._drawn or RngKey.plain(self._seed, header.g)
         outputs: dict[str, Any] = {}
         for stage in self.stages:
             inputs = {name: values[name] for name in stage.function.inputs}

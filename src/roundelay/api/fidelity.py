@@ -9,7 +9,6 @@ was; a job that computes on a GPU is compared there, in this process (:mod:`roun
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from roundelay.api.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
-from roundelay.api.fidelity_in_process import call_in_process, place_of
+from roundelay.api.fidelity_in_process import call_in_process, must_share_process, place_of
 from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import fitted, without_mesh
 from roundelay.api.shared_memory_tensors import SharedTensors
@@ -90,8 +89,6 @@ def unchecked_reason(job: Job, plan: Plan) -> str:
     """Why a job cannot be compared with plain PyTorch in this process; empty if it can."""
     if job.weights is not None:
         return "the model's weights stay in their file, and no process holds all of them"
-    if place_of(plan).type == CPU and not hasattr(os, "fork"):
-        return "processes cannot be forked here"
     return ""
 
 
@@ -129,14 +126,17 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         return Fidelity(unchecked="the loader gives no batch")
     if plan.mesh_size > 1 or plan.states:
         captured = captured.whole or captured
+    place = place_of(plan)
+    in_process = place.type != CPU or must_share_process()
     if plan.mesh_size > 1:
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
-        if difference := _called(check, "the model on its mesh", job, place_of(plan), limit_s):
+        if difference := _called(check, "the model on its mesh", job, place, limit_s, in_process=in_process):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
     if plan.mesh_size > 1 or plan.states:
         plan, stages = without_mesh(captured, plan), None
     evaluates = evaluates and job.evaluate is not None
-    case = FidelityCase(job, captured, plan, seed, tuple(batches), evaluates, place=place_of(plan))
+    trained = tuple(batches)
+    case = FidelityCase(job, captured, plan, seed, trained, evaluates, place=place, in_process=in_process)
     shared = _shared_memory(case)
     try:
         results = _compared(case, shared, fitted(captured, plan) if stages is None else stages, limit_s)
@@ -161,8 +161,11 @@ def _shared_memory(case: FidelityCase) -> SharedTensors:
 def _compared(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s: float) -> Fidelity:
     try:
         results = _both(case, shared, stages, limit_s)
-        if results["difference"] and results["shifted"]:
+        elsewhere = case.place.type != CPU and results["draws"]
+        if results["difference"] and (results["shifted"] or elsewhere):
             note = "the forward draws numbers that nothing reads: compared with the same numbers at every draw"
+            if elsewhere:
+                note = "kernels of the device draw in orders of their own: compared with the same numbers at every draw"
             results = _with_note(_both(replace(case, same_draws=True), shared, stages, limit_s), note)
     except NondeterministicError:
         raise
@@ -179,7 +182,7 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
     """
 
     def called(call: Callable[[], Any], what: str) -> dict[str, Any]:
-        results: dict[str, Any] = _called(call, what, case.job, case.place, limit_s)
+        results: dict[str, Any] = _called(call, what, case.job, case.place, limit_s, in_process=case.in_process)
         return results
 
     plain = called(partial(run_plain, case, shared), PLAIN)
@@ -197,11 +200,13 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
     return results
 
 
-def _called(call: Callable[[], Any], what: str, job: Job, place: torch.device, limit_s: float) -> Any:
-    """Call one side: on the CPU in a forked child; on a device in this process, where no time limit can end it."""
-    if place.type == CPU:
-        return isolated(call, what, limit_s=limit_s)
-    return call_in_process(call, what, job=job, place=place)
+def _called(
+    call: Callable[[], Any], what: str, job: Job, place: torch.device, limit_s: float, *, in_process: bool
+) -> Any:
+    """Call one side: in a forked child, or in this process, where no time limit can end it."""
+    if in_process:
+        return call_in_process(call, what, job=job, place=place)
+    return isolated(call, what, limit_s=limit_s)
 
 
 def _with_note(results: dict[str, Any], note: str) -> dict[str, Any]:

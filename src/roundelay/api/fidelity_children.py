@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
-from typing import Any, final
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundelay.api.captured_stepper import CapturedStepper, Tensors
 from roundelay.api.checkpointing import averages, evaluate, holding_averages, put
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.fidelity_differences import FidelityDifference
+from roundelay.api.fidelity_in_process import move
 from roundelay.api.plain_stepper import Part, PlainStepper, Update, seed_of
+from roundelay.api.same_draws import KEY, same_draws
 from roundelay.api.shared_memory_tensors import SharedTensors
 from roundelay.api.state_gather import Snapshot
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
-from roundelay.frontend.keyed_rng import default_generators
 from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.source_lines import place_of
 from roundelay.ir.clip import Clip
@@ -50,6 +50,7 @@ class FidelityCase:
         evaluates: also compare the results of ``evaluate``.
         same_draws: every random operation draws from the same seed, however many numbers were drawn before.
         place: the device on which both sides train.
+        in_process: both train in the calling process, so that what they change must be put back.
     """
 
     job: Job
@@ -60,6 +61,7 @@ class FidelityCase:
     evaluates: bool
     same_draws: bool = False
     place: torch.device = CPU
+    in_process: bool = False
 
 
 def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
@@ -80,34 +82,20 @@ def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
 
 
 @contextmanager
-def _quiet(case: FidelityCase) -> Iterator[None]:
+def _quiet(case: FidelityCase, *, plain: bool = False) -> Iterator[None]:
     """A context that discards what the user's code prints and warns of: it does so again in the run."""
-    drawing = _SameDraws() if case.same_draws else nullcontext()
+    written_out = plain and case.place != CPU
+    drawing = same_draws(written_out=written_out) if case.same_draws else nullcontext()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()), warnings.catch_warnings(), drawing:
         warnings.simplefilter("ignore")
         yield
 
 
-@final
-class _SameDraws(TorchDispatchMode):
-    """Reseeds torch's default generator before every operation that draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            for generator in default_generators():
-                generator.manual_seed(_SEED)
-        return func(*args, **(kwargs or {}))
-
-
-_SEED = 20_260_101
-
-
 def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
     """Train in plain PyTorch; returns what each update has shown."""
-    with _quiet(case):
+    if case.in_process:
+        move(case.job, case.place)
+    with _quiet(case, plain=True):
         each = case.captured.graph.labels_per_row
         plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each, place=case.place)
         updates = [asdict(plain.update(parts)) for parts in _parts(case, plain=True)]
@@ -120,7 +108,7 @@ def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
             for name, parameter in plain.named:
                 parameter.data = plain.averages.get(name, parameter.data)
         if case.place != CPU:
-            plain.model.to(CPU)  # where a run evaluates
+            move(case.job, CPU)  # where a run evaluates
         return results | _evaluated(case)
 
 
@@ -148,7 +136,8 @@ def run_captured(
         has_counterpart = Clip.parse(plan.clip).by == "global"
         compared = plan if has_counterpart else replace(plan, clip="none")
         with torch.no_grad():
-            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.place)
+            drawn = KEY if case.same_draws and case.place != CPU else None
+            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.place, drawn)
             results = _compare(case, stepper, shared, plain)
     checker = stepper.checker
     return results | {

@@ -2,8 +2,8 @@
 
 It uses nothing that capture has made: a captured job is compared with its results. It changes the user's objects: on
 the CPU it runs in a forked child, on a GPU they are put back afterwards (:mod:`roundelay.api.fidelity_in_process`).
-There the model is moved to the device as a person would move it, and so is what ``inputs`` returns, and the batch that
-the loss gets; tensors that the loss holds follow (:mod:`roundelay.frontend.on_device`).
+There the model has been moved to the device, what ``inputs`` returns is, and so is the batch that the loss gets;
+tensors that model and loss make or hold follow (:mod:`roundelay.frontend.on_device`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roundelay.frontend.keyed_rng import default_generators, set_states
 from roundelay.frontend.label_counts import LabelWatch
 from roundelay.frontend.loss import checked
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.on_device import on_device
+from roundelay.frontend.on_device import autocast_there, on_device
 from roundelay.frontend.precision import autocast
 from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.clip import Clip
@@ -74,7 +74,7 @@ class PlainStepper:
         seed: of the run.
         shared: where tensors are stored.
         labels_per_row: if the loss is a mean over labels, by whose number micro-batches are weighted; else 0.
-        place: the device on which it trains; on another than the CPU, the model is moved there.
+        place: the device on which it trains, where the model is already.
     """
 
     def __init__(
@@ -91,8 +91,6 @@ class PlainStepper:
         self._job, self._plan, self._seed, self._shared = job, plan, seed, shared
         self._on_device = on_device(place, self._loss_of)
         self.model = job.model
-        if place != CPU:
-            self.model.to(place)
         if not self.model.training:  # else submodules may be in eval mode on purpose, as capture keeps them
             self.model.train()
         self.named = list(self.model.named_parameters())
@@ -152,7 +150,8 @@ class PlainStepper:
     def _loss_of(self, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, torch.Tensor | None]:
         """What the loss returns, and its number of labels if they are counted."""
         watching = LabelWatch() if self._labels_per_row else nullcontext()
-        with autocast(self._plan.precision, self._place), watching as watch:
+        there = nullcontext() if self._place == CPU else autocast_there(self._place)
+        with there, autocast(self._plan.precision, self._place), watching as watch:
             value = self._job.loss(self.model(*args, **kwargs), batch)
         return value, None if watch is None else watch.terms_of(without_metrics(value)[0])
 

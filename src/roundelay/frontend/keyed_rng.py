@@ -102,11 +102,13 @@ class RngKey:
         states: None where numbers are keyed. Otherwise operations draw from torch's default generators, as plain
             PyTorch does, and this holds their states before each, by position: a forward that is run again draws the
             same numbers.
+        constant: seed of every operation's numbers; None for a seed of its own.
     """
 
     seed: int
     g: int
     states: dict[int, list[torch.Tensor]] | None = field(default=None, repr=False, compare=False)
+    constant: int | None = None
 
     @staticmethod
     def plain(seed: int, g: int) -> RngKey:
@@ -129,6 +131,8 @@ class RngKey:
 
     def key(self, position: int) -> int:
         """Seed of the random operation at ``position``: 63 bits."""
+        if self.constant is not None:
+            return self.constant
         return _mix(_mix(_mix(self.seed & _MASK) ^ position) ^ self.g) >> 1
 
     def generator(self, position: int, device: torch.device) -> torch.Generator:

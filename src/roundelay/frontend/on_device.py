@@ -8,7 +8,8 @@ once, if the code keeps it. What the code writes into, it finds written: there t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -72,6 +73,21 @@ class OnDevice(TorchFunctionMode):
             self._copies[tensor] = tensor._version, copy
         found: torch.Tensor = copy
         return found
+
+
+@contextmanager
+def autocast_there(place: torch.device) -> Iterator[None]:
+    """A context in which code that lowers the precision for the CPU, where it was written, lowers it for a device."""
+    init = torch.autocast.__init__
+
+    def there(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, place.type if device_type == CPU.type else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = there  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
 def on_device(place: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:

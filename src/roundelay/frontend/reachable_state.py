@@ -229,6 +229,14 @@ class ReachableState:
         return [self.slots[place] for place, items in parts.items() if any(item is wanted for item in items)]
 
 
+def reachable_tensors(roots: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
+    """Every tensor with memory of its own that some objects can reach, parameters and buffers included."""
+    holders: dict[int, Any] = {}
+    for _ in _walk(roots, holders, frozenset()):
+        pass
+    return [holder for holder in holders.values() if isinstance(holder, torch.Tensor)]
+
+
 def same_value(slot: StateSlot, before: Any) -> bool:
     """Whether a slot still holds an earlier value."""
     return same_values(before, slot.holder) if slot.kind == "values" else same(before, slot.read())

@@ -17,7 +17,6 @@ import torch
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, make_device
-from roundelay.runtime.device_failure import RecentIntegers
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
@@ -92,7 +91,7 @@ class _WorkerThread:
 
 
 def _device_of(task: Task, party: ProcessGroup) -> Device:
-    return make_device(task.plan.workers[party.rank].device, party.rank, RecentIntegers(task.captured.graph))
+    return make_device(task.plan.workers[party.rank].device, party.rank)
 
 
 def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
