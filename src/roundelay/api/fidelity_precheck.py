@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import psutil
 
 from roundelay.api.fidelity import Batches, compare_with_plain, unchecked_reason
+from roundelay.api.fidelity_in_process import place_of
 from roundelay.errors import FidelityError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job, Peekable
+from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.loader_probe import first_batches, second_epoch_batch
+from roundelay.transport.cuda import Cuda
 
 FULL, QUICK, OFF = "full", "quick", "off"
 CHECKS = (FULL, QUICK, OFF)
@@ -98,10 +101,16 @@ def _afforded(job: Job, plan: Plan) -> Check:
     seconds = expected_s(plan)
     if seconds > BUDGET_S:
         return Check(QUICK, f"the full one would take some {seconds:.0f} s; --check full does it")
-    needed, free = expected_bytes(job, plan), psutil.virtual_memory().available
+    needed, free = expected_bytes(job, plan), _free_bytes(plan)
     if needed > SHARE * free:
         return Check(QUICK, f"the full one would need some {needed / 1e9:.1f} GB of memory; --check full does it")
     return Check(FULL)
+
+
+def _free_bytes(plan: Plan) -> int:
+    """Free memory of the host, and of the device on which the check is made, whichever is less."""
+    place, host = place_of(plan), int(psutil.virtual_memory().available)
+    return host if place.type == CPU else min(host, Cuda().free_bytes(place))
 
 
 def expected_s(plan: Plan) -> float:

@@ -26,6 +26,7 @@ from roundelay.frontend.loss_reads import observe_loss
 from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.precision import autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
+from roundelay.frontend.recurrent import flatten, weights_of
 from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.sharding import Sharding, own_part, split_range
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
@@ -176,6 +177,15 @@ class Captured:
         """
         builder = self.builder if self.sharding is None else self.sharding.builders[part]
         return builder.stage(spec, device, halved=halved)
+
+    def flatten_recurrent(self, spec: StageSpec, weights: Mapping[str, torch.Tensor]) -> None:
+        """Move the weights of each recurrent layer of a stage on a GPU into one memory; see :mod:`.recurrent`."""
+        exported = self.builder.exported
+        inner = {op.name for segment in spec.segments for op in self.graph.ops[segment.start : segment.stop]}
+        for node in exported.module.graph.nodes:
+            names = [exported.roles[of.name].name for of in weights_of(node) if of.name in exported.roles]
+            if node.name in inner and names and len(names) == len(weights_of(node)):
+                flatten(node, [weights[name] for name in names])
 
     def local(self, name: str, tensor: torch.Tensor, part: int) -> torch.Tensor:
         """What one worker of the mesh axis has of a parameter, or of what has its shape; all of it without a mesh."""

@@ -20,6 +20,7 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from roundelay.errors import CaptureError
+from roundelay.frontend.keyed_rng import keyed_call
 
 aten = torch.ops.aten
 
@@ -113,6 +114,48 @@ def _lowered(x: torch.Tensor) -> torch.dtype | None:
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+_CUDNN = {aten.rnn_relu.input: (0, 1), aten.rnn_tanh.input: (1, 1), aten.lstm.input: (2, 4), aten.gru.input: (3, 3)}
+"""cuDNN's number for each operation, and its gates, whose weights lie in one tensor."""
+
+
+def weights_of(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """The weights of a recurrent operation in a graph, in their order; none if it is another operation."""
+    operator, arguments = _called(node)
+    return tuple(arguments[2]) if operator in _CUDNN else ()
+
+
+def _called(node: torch.fx.Node) -> tuple[Any, Sequence[Any]]:
+    """An operation and its arguments, also if it draws random numbers and is keyed."""
+    return (node.args[0], node.args[1:]) if node.target is keyed_call else (node.target, node.args)
+
+
+def flatten(node: torch.fx.Node, weights: Sequence[torch.Tensor]) -> None:
+    """Move the weights of a recurrent operation on a GPU into one memory, which cuDNN else copies them to at each call.
+
+    As `torch.nn.RNNBase.flatten_parameters` does for a module.
+
+    Args:
+        node: the operation.
+        weights: all of its weights, by :func:`weights_of`; their memory is replaced.
+    """
+    operator, arguments = _called(node)
+    mode, gates = _CUDNN[operator]
+    _, _, _, has_biases, layers, _, _, bidirectional, batch_first = arguments[:ARGUMENTS]
+    entering, repeating = weights[0], weights[1]
+    alike = len({(weight.dtype, weight.device) for weight in weights}) == 1
+    if not alike or len({weight.data_ptr() for weight in weights}) < len(weights):
+        return
+    if not torch.backends.cudnn.is_acceptable(entering):
+        return
+    width = entering.shape[0] // gates
+    projected = repeating.shape[1] if repeating.shape[1] != width else 0
+    each = (4 if has_biases else 2) + bool(projected)
+    with torch.no_grad(), torch.cuda.device_of(entering):
+        torch._cudnn_rnn_flatten_weight(
+            list(weights), each, entering.shape[1], mode, width, projected, layers, batch_first, bidirectional
+        )
 
 
 def _lstm_flops(x: Sequence[int], entering: Sequence[int], repeating: Sequence[int], *_: Any, **__: Any) -> int:

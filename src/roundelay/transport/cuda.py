@@ -62,6 +62,10 @@ class Cuda:
         event: Event = torch.cuda.Event(enable_timing=timing)
         return event
 
+    def free_bytes(self, device: torch.device) -> int:
+        """Bytes of the device that nobody has allocated."""
+        return int(torch.cuda.mem_get_info(device)[0])
+
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Make the stream and its device current for the calling thread."""
         return torch.cuda.stream(stream)
