@@ -90,6 +90,17 @@ OPTIONS = (
         ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
     ),
     Break(
+        "the same bits whenever it is repeated",
+        (
+            Edit(
+                "api/training.py",
+                "exact = deterministic(self.plan.deterministic)",
+                "exact = deterministic(False)",
+            ),
+        ),
+        ("tests/runtime/test_determinism.py::test_a_plan_that_asks_for_such_forms_ends_with_the_operation_s_name",),
+    ),
+    Break(
         "a mesh",
         (
             Edit(

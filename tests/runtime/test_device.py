@@ -11,8 +11,10 @@ import torch
 
 import roundelay
 from roundelay.actor.machine import Run
+from roundelay.api import cuts
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
+from roundelay.runtime import device as of_workers
 from roundelay.runtime import threaded_workers
 from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, resolve_devices
 from roundelay.runtime.handlers import HANDLERS
@@ -175,3 +177,25 @@ def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.
     assert streamed.equal, streamed.difference
     assert driver.pins
     assert {number for _, number in driver.kept} == {0, 2}  # both workers' own streams
+
+
+@pytest.mark.parametrize(
+    ("here", "devices", "transport", "holders", "count"),
+    [
+        (1, None, "memory", 1, 1),
+        (4, None, "memory", 1, 4),
+        (4, None, "memory", 2, 2),
+        (4, None, "memory", 8, 1),
+        (4, "cuda:0,cuda:0", "memory", 1, 2),
+        (4, "cpu", "memory", 1, 2),
+        (4, None, "shm", 1, 2),
+        (0, None, "memory", 1, 2),
+    ],
+)
+def test_there_is_a_worker_for_each_gpu_or_else_two(
+    here: int, devices: str | None, transport: str, holders: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuts, "num_cuda_devices", lambda: here)
+    monkeypatch.setattr(of_workers, "num_cuda_devices", lambda: here)
+    monkeypatch.setattr(cuts.os, "cpu_count", lambda: 16)
+    assert cuts.default_workers(holders, devices, transport) == count

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundelay.errors import JobError
-from roundelay.runtime.stage_optimizer import RateTable, build_optimizer, without_gradients
+from roundelay.runtime.stage_optimizer import RateTable, build_optimizer, choose_alike, without_gradients
 
 
 def table(named: list[tuple[str, torch.nn.Parameter]]) -> RateTable:
@@ -77,3 +77,23 @@ def test_a_stage_s_optimizer_of_the_whole_model_s_parameters_is_refused() -> Non
         build_optimizer(lambda named: torch.optim.SGD(model.parameters(), lr=0.1), copies)
     assert build_optimizer(lambda named: torch.optim.SGD(named, lr=0.1), copies)
     assert build_optimizer(lambda named: torch.optim.SGD(named[:1], lr=0.1), copies)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "chosen"),
+    [
+        (("cpu", "cuda:0"), {}, False),
+        (("cuda:0", "cuda:1"), {}, None),
+        (("cpu", "cpu"), {}, None),
+        (("cpu", "cuda:0"), {"foreach": True}, True),
+        (("cpu", "cuda:0"), {"fused": True}, None),
+    ],
+    ids=str,
+)
+def test_where_stages_lie_on_devices_of_different_kinds_torch_does_not_choose(
+    devices: tuple[str, ...], options: dict[str, Any], chosen: bool | None
+) -> None:
+    """It would update many parameters in one call on the one, and one by one on the other; a person's choice stays."""
+    optimizer = torch.optim.AdamW(parameters(), lr=0.1, **options)
+    choose_alike(optimizer, devices)
+    assert optimizer.param_groups[0]["foreach"] is chosen
