@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped, with the reason, where torch sees none. Not run on one yet."""
+"""What only a GPU can show; skipped, with the reason, where torch sees none. Most of it runs on a stand-in, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 import roundelay
 from roundelay.api.training import Length, Session
@@ -20,7 +23,9 @@ from tests.api.jobs import make, mlp
 JOB = Path(__file__).parent.parent / "cli" / "jobs" / "mlp.py"
 COUNT = torch.cuda.device_count()
 ONE = pytest.mark.skipif(COUNT < 1, reason="torch sees no CUDA device here")
-TWO = pytest.mark.skipif(COUNT < 2, reason=f"NCCL needs a device for each process, and there are {COUNT}")
+TWO = pytest.mark.skipif(
+    COUNT < 2 or not dist.is_nccl_available(), reason=f"NCCL needs a device for each process, and there are {COUNT}"
+)
 
 # a kernel without a deterministic form warns while `verify` runs; it may, what counts is the comparison
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -37,8 +42,10 @@ def test_two_threads_with_a_stream_each_on_one_device_are_the_reference_bit_for_
 
 
 @ONE
-def test_a_stage_on_the_cpu_and_one_on_the_device_are_the_reference_bit_for_bit() -> None:
-    job = make(mlp(), optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, foreach=False))
+@pytest.mark.parametrize("foreach", [False, None])
+def test_a_stage_on_the_cpu_and_one_on_the_device_are_the_reference_bit_for_bit(foreach: bool | None) -> None:
+    """Also where torch chooses how an optimizer updates: it would by the device."""
+    job = make(mlp(), optimizer=lambda named: torch.optim.AdamW(named, lr=0.05, foreach=foreach))
     captured = roundelay.capture(job)
     chosen = roundelay.plan(job, workers=2, captured=captured, devices="cpu,cuda:0")
     result = roundelay.verify(job, plan=chosen, steps=8)
@@ -94,6 +101,71 @@ def test_a_copy_ahead_overlaps_with_the_work_of_the_worker() -> None:
         assert not busy.query()
         fed.close()
     torch.cuda.synchronize()
+
+
+class Attention(nn.Module):
+    """Causal attention over long sequences, of which torch's fused kernels add in any order unless told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place = nn.Embedding(64, 32), nn.Embedding(1024, 32)
+        self.mixed = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.word(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        for layer in self.mixed:
+            q, k, v = layer(hidden).view(x.shape[0], x.shape[1], 3, 4, 8).permute(2, 0, 3, 1, 4)
+            hidden = hidden + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
+                2
+            )
+        return self.head(hidden)
+
+
+def attention() -> roundelay.Job:
+    torch.manual_seed(0)
+    data = [(torch.randint(64, (4, 1024)), torch.randint(64, (4, 1024))) for _ in range(4)]
+    return roundelay.Job(
+        model=Attention(),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten()),
+        batches=lambda epoch: data,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+    )
+
+
+@ONE
+def test_long_attention_is_proved_from_plain_pytorch_on() -> None:
+    result = roundelay.verify(attention(), workers=2, rule="1f1b", steps=3, devices="cuda:0,cuda:0")
+    assert result.exit_code == 0, (result.differences(), result.nondeterministic)
+    assert result.fidelity is not None
+    assert result.fidelity.exact, str(result.fidelity)
+
+
+@ONE
+def test_the_same_training_gives_the_same_bits_twice_if_it_is_asked_to() -> None:
+    weights = []
+    for _ in range(2):
+        job = attention()
+        roundelay.train(job, workers=2, rule="pipeoptim", steps=8, devices="cuda:0,cuda:0", deterministic=True)
+        weights.append([weight.detach().clone() for weight in job.model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*weights, strict=True))
+
+
+@ONE
+def test_a_recurrent_layer_s_weights_need_no_compacting(capfd: pytest.CaptureFixture[str]) -> None:
+    job = make(
+        nn.Sequential(nn.LSTM(6, 8, 2, batch_first=True), First(), nn.Linear(8, 3)),
+        batches=lambda epoch: [(torch.randn(4, 5, 6), torch.randint(3, (4,))) for _ in range(3)],
+    )
+    roundelay.train(job, workers=1, rule="1f1b", steps=3, devices="cuda:0", check="off")
+    assert "contiguous chunk" not in capfd.readouterr().err
+
+
+class First(nn.Module):
+    """The last step of what a recurrent layer returns."""
+
+    def forward(self, both: Any) -> Any:
+        return both[0][:, -1]
 
 
 @TWO
