@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-all test-cuda-build lint verify-table verify-rules programs models options bench growth faults resumes same-bits clean
+.PHONY: help venv train test test-all test-cuda-build lint verify-table verify-rules programs standin first-look models options bench growth faults resumes same-bits clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -51,6 +51,12 @@ verify-table: verify-rules ## Print the tables of equivalences, each line comput
 
 verify-rules: $(DONE) ## The first of these alone; SHORT=--short takes minutes
 	@$(BIN)/python -m tests.equivalence.rules_table $(SHORT)
+
+standin: $(DONE) ## Run every rule, option and model on a stand-in for a GPU, print the table (10 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.standin.table
+
+first-look: $(DONE) ## Rehearse on the CPU what benchmarks/gpu/first_look shows on a GPU (2 minutes)
+	@$(BIN)/python -m benchmarks.gpu.first_look --devices cpu
 
 models: $(DONE) ## Verify networks and library models under each rule on 2 to 4 stages, print the table
 	@$(BIN)/python -m tests.models.table

@@ -29,6 +29,9 @@ KEPT = {
     "tests/cli/test_torchrun.py::test_two_launched_processes_compute_what_one_host_alone_does",
     "tests/cli/test_interrupts.py::test_ctrl_c_in_training_ends_everything",
     "tests/resume/test_kill.py::test_a_run_that_restarts_itself_goes_on_in_mid_flight",
+    "tests/standin/test_rules_on_standin.py::test_rules_options_layouts_and_checkpoints_hold_on_devices",
+    "tests/standin/test_models_on_standin.py::test_models_losses_and_the_tests_for_a_gpu_hold_on_devices",
+    "tests/standin/test_launching_on_standin.py::test_a_process_for_each_device_computes_what_threads_do",
 }
 """Long ones of which one is kept: what users do first, and nothing else tests."""
 

@@ -216,7 +216,8 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, layout="pipeline", predictor=predictor, recompute=(),
         backward=line.backward, compile=False, precision="fp32", loss_scale="none",
-        clip="none", ema=0.0, deterministic=False, replicas=1, micro_batches=parts, mesh={}, parameters={}, outputs={}, states={},
+        clip="none", ema=0.0, deterministic=False, replicas=1, micro_batches=parts,
+        mesh={}, parameters={}, outputs={}, states={},
         transport="memory", deadline_s=1.0, latency_s=0.0,
         bytes_per_s=1e12, read_s=0.0, input_bytes=0, workers=workers, stages=stages, edges=edges, exchanges=(),
     )  # fmt: skip

@@ -48,6 +48,9 @@ def test_its_weights_are_flattened_as_the_module_would(kind: str, monkeypatch: p
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
     (spec,) = fitted(captured, plan).stages
     captured.flatten_recurrent(spec, captured.parameters())
+    assert not seen  # on the CPU
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    captured.flatten_recurrent(spec, captured.parameters())
     ((weights, *sizes),) = seen
     assert [id(weight) for weight in weights] == [id(weight) for weight in cells._flat_weights]
     each = len(weights) // cells.num_layers // (1 + cells.bidirectional)

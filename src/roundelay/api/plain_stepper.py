@@ -34,6 +34,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.runtime.stage_optimizer import choose_alike
 
 Part = tuple[MicroBatch, Batch]
 """A micro-batch: its header and the loader's rows for it."""
@@ -95,6 +96,7 @@ class PlainStepper:
             self.model.train()
         self.named = list(self.model.named_parameters())
         self.optimizer = job.optimizer(list(self.named))
+        choose_alike(self.optimizer, (CPU.type, place.type) if self._shares_memory() else plan.devices)
         self.has_eval_mode = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
         if self.has_eval_mode:  # schedule-free
             self.optimizer.train()  # type: ignore[attr-defined]
@@ -103,6 +105,11 @@ class PlainStepper:
         self._clip, self._scale_rule = Clip.parse(plan.clip), LossScale.parse(plan.loss_scale)
         self._scale = self._scale_rule.first or 1.0
         self.averages = {n: p.detach().clone() for n, p in self.named if plan.ema and p.requires_grad}
+
+    def _shares_memory(self) -> bool:
+        """Whether some parameters share memory, which an update of many in one call would write to at once."""
+        addresses = [parameter.data_ptr() for _, parameter in self.named if parameter.numel()]
+        return len(set(addresses)) < len(addresses)
 
     def update(self, parts: Sequence[Part]) -> Update:
         """Train on one batch, cut into these micro-batches."""

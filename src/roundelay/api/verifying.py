@@ -307,6 +307,8 @@ def _reference(
     captured, plan, job = session.captured, session.plan, session.job
     stages = _reference_stages(session)
     named = _copied(captured, origin, stages)
+    for spec in session.partition.stages:
+        captured.flatten_recurrent(spec, dict(named))
     extent = from_update_0(session.extent) if anew else session.extent
     states = None if anew else session.initial.optimizer
     most = max(len(stage.workers) for stage in plan.stages) // plan.mesh_size

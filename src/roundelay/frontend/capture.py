@@ -179,7 +179,12 @@ class Captured:
         return builder.stage(spec, device, halved=halved)
 
     def flatten_recurrent(self, spec: StageSpec, weights: Mapping[str, torch.Tensor]) -> None:
-        """Move the weights of each recurrent layer of a stage on a GPU into one memory; see :mod:`.recurrent`."""
+        """Move the weights of each recurrent layer of a stage on a GPU into one memory; elsewhere they stay.
+
+        See :func:`roundelay.frontend.recurrent.flatten`.
+        """
+        if not any(weight.is_cuda for weight in weights.values()):
+            return
         exported = self.builder.exported
         inner = {op.name for segment in spec.segments for op in self.graph.ops[segment.start : segment.stop]}
         for node in exported.module.graph.nodes:

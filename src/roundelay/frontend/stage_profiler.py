@@ -75,6 +75,8 @@ def profile(
         _StageOnDevice(captured.stage(spec, device, halved=halved), parameters, spec, device)
         for spec, device in zip(partition.stages, stage_devices, strict=True)
     ]
+    for spec, function in zip(partition.stages, functions, strict=True):
+        captured.flatten_recurrent(spec, function.parameters)
     runs = [_once(captured, functions, micro_batch, mode, halved=halved) for _ in range(repeats + 1)][1:]
     profiles = []
     for k, function in enumerate(functions):

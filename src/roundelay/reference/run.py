@@ -131,7 +131,9 @@ class _Run:
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
         self._result = ReferenceResult()
         averages = setting.ema_at or {}
-        self._averages = {n: averages.get(n, weight).clone() for n, weight in self._trained() if setting.ema}
+        self._averages = {
+            n: averages.get(n, weight).to(weight.device, copy=True) for n, weight in self._trained() if setting.ema
+        }
 
     def micro_batches(self, dealt: Sequence[tuple[MicroBatch, dict[str, Any]]]) -> None:
         """Run forward and backward of a micro-batch of each replica, and the update if they end their batch."""

@@ -79,8 +79,7 @@ class Stage:
             n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), place)
             for n in spec.parameters
         }
-        if place.type == "cuda":
-            captured.flatten_recurrent(spec, self.parameters)
+        captured.flatten_recurrent(spec, self.parameters)
         self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
         flight = initial.flight_of(spec.stage, self.holder)
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
