@@ -11,6 +11,7 @@ come before torch, which looks for CUDA once, while it is imported. From the env
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -272,6 +273,23 @@ def _install() -> None:
     )
     for owner, name, value in others:
         setattr(owner, name, value)
+    os.register_at_fork(after_in_child=_lose)
+
+
+def _lose() -> None:
+    """A process that was forked from one with devices can use none of them."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: initialization error")
+
+    for owner, name, value in (
+        (cuda, "_is_in_bad_fork", lambda: True),
+        (cuda, "is_initialized", lambda: False),
+        (cuda, "is_current_stream_capturing", refuse),
+        (accelerator, "current_stream", refuse),
+    ):
+        setattr(owner, name, value)
+    fail_assertion()
 
 
 _install()
