@@ -10,7 +10,7 @@ from math import ceil
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
@@ -20,7 +20,7 @@ from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import rule_named
-from roundelay.job import Named
+from roundelay.job import Job, Named
 from roundelay.lower.verify_schedule import check_run, norm_read, programs_of
 from roundelay.planner.prove_plan import fired, prove
 from roundelay.runtime import handlers
@@ -231,3 +231,32 @@ def test_a_rule_that_never_flushes_cannot_wait_for_its_batch_s_own_norm(rule: st
     assert rule_named(rule).schedule == "async-1f1b"
     with pytest.raises(PlanError, match=r"clip of the plan: got global:1.*never flushes.*Choose previous:NORM"):
         prove(plan_of(rule, 2, 2, clip="global:1"))
+
+
+class ComplexLayer(nn.Module):
+    """Complex weights between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave, self.head = nn.Linear(6, 8, dtype=torch.complex64), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.wave(x.to(torch.complex64)).abs())
+        return result
+
+
+@pytest.mark.parametrize("clip", ["none", "stage:0.1", "global:0.1"])
+@pytest.mark.parametrize("kind", ["double", "complex"])
+def test_gradients_of_doubles_and_of_complex_numbers_have_a_norm(kind: str, clip: str) -> None:
+    torch.manual_seed(0)
+    doubles = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    dtype = torch.float64 if kind == "double" else torch.float32
+    data = [(torch.randn(8, 6, dtype=dtype), torch.randint(3, (8,))) for _ in range(4)]
+    job = Job(
+        model=doubles if kind == "double" else ComplexLayer(),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs, batch[1]),
+        batches=lambda epoch: data,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    result = roundelay.verify(job, workers=2, rule="1f1b", steps=3, clip=clip)
+    assert result.exit_code == 0, result.differences()

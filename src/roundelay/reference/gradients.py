@@ -12,9 +12,18 @@ from roundelay.ir.loss_scale import MOST, LossScale
 
 
 def norm_of(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the norm of all gradients together: the norm of their norms, in single precision; 0 if there is none."""
-    each = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(each))) if each else 0.0
+    """Return the norm of all gradients together, as :func:`joint_norm`; 0 if there is none."""
+    each = list(gradients)
+    return float(joint_norm(each)) if each else 0.0
+
+
+def joint_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of the norms of gradients: in single precision, or in double precision if some have that."""
+    real = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+    doubles = any(gradient.dtype == torch.float64 for gradient in real)
+    dtype = torch.float64 if doubles else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in real]))
+    return norm
 
 
 def whole_norm(stage_norms: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA
-from roundelay.reference.gradients import ScaleTable, norm_of, whole_norm
+from roundelay.reference.gradients import ScaleTable, joint_norm, norm_of, whole_norm
 from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.replica import Replica, in_order, total_divisor, total_gradients
@@ -378,8 +378,7 @@ class _Run:
         for stage in self._stages:
             own = {name: gradients[name] for name in stage.parameters if name in gradients}
             if own:
-                each = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in own.values()])
-                factor = torch.clamp(clip.norm / (torch.linalg.vector_norm(each) + EPSILON), max=1.0)
+                factor = torch.clamp(clip.norm / (joint_norm(list(own.values())) + EPSILON), max=1.0)
                 result |= {name: gradient * factor for name, gradient in own.items()}
         return result
 

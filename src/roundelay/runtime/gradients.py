@@ -221,7 +221,9 @@ class Gradients:
 
 
 def _norm_of(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all gradients together: the norm of their norms, in single precision."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    """Return the 2-norm of all gradients together: the norm of their norms, in single precision, or that of doubles."""
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    kind = torch.float64 if wide else torch.float32
+    norms = [torch.linalg.vector_norm(torch.view_as_real(g) if g.is_complex() else g, dtype=kind) for g in grads]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
