@@ -59,6 +59,16 @@ def test_as_many_as_a_plan_over_nccl_has_workers(tmp_path: Path, four_devices: N
         assert own.own_processes(Choices(), file) == count
 
 
+def test_a_run_over_nccl_goes_on_in_as_many(tmp_path: Path, four_devices: None) -> None:
+    """Without --transport, from its folder or a checkpoint in it; other numbers may be given."""
+    text = plan_of("1f1b", 3, 2).text().replace('transport = "memory"', 'transport = "nccl"')
+    (tmp_path / "plan.toml").write_text(text)
+    assert own.own_processes(Choices(), None, tmp_path) == 3
+    assert own.own_processes(Choices(), None, tmp_path / "checkpoint") == 3
+    assert own.own_processes(Choices(workers=2), None, tmp_path) == 2
+    assert own.own_processes(Choices(transport="memory"), None, tmp_path) == 0
+
+
 def test_a_single_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "num_cuda_devices", lambda: 1)
     with pytest.raises(UsageError, match=r"one worker, and 1 CUDA devices.*Leave --transport out"):

@@ -68,6 +68,16 @@ def test_then_a_difference_names_the_operation_and_is_no_verdict(monkeypatch: py
     assert result.exit_code == verifying.UNPROVED
 
 
+def test_so_does_a_difference_from_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = roundelay.verify(make(mlp()), workers=2, rule="1f1b", steps=2)
+    differs = verifying.Fidelity(equal=False, difference="the loss in update 1", nondeterministic=NAME)
+    told = dataclasses.replace(result, equal=False, fidelity=differs)
+    assert told.exit_code == verifying.UNPROVED
+    assert str(differs).startswith(f"captured = plain PyTorch: cannot be compared: {NAME}")
+    both = dataclasses.replace(told, difference="stage 1: update 0 differs")
+    assert both.exit_code == verifying.DIFFERENT
+
+
 def test_a_plan_that_asks_for_such_forms_ends_with_the_operation_s_name() -> None:
     job = make(mlp(), loss=by_chance)
     with pytest.raises(NondeterministicError, match=NAME):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -25,6 +25,8 @@ from roundelay.checkpoint.stored_files import remove_updates, write_state
 from roundelay.errors import JobError, RunError, UserCodeError
 from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
+from roundelay.frontend.on_device import OnDevice
+from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EVALUATED, Plan
 from roundelay.ir.stage import Partition
@@ -329,7 +331,9 @@ def evaluate(job: Job, model: torch.nn.Module, updates: int, epoch: int) -> tupl
     """
     reason = None
     try:
-        with DEFAULT_GENERATOR_LOCK, MODEL_LOCK, evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        here = OnDevice(CPU) if torch.cuda.is_initialized() else nullcontext()  # what a loss has left on a device
+        fork = torch.random.fork_rng(devices=[])
+        with DEFAULT_GENERATOR_LOCK, MODEL_LOCK, evaluating(model), torch.no_grad(), fork, here:
             assert job.evaluate is not None
             try:
                 returned: Mapping[str, float] | None = job.evaluate(model)  # None from a function that only prints

@@ -105,8 +105,9 @@ def default_workers(holders: int = 1, devices: str | None = None, transport: str
         transport: of the plan.
     """
     named = default_devices(transport) if devices is None else devices
-    on_cpus = min(2, os.cpu_count() or 1)
-    count = len(named.split(",")) if "," in named else on_cpus if named == CPU else num_cuda_devices()
+    if named == CPU:
+        return max(1, min(2, (os.cpu_count() or 1) // holders))
+    count = num_cuda_devices() if named == "cuda" else len(named.split(","))
     return max(1, count // holders)
 
 

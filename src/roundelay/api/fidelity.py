@@ -55,6 +55,8 @@ class Fidelity:
         operator: if bits differ within rounding, the operation nearest the loss at which they do.
         notes: what was computed differently from a run, or was not compared.
         unchecked: why nothing could be compared; empty if it was.
+        nondeterministic: an operation that gives other bits at each call on the device, so that a difference proves
+            nothing; empty if there is none.
         seconds: time that the comparison took.
     """
 
@@ -69,11 +71,15 @@ class Fidelity:
     operator: str = ""
     notes: tuple[str, ...] = ()
     unchecked: str = ""
+    nondeterministic: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
         if self.unchecked:
             return f"captured = plain PyTorch: not checked ({self.unchecked})"
+        if not self.equal and self.nondeterministic:
+            first = f"First difference: {self.difference}"
+            return f"captured = plain PyTorch: cannot be compared: {self.nondeterministic}. {first}"
         if not self.equal:
             return f"captured DIFFERS from plain PyTorch: {self.difference}"
         how = "bit-equal" if self.exact else "equal but for rounding"
@@ -81,6 +87,7 @@ class Fidelity:
             how += f", from {self.operator} on"
         others = "".join(f", {part}" for part in self.parts if part not in ("losses", "gradients"))
         notes = "".join(f"; {note}" for note in self.notes)
+        notes += f"; although {self.nondeterministic}" if self.nondeterministic else ""
         what = f"{counted(self.updates, 'update')}, {counted(self.gradients, 'gradient')}{others}"
         return f"captured = plain PyTorch ({what}: {how}{notes})"
 
@@ -237,5 +244,7 @@ def _left_out(plan: Plan, results: Mapping[str, Any]) -> Iterator[str]:
         yield f"clipping by {clip.by} has no counterpart, and is not compared"
     if plan.compile and results["draws"]:
         yield "compiled stages draw by key, so they were compared without being compiled"
+    if failed := results.get("evaluate_failed"):
+        yield f"evaluate is not compared, as it fails on both sides: {failed}"
     if results["counts"]:
         yield "gradients of the loss's sum are divided by the number of terms"

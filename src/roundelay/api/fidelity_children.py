@@ -209,7 +209,7 @@ def _evaluation(case: FidelityCase, final: Snapshot, plain: Mapping[str, Any]) -
         own = _evaluated(case)
     result = {"difference": "", "kind": "", "evaluated": False}
     if "failed" in plain and "failed" in own:
-        return result
+        return result | {"evaluate_failed": own["failed"]}
     for side, side_name in ((own, "the captured job"), (plain, "plain PyTorch")):
         if "failed" in side:
             raise FidelityDifference("evaluate", f"evaluate fails with {side_name} only: {side['failed']}")

@@ -26,7 +26,7 @@ from roundelay.frontend.keyed_rng import default_generators, set_states
 from roundelay.frontend.label_counts import LabelWatch
 from roundelay.frontend.loss import checked
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.on_device import autocast_there, on_device
+from roundelay.frontend.on_device import OnDevice, on_device
 from roundelay.frontend.precision import autocast
 from roundelay.frontend.retarget_device import CPU
 from roundelay.ir.clip import Clip
@@ -149,7 +149,8 @@ class PlainStepper:
             labels = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
             weight = labels
         if weight:  # a micro-batch without labels has no mean, and adds nothing
-            (loss * (self._scale * weight)).backward()
+            with nullcontext() if self._place == CPU else OnDevice(self._place):
+                (loss * (self._scale * weight)).backward()
         update.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
         update.metrics.append(metric_numbers(without_metrics(value)[1]))
         return labels
@@ -157,8 +158,7 @@ class PlainStepper:
     def _loss_of(self, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, torch.Tensor | None]:
         """What the loss returns, and its number of labels if they are counted."""
         watching = LabelWatch() if self._labels_per_row else nullcontext()
-        there = nullcontext() if self._place == CPU else autocast_there(self._place)
-        with there, autocast(self._plan.precision, self._place), watching as watch:
+        with autocast(self._plan.precision, self._place), watching as watch:
             value = self._job.loss(self.model(*args, **kwargs), batch)
         return value, None if watch is None else watch.terms_of(without_metrics(value)[0])
 

@@ -105,10 +105,12 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """0 if all is proved; :data:`DIFFERENT`, or :data:`UNPROVED` where something could not be compared."""
-        unchecked = self.fidelity is not None and self.fidelity.unchecked
+        fidelity = self.fidelity or Fidelity()
         if self.equal:
-            return UNPROVED if unchecked else 0
-        return UNPROVED if self.nondeterministic and (self.fidelity is None or self.fidelity.equal) else DIFFERENT
+            return UNPROVED if fidelity.unchecked else 0
+        of_captured = not fidelity.equal and not fidelity.nondeterministic
+        of_run = bool(self.difference) and not self.nondeterministic
+        return DIFFERENT if of_captured or of_run else UNPROVED
 
     def differences(self) -> str:
         """The first difference: of the captured job from plain PyTorch, else of the run from its reference."""
@@ -186,7 +188,7 @@ def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: 
         batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
         compare = partial(compare_with_plain, job, captured, plan, seed, batches, evaluates=True)
         fidelity, odd = _exactly(partial(compare, limit_s=plan.deadline_s), plan, lambda: None)
-    fidelity = replace(fidelity, notes=(*fidelity.notes, odd)) if odd else fidelity
+    fidelity = replace(fidelity, nondeterministic=odd)
     note = "from the model's own start, not from the checkpoint"
     return replace(fidelity, notes=(*fidelity.notes, note)) if resumed else fidelity
 

@@ -24,7 +24,7 @@ from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_summary import ends_of, gaps_between
 from roundelay.api.training import Session
-from roundelay.api.verifying import check_fidelity, length_or_default, verify_session
+from roundelay.api.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
 from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
 from roundelay.cli.compare_command import compare_command
@@ -38,7 +38,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.table_command import table_command
 from roundelay.cli.train_command import train_command
-from roundelay.errors import InternalError, RoundelayError, UsageError
+from roundelay.errors import InternalError, NondeterministicError, RoundelayError, UsageError
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import write_trace
 from roundelay.page.run_page import run_page
@@ -77,7 +77,7 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    if (count := own_processes(choices, run.plan_file)) > 0:
+    if (count := own_processes(choices, run.plan_file, run.resume)) > 0:
         return run_processes(count, sys.argv[1:])
     party, choices = o.joined(choices, run.restarts, planned=run.plan_file is not None or run.resume is not None)
     SIGNALS.join()
@@ -168,6 +168,7 @@ def verify_command(
     """
     o.exclusive(steps, epochs)
     o.refuse_launcher("verify")
+    o.refuse_nccl("verify", choices.transport)
     check_tamper(tamper)
     paths = PathResolver()
     job = load_job(job_file, seed)
@@ -180,7 +181,11 @@ def verify_command(
     announce("Training distributed, then in one process ...", as_json)
     start = None if resume is None else load_checkpoint(resume, captured)
     session = Session(job, captured, plan, seed, length, start)
-    result = verify_session(session, tamper, first=first, fidelity=fidelity)
+    try:
+        result = verify_session(session, tamper, first=first, fidelity=fidelity)
+    except NondeterministicError as error:  # only where the plan asks for none
+        error.exit_code = UNPROVED
+        raise
     if as_json:
         show_json(verification_json(plan, result))
     else:

@@ -407,6 +407,21 @@ def exclusive(steps: int | None, epochs: int | None) -> None:
         raise UsageError("--steps and --epochs", got="both", expected="one of them", remedy="Leave one of them out.")
 
 
+def refuse_nccl(command: str, transport: str | None) -> None:
+    """Refuse a command that runs in one process over nccl.
+
+    Raises:
+        UsageError: the transport is nccl.
+    """
+    if transport == "nccl":
+        raise UsageError(
+            f"`roundelay {command}` over nccl",
+            got="one process",
+            expected="a transport between threads: nccl carries tensors between processes that `train` starts",
+            remedy="Leave --transport out: the same plan computes the same bits over memory.",
+        )
+
+
 def refuse_launcher(command: str) -> None:
     """Refuse a command under a launcher, where several processes would do the same.
 

@@ -23,6 +23,7 @@ from roundelay import env
 from roundelay.api.holder_choices import read_signatures
 from roundelay.api.planning import read_plan
 from roundelay.cli.options import Choices
+from roundelay.cli.plan_from_options import plan_files
 from roundelay.errors import UsageError
 from roundelay.runtime.child_process import die_with_parent
 from roundelay.runtime.device import num_cuda_devices
@@ -34,21 +35,31 @@ ENTRY = ("-m", "roundelay")
 AFTER_S, KILL_S = 15.0, 30.0
 """Seconds after the first failure until the other processes are asked to end, and until they are killed."""
 
+_QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables of the processes, unless they are set: torch's own traces would stand around what the first one tells."""
+
 _TICK_S = 0.1
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def own_processes(choices: Choices, plan_file: Path | None) -> int:
+def own_processes(choices: Choices, plan_file: Path | None, resume: Path | None = None) -> int:
     """How many processes this command must start to run over nccl; 0 if it is one of them, or runs otherwise.
+
+    Args:
+        choices: of the command line.
+        plan_file: the plan to run, if one is given.
+        resume: the run that is continued, if one is: its plan is kept unless a choice differs.
 
     Raises:
         UsageError: it would be one process alone.
     """
-    plan = None if plan_file is None else read_plan(plan_file)
+    files = [plan_file] if plan_file is not None else [] if resume is None else plan_files(resume)
+    plan = read_plan(files[0]) if files else None
     transport = choices.transport or (None if plan is None else plan.transport)
     if transport != "nccl" or env.is_launched():
         return 0
-    count = plan.num_workers if plan is not None else _wanted(choices)
+    kept = plan is not None and not _sizes(choices)
+    count = plan.num_workers if plan is not None and kept else _wanted(choices)
     if count < 2:
         raise UsageError(
             "transport nccl",
@@ -57,6 +68,11 @@ def own_processes(choices: Choices, plan_file: Path | None) -> int:
             remedy="Leave --transport out: a single worker sends nothing.",
         )
     return count
+
+
+def _sizes(choices: Choices) -> set[str]:
+    """Choices that say how many workers there are."""
+    return choices.given().keys() & {"workers", "data_parallel", "tensor_parallel", "signatures", "layout"}
 
 
 def _wanted(choices: Choices) -> int:
@@ -82,7 +98,7 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
     processes = [
         subprocess.Popen(
             [sys.executable, *ENTRY, *arguments],
-            env={"OMP_NUM_THREADS": "1", **os.environ, **_told(rank, count, address)},
+            env={**_QUIET, **os.environ, **_told(rank, count, address)},
             start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on
             preexec_fn=partial(die_with_parent, parent, libc),
         )

@@ -172,7 +172,7 @@ def _existing_plan(model: str, choices: Choices, source: PlanSource, resumed: Pl
 
 def _plan_of(resume: Path, model: str) -> Plan | None:
     """The plan of the run that is continued, if it is for this model."""
-    return next((plan for plan in map(read_plan, _plan_files(resume)) if plan.model == model), None)
+    return next((plan for plan in map(read_plan, plan_files(resume)) if plan.model == model), None)
 
 
 def _deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
@@ -185,11 +185,11 @@ def _deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
     if source.plan_file is not None:
         files = [source.plan_file] if leads or source.plan_file.is_file() else []
     else:
-        files = [] if source.resume is None else _plan_files(source.resume)
+        files = [] if source.resume is None else plan_files(source.resume)
     return read_plan(files[0]).deadline_s if files else DEADLINE_S
 
 
-def _plan_files(resume: Path) -> list[Path]:
+def plan_files(resume: Path) -> list[Path]:
     """Plan files of the run that is continued: in the run folder, or in the parent folder of a checkpoint."""
     return [file for file in (resume / "plan.toml", resume.parent / "plan.toml") if file.is_file()]
 

@@ -3,13 +3,17 @@
 A job stays on the CPU, so its loss makes targets, masks and indices there (``torch.arange(n)``), and holds class
 weights there. On a stage's device all of these are wanted where its values are. So under :class:`OnDevice` a tensor is
 made on the device unless the code names another, and a tensor of the CPU that meets one of the device is copied there:
-once, if the code keeps it. What the code writes into, it finds written: there the others are copied to the CPU.
+once, if the code keeps it (writes through `.data` are not seen). What the code writes into, it finds written: there the
+others are copied to the CPU. A precision that it lowers, or does not lower, for the CPU is that of the device.
+
+With the CPU as the place, tensors that a loss has left on a device come back to it: `evaluate` computes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -39,8 +43,18 @@ class OnDevice(TorchFunctionMode):
     def __init__(self, place: torch.device) -> None:
         super().__init__()
         self._place = place
-        #: tensor of the CPU to its version and its copy, while it lives
+        #: tensor of elsewhere to its version and its copy, while it lives
         self._copies: Any = WeakIdKeyDictionary()
+
+    def __enter__(self) -> OnDevice:
+        _redirect_autocast()
+        _entered().append(self._place.type)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _entered().pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,19 +65,20 @@ class OnDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _TO_NUMPY and args[0].device == self._place:
             return func(args[0].detach().cpu() if args[0].requires_grad else args[0].cpu(), *args[1:], **kwargs)
-        if func not in _CROSSING and _are_mixed(args, kwargs, self._place):
+        if func not in _CROSSING and _are_mixed(args, kwargs):
             return self._together(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _together(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of tensors of two devices with all of them on one."""
         written = kwargs.get("out", args[0] if args and _writes(func) else None)
-        if isinstance(written, torch.Tensor) and written.device == CPU:
-            return func(*_mapped(args, torch.Tensor.cpu), **_mapped(kwargs, torch.Tensor.cpu))
+        if isinstance(written, torch.Tensor) and written.device != self._place:
+            there = partial(torch.Tensor.to, device=written.device)
+            return func(*_mapped(args, there), **_mapped(kwargs, there))
         return func(*_mapped(args, self._here), **_mapped(kwargs, self._here))
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device != CPU:
+        if tensor.device == self._place:
             return tensor
         if tensor.requires_grad:  # a copy that gradients flow through is of this call
             return tensor.to(self._place)
@@ -73,21 +88,6 @@ class OnDevice(TorchFunctionMode):
             self._copies[tensor] = tensor._version, copy
         found: torch.Tensor = copy
         return found
-
-
-@contextmanager
-def autocast_there(place: torch.device) -> Iterator[None]:
-    """A context in which code that lowers the precision for the CPU, where it was written, lowers it for a device."""
-    init = torch.autocast.__init__
-
-    def there(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, place.type if device_type == CPU.type else device_type, *args, **kwargs)
-
-    torch.autocast.__init__ = there  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
 def on_device(place: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,16 +103,39 @@ def on_device(place: torch.device, call: Callable[..., Any]) -> Callable[..., An
     return called
 
 
+_OF_THREAD = threading.local()
+
+
+def _entered() -> list[str]:
+    """The types of the devices whose contexts this thread is in, the innermost last."""
+    if not hasattr(_OF_THREAD, "types"):
+        _OF_THREAD.types = []
+    types: list[str] = _OF_THREAD.types
+    return types
+
+
+@cache
+def _redirect_autocast() -> None:
+    """Let torch's autocast for the CPU be one for the device, within a context; once for the process."""
+    init = torch.autocast.__init__
+
+    def there(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        entered = _entered()
+        init(self, entered[-1] if entered and device_type == CPU.type else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = there  # type: ignore[method-assign]
+
+
 def _writes(func: Any) -> bool:
     """Whether a function writes into its first argument: ``add_``, ``__iadd__``, ``__setitem__``."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
-def _are_mixed(args: Any, kwargs: Any, place: torch.device) -> bool:
-    """Whether there are tensors of the CPU and of the device among the arguments."""
+def _are_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether there are tensors of the CPU and of a device among the arguments."""
     devices = {tensor.device for tensor in _tensors((args, kwargs))}
-    return CPU in devices and place in devices
+    return CPU in devices and len(devices) > 1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ received. Strides and alignment decide which kernel runs, and so the last bits: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class Segment:
         mutated: names of buffers that a forward changes.
         halves: the same call for a backward in two halves; None for a backward that is not split.
         casts: whether autocast casts weights to a lower precision.
+        around: gives the context in which its backward runs.
     """
 
     spec: SegmentSpec
@@ -110,6 +111,7 @@ class Segment:
     mutated: frozenset[str]
     halves: SplitSegment | None = None
     casts: bool = False
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(
         self,
@@ -199,15 +201,16 @@ class Segment:
         if not roots or not leaves:
             return {}, {}
         # what torch.autograd.grad calls, without its checks, which cost as much as the backward of a small layer
-        grads: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots),
-            tuple(grads_in),
-            False,  # keep_graph
-            False,  # create_graph
-            leaves,
-            True,  # allow_unreachable
-            accumulate_grad=False,
-        )
+        with self.around():
+            grads: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
+                tuple(roots),
+                tuple(grads_in),
+                False,  # keep_graph
+                False,  # create_graph
+                leaves,
+                True,  # allow_unreachable
+                accumulate_grad=False,
+            )
         first, second = len(tape.inputs), len(tape.inputs) + len(parameters)
         for one, grad in zip(tape.pending, grads[second:], strict=True):
             one.edge, one.grad_output = None, grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from roundelay.frontend.graph_passes import DRAW, run_nodes
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.local_graph import ONLY, Part, take_part
 from roundelay.frontend.loss import LossCall
-from roundelay.frontend.on_device import on_device
+from roundelay.frontend.on_device import OnDevice, on_device
 from roundelay.frontend.precision import FULL, autocast
 from roundelay.frontend.remat_segment import RematSegment
 from roundelay.frontend.retarget_device import CPU, retarget
@@ -130,7 +131,9 @@ class StageBuilder:
         counts = (COUNT,) if self.graph.loss_counts else (LABELS,) if self.graph.labels_per_row else ()
         part = SegmentSpec(end, end, (), (), spec.loss_reads, (LOSS, *counts, *self.graph.metrics))
         call = self._lowered(self._loss_call(device), device)
-        return Segment(part, call, frozenset(), self._differentiable(spec.loss_reads), frozenset())
+        mode = None if device == CPU else OnDevice(device)  # of functions with a backward of their own, and of hooks
+        around = nullcontext if mode is None else lambda: mode
+        return Segment(part, call, frozenset(), self._differentiable(spec.loss_reads), frozenset(), around=around)
 
     def _loss_call(self, device: torch.device) -> Callable[..., list[torch.Tensor]]:
         """The loss; if it draws random numbers, as the random operation after the last one of the graph."""

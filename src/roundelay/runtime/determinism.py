@@ -94,7 +94,7 @@ def nondeterministic(subject: str, error: BaseException) -> NondeterministicErro
         return None
     return NondeterministicError(
         subject,
-        got=f"{found['operation']}, which gives other bits at each call on this device",
+        got=f"{found['operation']}, which gives other bits at each call here",
         expected="operations that torch has in a deterministic form, as `deterministic` asks for",
         remedy="Leave --deterministic out, or compute it in another way.",
     )

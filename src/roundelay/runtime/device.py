@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 
 from roundelay.actor.machine import Run
-from roundelay.errors import PlanError, RoundelayError
+from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import CPU
@@ -224,7 +224,8 @@ class AcceleratorDevice(Device):
     def explain(self, error: BaseException, where: str, g: int) -> BaseException:
         """As on the CPU; for a lack of memory or a failure of the device, what is known of it."""
         subject = f"{where} on {self.place}"
-        wrong = "" if self._recent is None or isinstance(error, RoundelayError) else self._recent.wrong(g)
+        asserted = self._recent is not None and isinstance(error, torch.AcceleratorError)
+        wrong = self._recent.wrong(g) if asserted else ""  # type: ignore[union-attr]
         return device_error(subject, error, wrong) or explain_error(error, where)
 
     def busy_s(self, on_host_s: float) -> float:

@@ -104,7 +104,7 @@ class RecentIntegers:
 
     def wrong(self, g: int) -> str:
         """What is wrong with the integers of a micro-batch, as far as their ranges tell; empty if it is not known."""
-        values = next((values for number, values in self._kept if number == g), {})
+        values = next((values for number, values in list(self._kept) if number == g), {})  # others may append
         ranges = {name: (int(value.min()), int(value.max())) for name, value in values.items()}
         told = ", ".join(f"{_field(name)} has integers from {low} to {high}" for name, (low, high) in ranges.items())
         if any(name.startswith(BATCH) and self._is_odd(*both) for name, both in ranges.items()):

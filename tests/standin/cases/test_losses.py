@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roundelay
+from roundelay.api.training import Length, Session
 from roundelay.job import Job
 from tests.zoo import ZOO
 from tests.zoo.dense import CLASSES
@@ -83,7 +87,38 @@ class Hits:
         return {"loss": functional.cross_entropy(outputs, batch[-1]), "first": share[0], "most": share.max()}
 
 
+class Weighted(torch.autograd.Function):
+    """A backward of one's own, with a tensor that the forward was given and one that it makes."""
+
+    @staticmethod
+    def forward(context: Any, outputs: Tensor, weights: Tensor) -> Tensor:
+        """The outputs."""
+        context.save_for_backward(weights)
+        return outputs * 1.0
+
+    @staticmethod
+    def backward(context: Any, *grads: Any) -> Any:
+        """The gradient, weighted."""
+        (weights,) = context.saved_tensors
+        return grads[0] * weights * torch.full((CLASSES,), 0.5), None
+
+
+def backward_of_its_own(outputs: Tensor, batch: Batch) -> Tensor:
+    """A function with a backward of its own, and a hook that has one as well."""
+    outputs.register_hook(lambda gradient: gradient * WEIGHTS)
+    return functional.cross_entropy(Weighted.apply(outputs, WEIGHTS), batch[-1])
+
+
+def full_precision(outputs: Tensor, batch: Batch) -> Tensor:
+    """A part that stays in single precision, as is said for the CPU, where the program was written."""
+    with torch.autocast("cpu", enabled=False):
+        scores = outputs.float() @ torch.linspace(0.0, 1.0, CLASSES * CLASSES).view(CLASSES, CLASSES)
+    return functional.cross_entropy(scores, batch[-1])
+
+
 LOSSES: dict[str, Callable[[], Loss]] = {
+    "a backward of its own": lambda: backward_of_its_own,
+    "full precision": lambda: full_precision,
     "arange targets": lambda: arange_targets,
     "arange on the device of the outputs": lambda: made_on_the_outputs_device,
     "global class weights": lambda: global_class_weights,
@@ -112,7 +147,48 @@ def job_of(name: str) -> Job:
 @pytest.mark.parametrize("name", LOSSES)
 def test_it_is_plain_pytorch_and_its_reference(name: str) -> None:
     rule = ("1f1b", "pipeoptim")[list(LOSSES).index(name) % 2]
-    found = roundelay.verify(job_of(name), workers=2, rule=rule, steps=3, cuts="equal", devices="cuda:0,cuda:0")
+    chosen = {"precision": "bf16"} if name == "full precision" else {}
+    found = roundelay.verify(
+        job_of(name), workers=2, rule=rule, steps=3, cuts="equal", devices="cuda:0,cuda:0", **chosen
+    )
     assert found.equal, found.differences()
     assert found.fidelity is not None
-    assert found.fidelity.equal
+    assert found.fidelity.exact, str(found.fidelity)
+
+
+@pytest.mark.parametrize(
+    "name", ["arange targets", "class weights of a module", "sum and count", "metrics of an object"]
+)
+def test_the_host_waits_for_a_device_once_for_each_micro_batch(name: str) -> None:
+    """Metrics included: a longer run's waits less a shorter's."""
+    stand_in = sys.modules.get("tests.standin.device")
+    if stand_in is None:
+        pytest.skip("only the stand-in counts")
+    job, counts = job_of(name), []
+    captured = roundelay.capture(job)
+    endless = replace(job, batches=lambda epoch: itertools.cycle(job.batches(0)))
+    plan = roundelay.plan(job, captured=captured, workers=2, rule="1f1b", micro_batches=2, devices="cuda:0,cuda:0")
+    for steps in (4, 9):
+        before = sum(stand_in.host_reads().values())
+        Session(endless, captured, plan, 0, Length(steps=steps)).run(notify=lambda event: None)
+        counts.append(sum(stand_in.host_reads().values()) - before)
+    assert counts[1] - counts[0] == 5 * 2
+
+
+def test_evaluate_reads_what_a_loss_has_left_on_a_device() -> None:
+    """As on the CPU, where the model is."""
+    total: list[Tensor] = [torch.zeros(())]
+
+    def loss(outputs: Tensor, batch: Batch) -> Tensor:
+        value = functional.cross_entropy(outputs, batch[-1])
+        total[0] = total[0] + value.detach()
+        return value
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"left": float((total[0] + next(model.parameters()).sum()).isfinite())}
+
+    job = replace(job_of("arange targets"), loss=loss, evaluate=evaluate)
+    found = roundelay.verify(job, workers=2, rule="1f1b", steps=3, devices="cuda:0,cuda:0")
+    assert found.exit_code == 0, found.differences()
+    assert found.fidelity is not None
+    assert "evaluate" in found.fidelity.parts
