@@ -110,6 +110,21 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
 
 
+def of_process(told: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that this one starts.
+
+    Args:
+        told: what it is told.
+        defaults: further variables, where this process has none.
+    """
+    return {**defaults, **os.environ, **told}
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable of this process that a library reads, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
 def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables that are set and affect a run: all that begin with ``ROUNDELAY_``, and a few of libraries and tools."""
     now = os.environ if environment is None else environment

@@ -98,7 +98,7 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
     processes = [
         subprocess.Popen(
             [sys.executable, *ENTRY, *arguments],
-            env={**_QUIET, **os.environ, **_told(rank, count, address)},
+            env=env.of_process(_told(rank, count, address), _QUIET),
             start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on
             preexec_fn=partial(die_with_parent, parent, libc),
         )

@@ -7,7 +7,6 @@ after an error they are left out: attention is then computed by matrix products.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from roundelay.env import set_default
 from roundelay.errors import NondeterministicError
 from roundelay.lower.validate_plan import CPU
 
@@ -27,7 +27,7 @@ _CUBLAS = re.compile(r"not deterministic because it uses CuBLAS")
 
 def set_workspace() -> None:
     """Set :data:`WORKSPACE`, unless the environment has it: torch reads it once."""
-    os.environ.setdefault(*WORKSPACE)
+    set_default(*WORKSPACE)
 
 
 set_workspace()
