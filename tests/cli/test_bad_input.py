@@ -172,7 +172,11 @@ OPTIONS = {
     "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "workers[0].device", "'tpu'"),
-    "devices for other workers": (("--devices", "cpu,cpu,cpu"), "--devices", "3 devices for 2 workers"),
+    "devices for other workers": (
+        ("--workers", "2", "--devices", "cpu,cpu,cpu"),
+        "--devices",
+        "3 devices for 2 workers",
+    ),
     "no patience": (("--deadline-s", "0"), "deadline_s", "more than 0 seconds", "--deadline-s"),
     "no steps": (("--steps", "0"), "--steps", "at least 1"),
     "negative epochs": (("--epochs", "-1"), "--epochs", "at least 1"),
@@ -189,11 +193,13 @@ def test_an_option_that_cannot_be_obeyed_is_named(capsys: Capture, command: str,
     assert said.code == 2
 
 
-def test_nccl_asks_for_a_launcher_before_anything_is_planned(capsys: Capture) -> None:
+def test_nccl_asks_for_devices_or_a_launcher_before_anything_is_planned(capsys: Capture) -> None:
     one_screen(
         told(capsys, "train", MLP, "--transport", "nccl"), "without a launcher", "torchrun", "--transport memory"
     )
-    one_screen(told(capsys, "verify", MLP, "--transport", "nccl"), "cpu with transport nccl", "--devices cuda")
+    one_screen(
+        told(capsys, "verify", MLP, "--transport", "nccl"), "`roundelay verify` over nccl", "Leave --transport out"
+    )
 
 
 def test_an_option_that_does_not_exist_or_has_a_wrong_kind_is_told(capsys: Capture) -> None:

@@ -30,7 +30,7 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 4),
         ({"workers": 3}, 3),
         ({"data_parallel": 2}, 4),
-        ({"data_parallel": 2, "workers": 3}, 6),
+        ({"data_parallel": 2, "workers": 1}, 2),
         ({"data_parallel": 2, "tensor_parallel": 2}, 4),
         ({"layout": "dp"}, 4),
         ({"layout": "dp", "micro_batches": 2}, 2),
@@ -71,8 +71,13 @@ def test_a_run_over_nccl_goes_on_in_as_many(tmp_path: Path, four_devices: None) 
 
 def test_a_single_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "num_cuda_devices", lambda: 1)
-    with pytest.raises(UsageError, match=r"one worker, and 1 CUDA devices.*Leave --transport out"):
+    with pytest.raises(UsageError, match=r"1 worker, and 1 CUDA device here.*Leave --transport out"):
         own.own_processes(Choices(transport="nccl"), None)
+
+
+def test_more_workers_than_devices_are_refused(four_devices: None) -> None:
+    with pytest.raises(UsageError, match=r"6 workers, and 4 CUDA devices here"):
+        own.own_processes(Choices(transport="nccl", data_parallel=2, workers=3), None)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, count: int = 3) -> int:

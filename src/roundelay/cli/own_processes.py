@@ -24,7 +24,7 @@ from roundelay.api.holder_choices import read_signatures
 from roundelay.api.planning import read_plan
 from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import plan_files
-from roundelay.errors import UsageError
+from roundelay.errors import UsageError, counted
 from roundelay.runtime.child_process import die_with_parent
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.schedules import PIPELINE
@@ -51,7 +51,7 @@ def own_processes(choices: Choices, plan_file: Path | None, resume: Path | None 
         resume: the run that is continued, if one is: its plan is kept unless a choice differs.
 
     Raises:
-        UsageError: it would be one process alone.
+        UsageError: it would be one process alone, or this host has not a device for each.
     """
     files = [plan_file] if plan_file is not None else [] if resume is None else plan_files(resume)
     plan = read_plan(files[0]) if files else None
@@ -60,12 +60,14 @@ def own_processes(choices: Choices, plan_file: Path | None, resume: Path | None 
         return 0
     kept = plan is not None and not _sizes(choices)
     count = plan.num_workers if plan is not None and kept else _wanted(choices)
-    if count < 2:
+    here = num_cuda_devices()
+    if not 2 <= count <= here:
         raise UsageError(
-            "transport nccl",
-            got=f"one worker, and {num_cuda_devices()} CUDA devices here",
-            expected="a worker for each of two or more devices",
-            remedy="Leave --transport out: a single worker sends nothing.",
+            "transport nccl without a launcher",
+            got=f"{counted(count, 'worker')}, and {counted(here, 'CUDA device')} here",
+            expected="two workers or more, each a process with a device of its own on this host",
+            remedy="Leave --transport out, for threads of one process (--transport memory); or start processes on "
+            "several hosts by torchrun.",
         )
     return count
 
