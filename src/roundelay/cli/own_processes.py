@@ -58,8 +58,7 @@ def own_processes(choices: Choices, plan_file: Path | None, resume: Path | None 
     transport = choices.transport or (None if plan is None else plan.transport)
     if transport != "nccl" or env.is_launched():
         return 0
-    kept = plan is not None and not _sizes(choices)
-    count = plan.num_workers if plan is not None and kept else _wanted(choices)
+    count = _wanted(choices) if plan is None or _sizes(choices) else plan.num_workers
     here = num_cuda_devices()
     if not 2 <= count <= here:
         raise UsageError(

@@ -113,6 +113,8 @@ def full_precision(outputs: Tensor, batch: Batch) -> Tensor:
     """A part that stays in single precision, as is said for the CPU, where the program was written."""
     with torch.autocast("cpu", enabled=False):
         scores = outputs.float() @ torch.linspace(0.0, 1.0, CLASSES * CLASSES).view(CLASSES, CLASSES)
+    if scores.dtype != torch.float32:  # run and plain PyTorch might ignore it alike
+        raise TypeError(f"computed in {scores.dtype}")
     return functional.cross_entropy(scores, batch[-1])
 
 
@@ -177,15 +179,15 @@ def test_the_host_waits_for_a_device_once_for_each_micro_batch(name: str) -> Non
 
 def test_evaluate_reads_what_a_loss_has_left_on_a_device() -> None:
     """As on the CPU, where the model is."""
-    total: list[Tensor] = [torch.zeros(())]
+    total: list[Tensor] = [torch.zeros(1)]
 
     def loss(outputs: Tensor, batch: Batch) -> Tensor:
         value = functional.cross_entropy(outputs, batch[-1])
-        total[0] = total[0] + value.detach()
+        total[0] = total[0] + value.detach().reshape(1)
         return value
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"left": float((total[0] + next(model.parameters()).sum()).isfinite())}
+        return {"left": float((total[0] + next(model.parameters()).sum().reshape(1)).isfinite())}
 
     job = replace(job_of("arange targets"), loss=loss, evaluate=evaluate)
     found = roundelay.verify(job, workers=2, rule="1f1b", steps=3, devices="cuda:0,cuda:0")
