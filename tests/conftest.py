@@ -1,13 +1,14 @@
 """What holds for every test: one thread, one seed, nothing left running.
 
-Torch keeps to one thread because the suite's workers share few cores, and because a process that ever ran an operator
-on several threads cannot be forked safely.
+Torch keeps to one thread, in processes that tests start too, as on a machine of two cores whose user has said so: the
+suite's workers share few cores, and a test means the same on every machine.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -28,6 +29,8 @@ SEED = 20240229
 #: Seconds that a child or a thread has to end by itself after its test.
 GRACE = 5.0
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ROUNDELAY_CORES", "2")
 torch.set_num_threads(1)
 
 # The same examples on every machine, however busy: a slow minute is no failure.

@@ -115,7 +115,7 @@ def job(model: nn.Module, batch: Batch) -> roundelay.Job:
 def network(model: nn.Module, micro_batch: Batch) -> Network:
     """Capture a network, and measure its operations on a micro-batch."""
     captured = roundelay.capture(job(model, micro_batch))
-    profile, _ = profiled(captured, micro_batch)
+    profile, _ = profiled(captured, micro_batch, threads=1)
     free = CostParameters(micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
     kept = kept_bytes(captured.graph, saved_storages(captured, micro_batch), shared=True)
     return Network(captured, micro_batch, profile, stage_costs(captured.graph, profile, free), kept)

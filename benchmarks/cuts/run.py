@@ -114,7 +114,7 @@ def prices(kind: str) -> StageCosts:
     made, captured = captured_job(kind)
     link = TRANSPORTS[TRANSPORT]
     terms = CostParameters(micro_batches=1, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
-    profile, _ = profiled(captured, next(iter(made.batches(0))))
+    profile, _ = profiled(captured, next(iter(made.batches(0))), threads=1)
     return stage_costs(captured.graph, profile, terms)
 
 

@@ -211,7 +211,7 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
         EdgePlan(source=k, target=k + 1, slots=2, forward_bytes=0, backward_bytes=0, gradient=True)
         for k in range(depth - 1)
     )
-    workers = tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(depth))
+    workers = tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(depth))
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, layout="pipeline", predictor=predictor, recompute=(),

@@ -70,7 +70,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         bytes_per_s=1.0,
         read_s=0.0,
         input_bytes=0,
-        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(workers)),
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(workers)),
         stages=tuple(replace(stage, workers=(f"w{k}",)) for k in schedule.place(size)),
         edges=tuple(edges),
         exchanges=(),

@@ -6,6 +6,10 @@
 
 ``ROUNDELAY_CACHE``: where measured profiles are kept, or ``none``; otherwise see :func:`cache_folder`.
 
+``ROUNDELAY_CORES``: how many cores this machine counts as having; otherwise see :mod:`roundelay.cores`.
+
+``OMP_NUM_THREADS``: torch's intra-op threads, as the person has set them; see :func:`omp_threads`.
+
 ``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :mod:`roundelay.launchers`.
 """
 
@@ -21,6 +25,7 @@ from roundelay.launchers import LEADER, Launched
 
 VARIABLES = {
     "ROUNDELAY_CACHE": "folder of what is kept between runs, such as measured profiles; `none` keeps nothing",
+    "ROUNDELAY_CORES": "how many cores this machine counts as having",
     "ROUNDELAY_DEBUG": "shows on stderr what a run is made of, from 0 (nothing) to 4 (every event)",
     "ROUNDELAY_MALLOC": "`keep` leaves the C library's settings for memory alone",
 }
@@ -57,6 +62,32 @@ def check_malloc() -> None:
     text = os.environ.get("ROUNDELAY_MALLOC") or KEEP
     if text != KEEP:
         raise _unknown("ROUNDELAY_MALLOC", text, f"{KEEP} (the C library's settings for memory as they are)")
+
+
+def cores() -> int | None:
+    """The number of cores that is declared; None if none is.
+
+    Raises:
+        UsageError: ``ROUNDELAY_CORES`` is no whole number from 1 on.
+    """
+    text = os.environ.get("ROUNDELAY_CORES")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_CORES):
+        raise _unknown("ROUNDELAY_CORES", text, f"a whole number from 1 to {_MOST_CORES}")
+    return int(text)
+
+
+_MOST_CORES = 4096
+
+
+def omp_threads(environment: Mapping[str, str] | None = None) -> int | None:
+    """``OMP_NUM_THREADS``; None if it is no number, or the 1 that a launcher sets where the person has set nothing."""
+    now = os.environ if environment is None else environment
+    text = now.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_CORES):
+        return None
+    return None if text == "1" and launchers.is_launched(now) else int(text)
 
 
 def _unknown(name: str, text: str, expected: str) -> UsageError:
@@ -144,6 +175,11 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process."""
     return launchers.is_launched(os.environ if environment is None else environment)
+
+
+def processes_here(environment: Mapping[str, str] | None = None) -> int:
+    """How many of a launcher's processes share this host; 1 if none started this process."""
+    return launchers.processes_here(os.environ if environment is None else environment)
 
 
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:

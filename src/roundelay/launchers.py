@@ -128,6 +128,15 @@ def is_launched(now: Environment) -> bool:
     return is_torchrun(now) or _launcher_of(now) is not None
 
 
+def processes_here(now: Environment) -> int:
+    """How many of the launcher's processes share this host, as far as it says; 1 if none started this process."""
+    launcher = _launcher_of(now)
+    if launcher is None:
+        return 1
+    told = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
+    return max(1, told or _number(now.get(launcher.size, "")))
+
+
 def rank_of(now: Environment) -> str | None:
     """The rank of this process, as its launcher writes it; None if it was started by hand."""
     if is_torchrun(now):

@@ -316,8 +316,14 @@ def asks_torch() -> bool:
     return True
 
 
+def computes_on_two_threads() -> bool:
+    """Each worker computes with as many intra-op threads as the plan says, although they share a process."""
+    trained = run(edited({"workers.threads": 2}))
+    return [report["threads"] for _, report in sorted(trained.workers.items())] == [2, 1, 1]
+
+
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 8}),
+    "format": lambda _: refused({"format": 9}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -345,6 +351,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "stages.segments": cuts_elsewhere,
     "workers.name": lambda _: refused({"workers.name": "nobody"}),
     "workers.device": lambda _: refused({"workers.device": "cuda:9999"}) and refused({"workers.device": "tpu"}),
+    "workers.threads": lambda _: computes_on_two_threads() and refused({"workers.threads": 0}),
     "stages.workers": lambda _: refused({"stages.workers": ("w9",)}) and refused({"stages.workers": ("w1",)}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),

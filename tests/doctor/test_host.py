@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from roundelay import fork_safety
+from roundelay.cores import core_quota
 from roundelay.doctor import examine, fork_probe, read_machine
-from roundelay.doctor.host import core_quota, memory_limit, read_torch
+from roundelay.doctor.host import memory_limit, read_torch
 
 
 def folder(root: Path, files: dict[str, str]) -> Path:

@@ -226,7 +226,7 @@ class Bench:
         return dataclasses.replace(
             plan,
             replicas=replicas,
-            workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(replicas * count)),
+            workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(replicas * count)),
             stages=tuple(
                 dataclasses.replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
                 for stage, own in zip(plan.stages, home, strict=True)

@@ -17,7 +17,7 @@ from tests.lower.plans import FEW, RULES, plan_of, plans
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
 INTS = st.integers(0, 2**63)
-WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS)
+WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS, threads=INTS)
 STAGES = st.builds(
     StagePlan,
     workers=st.lists(TEXTS, max_size=2).map(tuple),
@@ -219,11 +219,14 @@ def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) ->
         Plan.parse(old)
 
 
-def test_a_plan_of_the_format_before_means_what_it_meant() -> None:
-    lines = [line for line in SMALL.text().splitlines() if not line.startswith("deterministic = ")]
-    assert Plan.parse("\n".join(lines).replace(f"format = {FORMAT}", "format = 6")) == SMALL
-    with pytest.raises(PlanError, match="format of the plan"):
-        Plan.parse(SMALL.text().replace(f"format = {FORMAT}", "format = 6"))
+def test_a_plan_of_an_earlier_format_means_what_it_meant() -> None:
+    lines, added = SMALL.text().splitlines(), {7: "threads = ", 6: "deterministic = "}
+    for version, field in added.items():
+        lines = [line for line in lines if not line.startswith(field)]
+        old = "\n".join(lines).replace(f"format = {FORMAT}", f"format = {version}")
+        assert Plan.parse(old) == SMALL
+        with pytest.raises(PlanError, match="format of the plan"):
+            Plan.parse(SMALL.text().replace(f"format = {FORMAT}", f"format = {version}"))
 
 
 def test_a_stage_on_no_worker_of_the_plan_is_refused_by_its_number() -> None:
@@ -247,7 +250,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "8", "'7'", "7.5", "7.0", "6.0", "true"])
+@pytest.mark.parametrize("version", ["0", "9", "'8'", "8.5", "8.0", "7.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

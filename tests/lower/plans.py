@@ -85,7 +85,7 @@ def plan_of(
         "bytes_per_s": 1.0,
         "read_s": 0.0,
         "input_bytes": 0,
-        "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(len(set(home)))),
+        "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),
         "stages": tuple(
             StagePlan(workers=(f"w{home[k]}",), segments=(f"end_{k}",), **STAGE) for k in range(num_stages)
         ),
@@ -103,7 +103,7 @@ def replicated(plan: Plan, replicas: int) -> Plan:
     return replace(
         plan,
         replicas=replicas,
-        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(replicas * count)),
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(replicas * count)),
         stages=tuple(
             replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
             for stage, own in zip(plan.stages, home, strict=True)
@@ -118,7 +118,7 @@ def by_rule(plan: Plan, rule: str) -> Plan:
     return replace(
         plan,
         rule=rule,
-        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(len(set(home)))),
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),
         stages=tuple(replace(stage, workers=(f"w{k}",)) for stage, k in zip(plan.stages, home, strict=True)),
     )
 

@@ -90,11 +90,27 @@ OPTIONS = (
         ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
     ),
     Break(
+        "intra-op threads",
+        (Edit("runtime/worker.py", "        use_threads(self.threads)\n        try:", "        try:"),),
+        ("tests/api/test_plan_fields.py::test_a_field_acts[workers.threads]",),
+    ),
+    Break(
+        "the same bits on several threads",
+        (
+            Edit(
+                "runtime/determinism.py",
+                "torch.use_deterministic_algorithms(True, warn_only=lenient)",
+                "torch.use_deterministic_algorithms(wanted, warn_only=lenient)",
+            ),
+        ),
+        ("tests/runtime/test_intra_op_threads.py::test_gradients_by_index_are_added_in_one_order",),
+    ),
+    Break(
         "the same bits whenever it is repeated",
         (
             Edit(
                 "api/training.py",
-                "exact = deterministic(self.plan.deterministic)",
+                "exact = deterministic(self.plan.deterministic, threads=self.plan.threads)",
                 "exact = deterministic(False)",
             ),
         ),

@@ -200,5 +200,5 @@ def test_there_is_a_worker_for_each_gpu_or_else_two(
 ) -> None:
     monkeypatch.setattr(cuts, "num_cuda_devices", lambda: here)
     monkeypatch.setattr(of_workers, "num_cuda_devices", lambda: here)
-    monkeypatch.setattr(cuts.os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("ROUNDELAY_CORES", "16")
     assert cuts.default_workers(holders, devices, transport) == count

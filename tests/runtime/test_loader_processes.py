@@ -191,8 +191,8 @@ def test_a_forked_child_does_not_hear_what_its_parent_hears(heard: object) -> No
     def live() -> None:
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
         assert not signal_handling._SIGCHLD_handler_set
-        list(DataLoader(Rows(), batch_size=32, num_workers=1))  # in its main thread, where it can be heard
-        assert signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, heard)
+        assert len(list(DataLoader(Rows(), batch_size=32, num_workers=1))) > 0
+        assert signal.getsignal(signal.SIGCHLD) is not heard
 
     assert os.waitstatus_to_exitcode(os.waitpid(fork(live), 0)[1]) == 0
     assert signal.getsignal(signal.SIGCHLD) is heard

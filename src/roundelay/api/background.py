@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from roundelay.api.torch_scope import one_thread
+from roundelay.api.torch_scope import on_threads
 
 Work = Callable[[], None]
 
@@ -17,9 +17,13 @@ class Background:
     """Does one piece of work after the other. The thread starts with the first: workers are forked before that.
 
     After an error the remaining work is dropped, and the next call raises the error.
+
+    Args:
+        threads: intra-op threads with which it computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -54,7 +58,7 @@ class Background:
             self._thread.join(seconds)
 
     def _main(self) -> None:
-        with one_thread():
+        with on_threads(self._threads):
             while (work := self._waiting.get()) is not None:
                 if self._dropping or self._error is not None:
                     continue

@@ -92,7 +92,7 @@ class Checkpointer:
 
     def __init__(self, session: Checkpointed, saving: Saving | None, *, evaluates: bool) -> None:
         self._session, self._saving, self._evaluates = session, saving, evaluates
-        self._writing, self._evaluating = Background(), Background()
+        self._start_threads()
         self._events = queue.SimpleQueue[Event]()
         self._last: Snapshot | None = None
         self._left_out = session.control.left_out
@@ -146,8 +146,12 @@ class Checkpointer:
     def settle(self) -> Snapshot:
         """Wait until everything so far is done, and end the threads; returns the newest snapshot."""
         last = self.finish()
-        self._writing, self._evaluating = Background(), Background()
+        self._start_threads()
         return last
+
+    def _start_threads(self) -> None:
+        threads = self._session.plan.threads  # the numbers of `evaluate` may depend on how many compute them
+        self._writing, self._evaluating = Background(1), Background(threads)
 
     def finish(self) -> Snapshot:
         """Wait until everything is done; returns the last snapshot."""

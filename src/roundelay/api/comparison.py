@@ -23,6 +23,7 @@ from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_results import RunResult, read_progress
 from roundelay.api.run_summary import write_results
 from roundelay.api.stop_condition import Length, extent
+from roundelay.api.torch_scope import on_threads
 from roundelay.api.training import Session
 from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
@@ -325,6 +326,6 @@ def _evaluate(session: Session, start: Checkpoint, notify: Observer) -> None:
     """Evaluate a checkpoint's weights; it was written before that, and an interruption came in between."""
     if session.job.evaluate is not None:
         at = start.position
-        with holding_averages(session.captured, start.optimizer):
+        with on_threads(session.plan.threads), holding_averages(session.captured, start.optimizer):
             epoch = at.epoch if at.batches_into_epoch else at.epoch - 1
             notify(evaluate(session.job, session.captured.model, at.updates, epoch)[0])

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from roundelay.api.plan_signatures import on_mesh
-from roundelay.api.torch_scope import one_thread, without_dumps
+from roundelay.api.torch_scope import on_threads, without_dumps
 from roundelay.errors import RoundelayError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import leaves, split
@@ -65,14 +65,15 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
         PlanError: there is no C++ compiler.
     """
     check_compiler()
-    with one_thread():
-        samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.batch_parts))
-    return partial(_compile, captured, stages, samples)
+    samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.batch_parts))
+    return partial(_compile, captured, stages, samples, plan.threads)
 
 
-def _compile(captured: Captured, stages: Partition, samples: Sequence[Any], numbers: Collection[int]) -> None:
+def _compile(
+    captured: Captured, stages: Partition, samples: Sequence[Any], threads: int, numbers: Collection[int]
+) -> None:
     try:
-        with one_thread(), without_dumps():
+        with on_threads(threads), without_dumps():
             for micro_batch in samples:
                 compile_for(captured, stages, micro_batch, numbers)
     except RoundelayError:

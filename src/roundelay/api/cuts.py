@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from roundelay.api.recompute_choice import recomputed_ranges
-from roundelay.api.torch_scope import in_child, user_code
+from roundelay.api.torch_scope import in_child, on_threads, user_code
+from roundelay.cores import usable_cores
 from roundelay.env import cache_folder, malloc_settings
 from roundelay.errors import CaptureError, PlanError, counted
 from roundelay.frontend import Captured
@@ -106,7 +106,7 @@ def default_workers(holders: int = 1, devices: str | None = None, transport: str
     """
     named = default_devices(transport) if devices is None else devices
     if named == CPU:
-        return max(1, min(2, (os.cpu_count() or 1) // holders))
+        return max(1, min(2, usable_cores() // holders))
     count = num_cuda_devices() if named == "cuda" else len(named.split(","))
     return max(1, count // holders)
 
@@ -202,7 +202,7 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
         costs = stage_costs(graph, predicted, terms)
         return _fastest(graph, costs, num_stages, "predicted with fixed constants (roofline)")
     micro_batch = sample()
-    profile, how = profiled(captured, micro_batch)
+    profile, how = profiled(captured, micro_batch, draft.threads)
     costs = stage_costs(graph, profile, terms)
     if request == MEASURED:
         return _fastest(graph, costs, num_stages, how)
@@ -240,20 +240,25 @@ def _as_stages(ends: Sequence[str], reasons: tuple[str, ...]) -> Cut:
     return Cut(tuple((end,) for end in ends), reasons)
 
 
-def profiled(captured: Captured, micro_batch: Batch) -> tuple[Profile, str]:
+def profiled(captured: Captured, micro_batch: Batch, threads: int) -> tuple[Profile, str]:
     """Return a profile of every operation on one micro-batch, cached or new, and its origin in words.
+
+    Args:
+        captured: the model.
+        micro_batch: of the size that will be trained on.
+        threads: intra-op threads with which it will be computed.
 
     Raises:
         UserCodeError: the model or the loss raised.
     """
-    with user_code("measuring the operations on the first micro-batch"):
+    with on_threads(threads), user_code("measuring the operations on the first micro-batch"):
         values = captured.values(micro_batch)
         key = {
             "model": captured.graph.fingerprint,
             "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in values.items()},
             "precision": captured.precision,
             "torch": torch.__version__,
-            "threads": 1,
+            "threads": threads,
             "malloc": malloc_settings(),
             **machine(),
         }

@@ -84,7 +84,7 @@ def chain(
         backward=rule_named(rule).modes[0],
         replicas=replicas,
         micro_batches=micro_batches,
-        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu") for k in range(count)),
+        workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(count)),
         stages=stages,
         states={"*": ((REPLICAS, "S(0)"),)} if split_states else {},
         **_NOTHING,

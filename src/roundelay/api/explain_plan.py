@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from roundelay.api.default_choices import staleness
 from roundelay.api.plan_signatures import on_mesh
 from roundelay.errors import counted
 from roundelay.frontend import Captured
@@ -46,9 +47,14 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
         lines.append(f"fp16: {who} skips the update of a batch whose gradients are not finite {where}")
     if rule.predicts and plan.backward == "stash":
         lines.append("stash: stage k holds up to D-1-k predicted copies of its weights beside the live one")
-    if far := _staleness_warning(plan, rule):
-        lines.append(far)
-    return [*lines, *reasons]
+    return [*lines, *(notice for notice in plan_notices(plan) if notice not in lines), *reasons]
+
+
+def plan_notices(plan: Plan) -> tuple[str, ...]:
+    """What a person should know of a plan before it is run: how old the weights are that it reads, what limits it."""
+    loader = _loader(plan) if plan.read_s else ""
+    told = (staleness(plan), _staleness_warning(plan, rule_named(plan.rule)), loader if _WARNING in loader else "")
+    return tuple(notice for notice in told if notice)
 
 
 def _exchanges(plan: Plan) -> list[str]:
@@ -81,8 +87,10 @@ def _loader(plan: Plan) -> str:
     if plan.read_s <= slowest:
         return line
     passes = f"{slowest * 1e3:.3g} ms (forward_s + backward_s)"
-    return f"{line}; warning: no stage takes more than {passes}, so the loader sets the rate"
+    return f"{line}; {_WARNING} no stage takes more than {passes}, so the loader sets the rate"
 
+
+_WARNING = "warning:"
 
 FAR = 7
 """Staleness in updates at which training with some rules was seen to fail (benchmarks/depth)."""

@@ -22,7 +22,7 @@ from roundelay.api.fidelity_in_process import call_in_process, must_share_proces
 from roundelay.api.fidelity_on_mesh import differs_on_mesh
 from roundelay.api.planning import fitted, without_mesh
 from roundelay.api.shared_memory_tensors import SharedTensors
-from roundelay.errors import NondeterministicError, RoundelayError, counted
+from roundelay.errors import NondeterministicError, RoundelayError, RunError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.ir.clip import Clip
@@ -125,6 +125,7 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
     Raises:
         PlanError: the plan does not fit.
         NondeterministicError: an operation gives other bits at each call, and was asked not to.
+        RunError: a side gave no answer within ``limit_s``, or was killed.
     """
     began = time.monotonic()
     if why := unchecked_reason(job, plan):
@@ -174,7 +175,7 @@ def _compared(case: FidelityCase, shared: SharedTensors, stages: Partition, limi
             if elsewhere:
                 note = "kernels of the device draw in orders of their own: compared with the same numbers at every draw"
             results = _with_note(_both(replace(case, same_draws=True), shared, stages, limit_s), note)
-    except NondeterministicError:
+    except (NondeterministicError, RunError):  # also no answer: a comparison that was not made proves nothing
         raise
     except RoundelayError as error:
         return Fidelity(unchecked=f"{error.subject}: {error.got}")

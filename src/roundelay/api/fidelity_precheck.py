@@ -26,8 +26,8 @@ CHECKS = (FULL, QUICK, OFF)
 UPDATES = 2
 """Updates that the check before a training compares."""
 
-BUDGET_S, LIMIT_S = 5.0, 30.0
-"""Seconds that the check may be expected to take, and after which an unfinished side is stopped."""
+BUDGET_S = 5.0
+"""Seconds that the check may be expected to take."""
 
 SHARE = 0.25
 """Share of the free memory that the check may be expected to need."""
@@ -154,6 +154,7 @@ def check_before_training(  # noqa: PLR0913  a training is of this many things
         FidelityError: the captured job trains differently from plain PyTorch.
         UsageError: the check is unknown.
         DeadlineError: a batch, for which the run would wait as well, did not come in time.
+        RunError: the comparison gave no answer within the plan's deadline.
     """
     validate_check(option)
     check = choose_check(job, plan, option, resumed=extent.start_batch > 0, launched=launched)
@@ -163,8 +164,7 @@ def check_before_training(  # noqa: PLR0913  a training is of this many things
         return f"check quick: what capture checks{f' ({check.why})' if check.why else ''}"
     count = UPDATES if extent.batches is None else min(UPDATES, extent.batches)
     batches = [(batch, 0) for batch in _first(job, seed, count, plan.deadline_s)]
-    limit_s = LIMIT_S if option is None else plan.deadline_s
-    fidelity = compare_with_plain(job, captured, plan, seed, batches, limit_s=limit_s, stages=stages)
+    fidelity = compare_with_plain(job, captured, plan, seed, batches, limit_s=plan.deadline_s, stages=stages)
     if not fidelity.equal:
         raise FidelityError(
             "the captured job compared with plain PyTorch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from roundelay.api.torch_scope import in_child, one_thread, user_code
+from roundelay.api.torch_scope import in_child, user_code
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
@@ -66,6 +66,15 @@ def choose_micro_batches(
         divisibility = in_child(lambda: batch_divisibility(captured, batches, parts), _EXAMINING, result=Divisibility)
     if divisibility.kind == "mean":
         return MicroBatchChoice(micro_batches)
+    whole_batches = not requested and not dealt and not needs_micro_batches(rule)
+    if divisibility.kind == "statistics" and whole_batches and micro_batches > 1:
+        of = "the rows of a replica" if replicas > 1 else "whole batches"
+        like = "DistributedDataParallel" if replicas > 1 else "plain PyTorch"
+        return MicroBatchChoice(
+            1,
+            f"1 micro-batch for each batch, not {micro_batches}, so that BatchNorm takes its statistics over {of}, as "
+            f"in {like}; --micro-batches {micro_batches} takes them over parts, and {_gain(rule, micro_batches)}",
+        )
     if divisibility.kind == "statistics":
         like = "data parallelism does" if replicas > 1 else "gradient accumulation in plain PyTorch does"
         whole = "" if replicas > 1 else "; --micro-batches 1 takes them over the whole batch"
@@ -91,7 +100,15 @@ def choose_micro_batches(
             1, f"warning: {divisibility.why}; {replicas} replicas, as asked for, train the mean of their losses"
         )
     remedy = "" if divisibility.kind == "whole" else f": {_remedy(divisibility, micro_batches)}"
+    remedy += "" if divisibility.kind == "whole" else f", and {_gain(rule, micro_batches)}"
     return MicroBatchChoice(1, f"1 micro-batch for each batch, not {micro_batches}, as {divisibility.why}{remedy}")
+
+
+def _gain(rule: UpdateRule, micro_batches: int) -> str:
+    """What the default number of micro-batches would gain, in words, where there are two for each worker."""
+    workers = micro_batches // 2
+    most = workers * micro_batches / (micro_batches + workers - 1)
+    return f"lets {workers} workers compute at the same time: at most {most:.2g} times as fast as in turns"
 
 
 def _not_the_mean(rule: UpdateRule, divisibility: Divisibility, parts: int, given: int, *, dealt: bool) -> PlanError:
@@ -133,7 +150,6 @@ def check_counts(captured: Captured, batch: Batch) -> None:
     """
     if not captured.graph.loss_counts:
         return
-    with one_thread():
-        counts = counts_add_up(captured, batch)
+    counts = counts_add_up(captured, batch)
     if counts is not None and counts[0] != counts[1]:
         raise no_count(f"{counts[0]:.6g} for the first batch, and {counts[1]:.6g} for its two halves together")

@@ -15,7 +15,8 @@ import torch
 
 from roundelay import simulator
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.cuts import MEASURED, CutRequest, Stages, cut, cut_by_names
+from roundelay.api.cuts import MEASURED, Cut, CutRequest, Stages, cut, cut_by_names
+from roundelay.api.default_choices import default_rule, faster, workers_are_open
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.api.layout_choices import has_size, in_layout, num_stages_of, owners_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
@@ -24,9 +25,10 @@ from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import check_metrics, check_sharing, check_stateless, preserving_state, refusing_calls
-from roundelay.api.torch_scope import in_child, one_thread, user_code, without_dumps
+from roundelay.api.torch_scope import in_child, on_all_threads, on_threads, user_code, without_dumps
 from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
+from roundelay.cores import threads_each
 from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
@@ -82,6 +84,7 @@ CHOICES = (
     "transport",
     "deadline_s",
     "devices",
+    "threads",
     "memory_limit",
 )
 
@@ -105,7 +108,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: On
     if job.weights is not None:
         fill(job.model, Path(job.weights))
     check_filled(job.model)
-    with one_thread():
+    with on_all_threads():
         with refusing_calls(job.model):
             sample = first_batch(job.batches, seed, deadline_s, tell)
         train_mode(job.model)
@@ -146,7 +149,7 @@ def plan(
     job: Job,
     *,
     workers: int | None = None,
-    rule: str = "pipeoptim",
+    rule: str | None = None,
     seed: int = 0,
     captured: Captured | None = None,
     cuts: CutRequest | None = None,
@@ -156,8 +159,9 @@ def plan(
 
     Args:
         job: the job.
-        workers: D, of each replica; each gets one stage, or two with a rule such as ``zb-v``.
-        rule: update rule.
+        workers: D, of each replica; each gets one stage, or two with a rule such as ``zb-v``. By default one per GPU;
+            on the CPU one with all threads or two with half of them each, whichever is faster.
+        rule: update rule; by default ``1f1b``, which trains as plain PyTorch does, or ``cdp-v2`` in a layout.
         seed: of the sample batch.
         captured: the job's model if it has been captured already.
         cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
@@ -167,8 +171,8 @@ def plan(
             ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
             :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``memory_limit`` (bytes of each worker, such as ``"8GiB"``,
-            beyond which the plan is refused).
+            ``transport``, ``deadline_s``, ``devices``, ``threads`` (intra-op threads of each worker), ``memory_limit``
+            (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
@@ -214,7 +218,7 @@ def plan_with_reasons(
     job: Job,
     *,
     workers: int | None = None,
-    rule: str = "pipeoptim",
+    rule: str | None = None,
     seed: int = 0,
     captured: Captured | None = None,
     cuts: CutRequest | None = None,
@@ -229,22 +233,88 @@ def plan_with_reasons(
         given.setdefault("ema", job.ema)
     deadline_s = given.setdefault("deadline_s", DEADLINE_S)
     check_deadline(deadline_s)
+    rule = rule or default_rule(given.get("layout", PIPELINE))
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     cuts = MEASURED if cuts is None else cuts
     given_cut = cut_by_names(captured.graph, cuts)
-    sized, staged = has_size(given), "stages" in given
-    given = in_layout(given if workers is None else given | {"workers": workers})
+    if workers is not None:
+        given["workers"] = workers
+    wish = _Wish(job, captured, rule, seed, cuts, given_cut, tell, in_layout(given), given)
+    if not workers_are_open(rule, given if given_cut is None else given | {"cuts": cuts}):
+        return _measured(wish, _drafted(wish, workers))
+    return _faster(wish)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is asked of a plan.
+
+    Args:
+        job: the job.
+        captured: its model.
+        rule: update rule.
+        seed: of the sample batch.
+        cuts: how cuts are chosen.
+        given_cut: the cut, if it is given by names.
+        tell: called when waiting for the loader takes long.
+        given: the choices that are given, as they are in their layout.
+        asked: the same as they were given.
+    """
+
+    job: Job
+    captured: Captured
+    rule: str
+    seed: int
+    cuts: CutRequest
+    given_cut: Cut | None
+    tell: OnWait
+    given: dict[str, Any]
+    asked: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A plan without stages and edges.
+
+    Args:
+        plan: with its workers.
+        owners: for each stage, the numbers of the workers that hold it.
+        notices: for the user.
+    """
+
+    plan: Plan
+    owners: Sequence[Sequence[int]]
+    notices: tuple[str, ...]
+
+
+def _faster(wish: _Wish) -> Planned:
+    """One worker with all threads, or two with half of them, whichever is predicted to take less time."""
+    two = _drafted(wish, None)
+    if two.plan.micro_batches == 1:  # two workers would take turns
+        one = _drafted(wish, 1)
+        return _measured(wish, replace(one, notices=(*two.notices, *one.notices)))
+    several = _measured(wish, two)
+    one_planned = _measured(wish, _drafted(wish, 1))
+    taken, why = faster(one_planned.plan, several.plan)
+    planned = one_planned if taken is one_planned.plan else several
+    return replace(planned, reasons=(why, *planned.reasons), notices=(why, *planned.notices))
+
+
+def _drafted(wish: _Wish, workers: int | None) -> _Draft:
+    """Choose everything but the cuts, and measure nothing yet."""
+    given, rule, captured = wish.given, rule_named(wish.rule), wish.captured
+    sized, staged = has_size(wish.asked), "stages" in wish.asked
     replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = num_stages_of(captured.graph, workers, given_cut, rule, given, requested=staged)
-    schedule = schedule_for(rule_named(rule), given.get("layout", PIPELINE), num_stages=num_stages)
+    num_stages, fewer = num_stages_of(captured.graph, workers, wish.given_cut, rule.name, given, requested=staged)
+    schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
-    draft = _with_signatures(_draft(captured.graph.fingerprint, rule, each, given), captured, given)
-    with preserving_state(job):
+    draft = _with_signatures(_draft(captured.graph.fingerprint, rule.name, each, given), captured, given)
+    with preserving_state(wish.job):
         choice = choose_micro_batches(
             captured,
-            rule_named(rule),
+            rule,
             draft.micro_batches,
-            lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, deadline_s, budget_s=1.0),
+            lambda: first_batches(wish.job.batches, wish.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
             requested="micro_batches" in given and sized,
             replicas=replicas,
             dealt=not sized,
@@ -252,28 +322,62 @@ def plan_with_reasons(
     recompute = choose_modules(captured, draft.backward, given.get("recompute"))
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
     owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
-    devices = resolve_devices(given.get("devices"), size, draft.transport)
-    whole = for_plan(captured, replace(draft, mesh={}, parameters={}, outputs={}))
-    sample = partial(_sample, job, whole.graph, draft, seed, tell)
+    placed = _workers(resolve_devices(given.get("devices"), size, draft.transport), given.get("threads"))
+    notices = tuple(notice for notice in (fewer, choice.notice) if notice)
+    return _Draft(replace(draft, workers=placed), owners, notices)
+
+
+def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> str:
+    """What it changes that a plan cuts batches into micro-batches; empty if nothing.
+
+    Raises:
+        PlanError: the plan has replicas, and the first batch cannot be dealt out to them.
+    """
+    with on_threads(plan.threads), preserving_state(job):
+        return choose_micro_batches(
+            captured,
+            rule_named(plan.rule),
+            plan.micro_batches,
+            lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, plan.deadline_s, budget_s=1.0),
+            requested=True,
+            replicas=plan.replicas,
+        ).notice
+
+
+def _measured(wish: _Wish, drafted: _Draft) -> Planned:
+    """Choose the cuts, and measure the stages."""
+    job, given, draft, owners = wish.job, wish.given, drafted.plan, drafted.owners
+    whole = for_plan(wish.captured, replace(draft, mesh={}, parameters={}, outputs={}))
+    sample = partial(_sample, job, whole.graph, draft, wish.seed, wish.tell)
     with preserving_state(job):
-        chosen = given_cut or cut(whole, draft, str(cuts), num_stages, sample)
+        chosen = wish.given_cut or cut(whole, draft, str(wish.cuts), len(owners), sample)
     captured = on_mesh(whole, draft)
     if zero_of(given):
-        given_states = split_states(captured, replicas)
+        given_states = split_states(captured, draft.replicas)
         draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
         captured = on_mesh(whole, draft)
-    placed = tuple(WorkerPlan(name=f"w{k}", device=device) for k, device in enumerate(devices))
     ends = chosen.stages
     if captured.sharding is not None:
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
-    draft = replace(
-        draft, workers=placed, stages=_unmeasured(ends, [[placed[worker].name for worker in own] for own in owners])
-    )
-    result, savings = _measure(job, captured, draft, seed, tell, requested="recompute" in given)
+    names = [[draft.workers[worker].name for worker in own] for own in owners]
+    draft = replace(draft, stages=_unmeasured(ends, names))
+    result, savings = _measure(job, captured, draft, wish.seed, wish.tell, requested="recompute" in given)
     if (limit := given.get("memory_limit")) is not None:
         check_memory(job, whole, result, limit)
-    notices = tuple(reason for reason in (fewer, choice.notice) if reason)
-    return Planned(result, (*notices, *chosen.reasons, *savings), notices)
+    return Planned(result, (*drafted.notices, *chosen.reasons, *savings), drafted.notices)
+
+
+def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, ...]:
+    """The workers of a plan.
+
+    Args:
+        devices: where each computes.
+        threads: of each, as given; by default those on the CPU share this host's cores, and one leads a GPU.
+    """
+    shared = threads_each(len(devices), torch.get_num_threads)
+    counts = [(shared if device == CPU else 1) if threads is None else threads for device in devices]
+    named = enumerate(zip(devices, counts, strict=True))
+    return tuple(WorkerPlan(name=f"w{k}", device=device, threads=count) for k, (device, count) in named)
 
 
 def _with_signatures(draft: Plan, captured: Captured, given: Mapping[str, Any]) -> Plan:
@@ -315,7 +419,7 @@ def check_kinds(given: Mapping[str, Any]) -> None:
                 raise PlanError(name, got=repr(value), expected=expected, remedy=f"Correct {name}.")
 
 
-_NUMBERS = ("workers", "stages", "data_parallel", "tensor_parallel", "zero", "micro_batches")
+_NUMBERS = ("workers", "stages", "data_parallel", "tensor_parallel", "zero", "micro_batches", "threads")
 _NAMES = ("layout", "predictor", "backward", "precision", "loss_scale", "clip", "transport")
 
 
@@ -329,7 +433,7 @@ def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Pla
     """Return the plan without stages and edges."""
     row = rule_named(rule)
     flushes = schedule_named(row.schedule).window == "batch"
-    default = 2 * workers if flushes else workers if needs_micro_batches(row) else 1
+    default = (2 * workers if workers > 1 else 1) if flushes else workers if needs_micro_batches(row) else 1
     transport = transport_named(given.get("transport", "memory"))
     return Plan(
         format=FORMAT,
@@ -438,7 +542,7 @@ def _measure(
 
     def profiles() -> list[StageProfile]:
         compile_stages(job, captured, draft, stages, seed)
-        with user_code(what), preserving_state(job):
+        with on_threads(draft.threads), user_code(what), preserving_state(job):
             return profile(captured, stages, sample, draft.backward, devices, halved=schedule.halved)  # type: ignore[arg-type]
 
     measured = profiles() if set(draft.devices) != {CPU} else in_child(profiles, what, list[StageProfile])

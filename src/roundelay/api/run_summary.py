@@ -110,6 +110,7 @@ def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder
         "predictor": plan.predictor,
         "backward": plan.backward,
         "workers": plan.num_workers,
+        "threads": [report["threads"] for report in workers],
         "micro_batches": plan.micro_batches,
         "transport": plan.transport,
         "steps": len(trained.updates),

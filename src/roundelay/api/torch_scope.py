@@ -1,21 +1,19 @@
-"""Scopes for torch and the user's code: one intra-op thread, no output on stderr, errors by their cause, a child.
-
-One thread per worker gives the same bits everywhere, and keeps workers from competing for cores.
-"""
+"""Scopes for torch and the user's code: intra-op threads, no output on stderr, errors by their cause, a child."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from typing import Any, TextIO, TypeVar
 
 import msgspec
 import torch
 
+from roundelay.cores import all_threads
 from roundelay.errors import RoundelayError, UserCodeError
-from roundelay.runtime.determinism import nondeterministic
+from roundelay.runtime.determinism import deterministic, nondeterministic, use_threads
 from roundelay.runtime.device_failure import device_error
 from roundelay.runtime.forked_call import apart
 
@@ -23,23 +21,27 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit torch's operators to one thread each within the block."""
+def on_threads(count: int) -> Iterator[None]:
+    """Let this thread compute with so many intra-op threads within the block, and so that the same bits come again."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    use_threads(count)
     try:
-        yield
+        with deterministic(False, threads=count):
+            yield
     finally:
-        if before != 1:
-            torch.set_num_threads(before)
+        use_threads(before)
+
+
+def on_all_threads() -> AbstractContextManager[None]:
+    """:func:`on_threads` with as many as plain PyTorch would use in one process of this host."""
+    return on_threads(all_threads(torch.get_num_threads))
 
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Run the user's model or loss with one intra-op thread; raise its exceptions as UserCodeError."""
+    """Run the user's model or loss; raise its exceptions as UserCodeError."""
     try:
-        with one_thread():
-            yield
+        yield
     except (RoundelayError, MemoryError):
         raise
     except Exception as error:

@@ -31,7 +31,7 @@ from roundelay.api.run_record import RunRecord, Trained
 from roundelay.api.state_gather import Snapshot, StateGatherer
 from roundelay.api.statelessness import check_reused
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread
+from roundelay.api.torch_scope import on_threads
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.env import launched_as
 from roundelay.errors import UsageError
@@ -82,9 +82,9 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model has the trained weights afterwards.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per GPU, or on the CPU one per core, at most two; no more than the model can be
-            cut into.
-        rule: update rule; ``pipeoptim`` by default.
+        workers: D; by default one per GPU; on the CPU one with all threads or two with half of them each, whichever is
+            faster.
+        rule: update rule; by default ``1f1b``, or ``cdp-v2`` in a layout.
         steps: number of updates. If neither it nor ``epochs`` is given: the rest of the run that ``resume`` is a
             checkpoint of, if it was interrupted; else the job's own number, or one epoch.
         epochs: number of epochs, including those of a resumed checkpoint.
@@ -103,8 +103,8 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
         choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``,
-            ``zero``, ``layout``, ``stages``, ``memory_limit``.
+            ``transport``, ``deadline_s``, ``devices``, ``threads``, ``data_parallel``, ``tensor_parallel``,
+            ``signatures``, ``zero``, ``layout``, ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -238,7 +238,7 @@ class Session:
         Raises:
             FidelityError: the captured job trains differently.
         """
-        with one_thread():
+        with on_threads(self.plan.threads):
             return check_before_training(
                 self.job,
                 self.captured,
@@ -318,8 +318,8 @@ class Session:
         if self.drained is not None:
             notify(self.drained)
         try:
-            exact = deterministic(self.plan.deterministic)
-            with one_thread(), exact, announced_use(party, use, self.extent.save_every):
+            exact = deterministic(self.plan.deterministic, threads=self.plan.threads)
+            with exact, announced_use(party, use, self.extent.save_every):
                 for part in self._parts(checkpointer, record, party):
                     run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, party)
             last = checkpointer.finish()
@@ -414,7 +414,7 @@ class Session:
         self._compile(party)
         use, save_every = fetched_use(party)  # published when all have compiled
         part = Part(self.initial, replace(self.extent, save_every=save_every))
-        with one_thread(), deterministic(self.plan.deterministic):
+        with deterministic(self.plan.deterministic, threads=self.plan.threads):
             return run_follower(self._task(part, use, None), party, unchanged)
 
     def compile(self) -> None:

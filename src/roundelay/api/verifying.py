@@ -27,7 +27,7 @@ from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
 from roundelay.api.statelessness import reachable_state_of
 from roundelay.api.stop_condition import Length, extent
-from roundelay.api.torch_scope import one_thread, user_code
+from roundelay.api.torch_scope import on_threads, user_code
 from roundelay.api.training import Session
 from roundelay.errors import JobError, NondeterministicError, UsageError
 from roundelay.frontend import Captured, RngKey
@@ -137,9 +137,9 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model ends with the distributed run's weights.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per GPU, or on the CPU one per core, at most two; no more than the model can be
-            cut into.
-        rule: update rule; ``pipeoptim`` by default.
+        workers: D; by default one per GPU; on the CPU one with all threads or two with half of them each, whichever is
+            faster.
+        rule: update rule; by default ``1f1b``, or ``cdp-v2`` in a layout.
         steps: updates; 8 if neither this nor ``epochs`` is given.
         epochs: epochs.
         seed: of both runs.
@@ -149,8 +149,8 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
             (:func:`roundelay.api.reference_start.begins_at_update_0`).
         choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
             ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``data_parallel``, ``tensor_parallel``, ``signatures``,
-            ``zero``, ``layout``, ``stages``, ``memory_limit``.
+            ``transport``, ``deadline_s``, ``devices``, ``threads``, ``data_parallel``, ``tensor_parallel``,
+            ``signatures``, ``zero``, ``layout``, ``stages``, ``memory_limit``.
 
     Raises:
         TypeError: a choice is unknown.
@@ -184,7 +184,7 @@ def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: 
     """
     if why := unchecked_reason(job, plan):
         return Fidelity(unchecked=why)
-    with one_thread():
+    with on_threads(plan.threads):
         batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
         compare = partial(compare_with_plain, job, captured, plan, seed, batches, evaluates=True)
         fidelity, odd = _exactly(partial(compare, limit_s=plan.deadline_s), plan, lambda: None)
@@ -260,14 +260,14 @@ def _exactly(call: Callable[[], _T], plan: Plan, again: Callable[[], object]) ->
     """
     exact = plan.deterministic or uses_device(plan.devices)
     try:
-        with deterministic(exact):
+        with deterministic(exact, threads=plan.threads):
             return call(), ""
     except NondeterministicError as error:
         if plan.deterministic:
             raise
         odd = error.got
     again()
-    with deterministic(exact, strict=False):
+    with deterministic(exact, strict=False, threads=plan.threads):
         return call(), odd
 
 
@@ -276,7 +276,7 @@ def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool
     _check_same_data(session)
     session.compile()  # already done, but in another process
     notes: list[Note] = []
-    with one_thread(), user_code("the one-process reference"):
+    with on_threads(session.plan.threads), user_code("the one-process reference"):
         reference = _reference(session, origin, anew, trained, notes)
     if session.start is not None and anew:
         reference, notes = since_checkpoint(session, reference, notes)
@@ -386,7 +386,8 @@ def _reference_stages(session: Session) -> list[ReferenceStage]:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         made = reference_stage(captured, stored, plan.mesh_size, torch.device(plan.device_of(spec.stage)))
         turns = len(plan.holders(spec.stage)) if deals(plan) else 0
-        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage)))
+        threads = plan.threads_of(spec.stage)
+        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage), threads=threads))
     return stages
 
 

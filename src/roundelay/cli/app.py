@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from roundelay import env
@@ -230,7 +229,6 @@ def write_text(path: Path, text: str) -> None:
 
 def main() -> None:
     """Entry point: run the command; every error becomes one panel and an exit code."""
-    torch.set_num_threads(1)
     SIGNALS.listen()
     code = guarded(app, "--json" in sys.argv)
     sys.stdout.flush()

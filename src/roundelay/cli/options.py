@@ -81,12 +81,17 @@ Zero = Annotated[
 ]
 _RULES = ", ".join(rule.name for rule in rules())
 Rule = Annotated[
-    str | None, typer.Option(help=f"Update rule: {_RULES}, or one that the job registers. [default: pipeoptim]")
+    str | None,
+    typer.Option(
+        help=f"Update rule: {_RULES}, or one that the job registers. [default: 1f1b, which trains as plain PyTorch "
+        "does; in a layout cdp-v2]"
+    ),
 ]
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        help="Micro-batches per batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush; "
+        help="Micro-batches per batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush, "
+        "where a batch's loss is the mean of its parts'; "
         "with --layout dp or zero 2, or one for each process of a launcher, with single or mp as many as stages, or 4]"
     ),
 ]
@@ -167,6 +172,13 @@ Devices = Annotated[
     str | None,
     typer.Option(help="cpu, cuda (worker k on device k), or one for each worker: cuda:0,cpu. [default: cuda if here]"),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="Intra-op threads of each worker. [default: this host's cores, shared by its workers on the CPU; 1 on a "
+        "GPU]"
+    ),
+]
 Deadline = Annotated[
     float | None,
     typer.Option(help="Longest wait for a batch of the loader, or for a message. [default: 300]", metavar="SECONDS"),
@@ -224,6 +236,7 @@ class CommonChoices:
     transport: Transport = None
     cuts: Cuts = None
     devices: Devices = None
+    threads: Threads = None
     deadline_s: Deadline = None
     memory_limit: MemoryLimit = None
 

@@ -10,9 +10,11 @@ from typing import Any
 from roundelay import env
 from roundelay.api import capture
 from roundelay.api.compile_stages import compile_stages, for_plan
+from roundelay.api.default_choices import spare_cores
+from roundelay.api.explain_plan import plan_notices
 from roundelay.api.holder_choices import parts_of, read_signatures
 from roundelay.api.memory_limit import check_memory
-from roundelay.api.planning import Planned, fitted, plan_with_reasons, read_plan
+from roundelay.api.planning import Planned, fitted, micro_batch_notice, plan_with_reasons, read_plan
 from roundelay.api.recompute_choice import parse_names
 from roundelay.cli.options import Choices, spread
 from roundelay.cli.screen import announce, doing, stderr
@@ -92,13 +94,15 @@ def plan_job(
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
     else:
-        planned = Planned(existing)
+        planned = Planned(existing, notices=_notices(job, captured, existing, seed, source))
         if choices.memory_limit is not None:
             fitted(for_plan(captured, existing), existing)
             check_memory(job, captured, existing, choices.memory_limit)
         if existing.compile and party is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
+    for line in (*planned.notices, *plan_notices(planned.plan)):
+        announce(f"{line}.", quiet)
     if party is not None and planned.plan.num_workers != party.size:
         raise UsageError(
             "the processes that the launcher has started",
@@ -117,13 +121,18 @@ def _make_plan(
     job: Job, captured: Captured, choices: Choices, seed: int, resumed: Plan | None, *, quiet: bool
 ) -> Planned:
     given = choices.given()
-    wanted = {"rule": "pipeoptim"} | ({} if resumed is None else _inherited(resumed, given)) | given
+    wanted = ({} if resumed is None else _inherited(resumed, given)) | given
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    for line in planned.notices:
-        announce(f"{line}.", quiet)
     return planned
+
+
+def _notices(job: Job, captured: Captured, plan: Plan, seed: int, source: PlanSource) -> tuple[str, ...]:
+    """What a person should know of a plan that was made elsewhere, or is continued."""
+    here = () if env.is_launched() else range(plan.num_workers)
+    of_parts = micro_batch_notice(job, captured, plan, seed) if source.plan_file is not None else ""
+    return tuple(notice for notice in (of_parts, spare_cores(plan, here)) if notice)
 
 
 def _compile_apart(job: Job, captured: Captured, plan: Plan, seed: int, *, quiet: bool) -> None:
@@ -218,12 +227,20 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         kept["loss_scale"] = plan.loss_scale
     if same_size and given.get("transport", plan.transport) == plan.transport:
         kept["devices"] = ",".join(worker.device for worker in plan.workers)
+    if same_size and (threads := _common_threads(plan)) is not None:
+        kept["threads"] = threads
     boxed = {exchange.value for exchange in plan.exchanges}  # these are no operations of the model
     cuts = [[name for name in stage.segments if name not in boxed] for stage in plan.stages]
     at_boxings = any(stage.segments[-1] in boxed for stage in plan.stages)
     if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule) and not at_boxings:
         kept["cuts"] = cuts
     return kept
+
+
+def _common_threads(plan: Plan) -> int | None:
+    """The intra-op threads of each worker; None where they differ."""
+    counts = {worker.threads for worker in plan.workers}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:
@@ -284,6 +301,8 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)
+            case "threads":
+                planned_value = _common_threads(plan) or "several numbers"
             case "recompute":
                 wanted = parse_names(value)
             case "signatures":

@@ -96,19 +96,20 @@ def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
 
 def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
     received = sum(data["bytes_received"].values())
-    return {"worker": number, "pid": data["pid"], "thread": data["thread"], "bytes_received": received}
+    process = {"pid": data["pid"], "thread": data["thread"], "threads": data["threads"]}
+    return {"worker": number, **process, "bytes_received": received}
 
 
 def show_verification(plan: Plan, result: Verification) -> None:
     """Print a verification as a table and a few lines."""
     sides = [
-        [f"worker {w['worker']}", str(w["pid"]), str(w["thread"]), str(w["bytes_received"])]
+        [f"worker {w['worker']}", *(str(w[column]) for column in ("pid", "thread", "threads", "bytes_received"))]
         for w in verification_json(plan, result)["workers"]
     ]
-    sides.append(["reference", str(result.reference_pid), "-", "0"])
+    sides.append(["reference", str(result.reference_pid), "-", "the same", "0"])
     workers = counted(plan.num_workers, "worker")
     title = f"{plan.rule} on {workers} over {plan.transport}, compared with the one-process reference"
-    stdout.print(table(title, ["", "process", "thread", "bytes received"], sides))
+    stdout.print(table(title, ["", "process", "thread", "intra-op threads", "bytes received"], sides))
     stdout.print()
     if result.fidelity is not None:
         stdout.print(str(result.fidelity), markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
+from roundelay.cores import all_threads
 from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
 from roundelay.ir.num_bytes import bytes_text
@@ -164,7 +164,8 @@ def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int,
         announce("Plain PyTorch is not measured: that needs stages on the CPU, and the whole model here.", quiet)
         return {}
     announce("Measuring plain PyTorch for a few seconds ...", quiet)
-    measured = {threads: measure(job, seed, threads, plan.precision) for threads in sorted({1, os.cpu_count() or 1})}
+    counts = sorted({plan.threads, all_threads(torch.get_num_threads)})
+    measured = {threads: measure(job, seed, threads, plan.precision) for threads in counts}
     for threads in [threads for threads, rate in measured.items() if not rate]:
         announce(f"Plain PyTorch could not be measured with threads: {threads}.", quiet)
     return {threads: rate for threads, rate in measured.items() if rate}

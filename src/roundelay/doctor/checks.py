@@ -8,6 +8,7 @@ from typing import Literal
 
 from roundelay.doctor.host import Machine
 from roundelay.env import VARIABLES
+from roundelay.errors import counted
 
 State = Literal["ok", "warning", "problem"]
 
@@ -176,6 +177,7 @@ def cores(machine: Machine) -> Finding:
         usable = machine.core_quota
         limits.append(f"its container has {usable:g} cores' time")
     found = f"{machine.cores}" + (", but " + " and ".join(limits) if limits else "")
+    found += f"; workers share {counted(machine.threads, 'thread')} on {counted(machine.usable_cores, 'core')}"
     if usable >= FEW_CORES:
         return Finding("cores", found)
     lift = " Lift the limit (taskset, docker run --cpus)." if limits else ""

@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import psutil
 
 from roundelay import env
+from roundelay.cores import CGROUPS, MEMBERSHIP, all_threads, allowed_processors, core_quota, groups, usable_cores
 from roundelay.doctor.fork_probe import forked_backward_error
 from roundelay.errors import UsageError
 from roundelay.launchers import Launched
-
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 
 _NO_LIMIT = 1 << 62
 """Version 1 of control groups writes a number near 2^63 where there is no limit."""
@@ -84,8 +82,10 @@ class Machine:
         refused: ``launcher`` or ``variables``, to (got, remedy) of environment variables that a run would refuse.
         interfaces: names of the network interfaces.
         cores: of the machine.
-        allowed_cores: cores that this process may run on.
+        allowed_cores: processors that this process may run on.
         core_quota: cores' worth of time that its control group may use; None: all.
+        usable_cores: cores that workers compute on; two processors of one core count once.
+        threads: intra-op threads with which plain PyTorch would compute here.
         memory: bytes of the machine.
         free_memory: bytes that are available now.
         memory_limit: bytes that its control group may use; None: all.
@@ -108,6 +108,8 @@ class Machine:
     cores: int
     allowed_cores: int
     core_quota: float | None
+    usable_cores: int
+    threads: int
     memory: int
     free_memory: int
     memory_limit: int | None
@@ -138,8 +140,10 @@ def read_machine(commands_error: str = "") -> Machine:
         refused=refused,
         interfaces=_or(lambda: tuple(psutil.net_if_addrs()), ()),
         cores=psutil.cpu_count() or 1,
-        allowed_cores=_or(lambda: len(psutil.Process().cpu_affinity()), psutil.cpu_count() or 1),
+        allowed_cores=len(allowed_processors()),
         core_quota=core_quota(),
+        usable_cores=_or(usable_cores, 1),
+        threads=_or(lambda: all_threads(importlib.import_module("torch").get_num_threads), 1),
         memory=memory.total,
         free_memory=memory.available,
         memory_limit=memory_limit(),
@@ -203,7 +207,7 @@ def _environment() -> tuple[Launched | None, dict[str, tuple[str, str]]]:
         launched = env.launched()
     except UsageError as error:
         refused["launcher"] = error.got, error.remedy
-    for check in (env.level, env.check_malloc):
+    for check in (env.level, env.check_malloc, env.cores):
         try:
             check()
         except UsageError as error:
@@ -240,42 +244,11 @@ def _limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def core_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Cores' worth of time that this process's control groups may use; None if there is no limit.
-
-    Containers see all cores and all memory of their host. Both versions of the kernel's interface are read
-    (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/).
-    """
-    quotas = []
-    for folder in _groups("cpu", root, membership):
-        with suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            quotas.append(int(quota) / int(period))  # "max" is no number: no limit
-        with suppress(OSError, ValueError):
-            micros = int((folder / "cpu.cfs_quota_us").read_text())
-            period = (folder / "cpu.cfs_period_us").read_text()
-            quotas += [micros / int(period)] if micros > 0 else []
-    return min(quotas, default=None)
-
-
 def memory_limit(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Bytes that this process's control groups may use; None if there is no limit."""
     limits = []
-    for folder in _groups("memory", root, membership):
+    for folder in groups("memory", root, membership):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):
                 limits.append(int((folder / name).read_text()))
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
-def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in, and of all groups that contain them: the tightest limit counts.
-
-    In a container the path that the kernel reports may not be mounted; the folders of it that exist are read.
-    """
-    for line in _or(lambda: membership.read_text().splitlines(), list[str]()):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or controller in controllers.split(","):
-            base = root if number == "0" else root / controller
-            group = base / path.lstrip("/")
-            yield from (folder for folder in (group, *group.parents) if folder == base or base in folder.parents)

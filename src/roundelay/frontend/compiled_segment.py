@@ -126,10 +126,14 @@ def check_compiler() -> None:
 
 
 def _key(args: Sequence[Any]) -> Key:
-    """What compiled code is specialised on: the layout of every tensor and every other value but the RNG key."""
-    return tuple(
+    """What compiled code is specialised on: intra-op threads, tensors' layouts and every other value but the RNG key.
+
+    Inductor writes the number of threads into the code.
+    """
+    layouts = [
         (arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, torch.Tensor) else arg for arg in args[:-1]
-    )
+    ]
+    return (torch.get_num_threads(), *layouts)
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -20,10 +20,11 @@ import tomli_w
 from roundelay.errors import PlanError, listed
 from roundelay.ir.exchange import Phase, elements_sent
 
-FORMAT = 7
+FORMAT = 8
 
-_SINCE = {7: {"deterministic": False}}
-"""Format to the fields that it has added, with what plans of the format before say by leaving them out."""
+_SINCE: dict[int, dict[str, Any]] = {7: {"deterministic": False}, 8: {"workers": {"threads": 1}}}
+"""Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
+of a table under the table's name."""
 
 REPLICAS = "replicas"
 """The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
@@ -39,10 +40,12 @@ class WorkerPlan:
     Args:
         name: by which stages say that they run on it.
         device: where it computes: ``cpu``, or ``cuda:0`` and so on, as its process numbers them.
+        threads: intra-op threads with which it computes on the CPU.
     """
 
     name: str
     device: str
+    threads: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +305,15 @@ class Plan:
         """Where a stage of the first replica computes."""
         return self.workers[self.worker_of(stage)].device
 
+    def threads_of(self, stage: int) -> int:
+        """With how many intra-op threads each holder of a stage computes on the CPU."""
+        return self.workers[self.worker_of(stage)].threads
+
+    @property
+    def threads(self) -> int:
+        """The most intra-op threads with which a worker computes on the CPU; 1 where none does."""
+        return max((worker.threads for worker in self.workers if worker.device == "cpu"), default=1)
+
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]
@@ -353,10 +365,21 @@ class Plan:
 
 
 def _upgrade(table: dict[str, Any]) -> None:
-    """Make of a plan of the format before one of this, where all that it leaves out has a value that it had."""
-    added, given = _SINCE.get(FORMAT), table.get("format")
-    if added is not None and type(given) is int and given == FORMAT - 1 and not added.keys() & table.keys():
-        table |= {"format": FORMAT, **added}
+    """Make of a plan of an earlier format one of this, where all that it leaves out has a value that it had."""
+    while type(given := table.get("format")) is int and (added := _SINCE.get(given + 1)):
+        own = {name: value for name, value in added.items() if name not in _TABLES}
+        rows = [(row, new) for name, new in added.items() if name in _TABLES for row in _rows(table, name)]
+        if own.keys() & table.keys() or any(new.keys() & row.keys() for row, new in rows):
+            return
+        table |= {"format": given + 1, **own}
+        for row, new in rows:
+            row |= new
+
+
+def _rows(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of a table of the plan, as far as it has any."""
+    rows = table.get(name)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def itemsize(dtype: str) -> int:

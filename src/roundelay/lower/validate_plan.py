@@ -24,6 +24,9 @@ CPU = "cpu"
 DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 """What a device is called in a plan."""
 
+MOST_THREADS = 1024
+"""Most intra-op threads of a worker: each is a thread of the system."""
+
 LONGEST_S = 3.2e7
 """Longest deadline of a plan, in seconds."""
 
@@ -58,6 +61,7 @@ def check_plan(plan: Plan) -> None:
     check_mesh(plan)
     _check_workers(plan)
     _check_devices(plan)
+    _check_threads(plan)
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
         if not 0 <= edge.source < edge.target < plan.num_stages:
@@ -195,6 +199,27 @@ def _check_devices(plan: Plan) -> None:
                 got=f"{name} with transport {plan.transport}",
                 expected=f"{carried}: {plan.transport} carries no other tensors",
                 remedy=f"Choose --devices {carried}, or a transport for {device_type}: {', '.join(others)}.",
+            )
+
+
+def _check_threads(plan: Plan) -> None:
+    """Check that every worker has a thread, and that those that update the same weights get the same bits."""
+    for k, worker in enumerate(plan.workers):
+        if not 1 <= worker.threads <= MOST_THREADS:
+            raise PlanError(
+                f"workers[{k}].threads of the plan",
+                got=str(worker.threads),
+                expected=f"from 1 to {MOST_THREADS}",
+                remedy="Correct --threads or the plan.",
+            )
+    for stage in range(plan.num_stages):
+        counts = [plan.workers[worker].threads for worker in plan.holders(stage)]
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"threads of the workers that hold stage {stage}",
+                got=", ".join(map(str, counts)),
+                expected="one number: each updates the same weights, and bits may depend on it",
+                remedy="Correct `threads` of the plan's workers.",
             )
 
 

@@ -7,7 +7,6 @@ and the profile is measured again. A folder that cannot be written is no error.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json
+from roundelay.cores import usable_cores
 from roundelay.errors import RunError
 from roundelay.ir.graph import Profile
 
@@ -43,7 +43,7 @@ class _Entry(msgspec.Struct):
 
 def machine() -> dict[str, Any]:
     """The properties of this machine that determine its speed: its processor and number of cores."""
-    return {"processor": _processor(), "cores": os.cpu_count() or 1}
+    return {"processor": _processor(), "cores": usable_cores()}
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, final
 
 import torch
@@ -90,9 +90,9 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
     first = next(headers, None)
     with torch.no_grad():
         version = first[0][0].batch if first else 0
-        trainer = Trainer(
-            Recipe(optimizer, scheduler, start, version, setting.numbers), named, divisions(stages, len(buffers))
-        )
+        recipe = Recipe(optimizer, scheduler, start, version, setting.numbers)
+        threads = {name: stage.threads for stage in stages for name in stage.parameters}
+        trainer = Trainer(recipe, named, divisions(stages, len(buffers)), threads)
         run = _Run(
             setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, replica, number, tensors: None)
         )
@@ -263,6 +263,7 @@ class _Run:
         """Run the forwards of all stages and add their outputs to every worker's ``values``."""
         passes = []
         for k, stage in enumerate(self._stages):
+            stage.use_threads()
             read = self._forward_weights(replica, header, k)
             own = self._holding(replica, header, stage)
             shared = own.buffers if stage.updater is None else self._replicas[0].buffers
@@ -314,6 +315,7 @@ class _Run:
         gradients: Each = [{LOSS: loss_gradient} for _ in self._workers]
         for k in reversed(range(len(self._stages))):
             stage, (read, tapes) = self._stages[k], passes[k]
+            stage.use_threads()
             holding = self._holding(replica, header, stage)
             if self._setting.rule.backward_reads(self._setting.mode) != "forward":
                 read = self._backward_weights(replica, header, k)
@@ -376,6 +378,7 @@ class _Run:
             return gradients
         result: Tensors = {}
         for stage in self._stages:
+            stage.use_threads()
             own = {name: gradients[name] for name in stage.parameters if name in gradients}
             if own:
                 factor = torch.clamp(clip.norm / (joint_norm(list(own.values())) + EPSILON), max=1.0)
@@ -386,13 +389,12 @@ class _Run:
         """Return the norm of the gradients that every stage's workers have, if clipping or the loss scale needs it."""
         if not (self._setting.clip.whole or self._setting.loss_scale.on):
             return []
-        owned = [
-            counted(stage, self._gradients, worker, replica, len(self._replicas))
-            for stage in self._stages
-            for replica in range(self._counting)
-            for worker in self._workers
-        ]
-        norms = [norm_of(own.values()) for own in owned]
+        norms = []
+        for stage in self._stages:
+            stage.use_threads()
+            for replica, worker in product(range(self._counting), self._workers):
+                own = counted(stage, self._gradients, worker, replica, len(self._replicas))
+                norms.append(norm_of(own.values()))
         return [norm / divisor for norm in norms] if divisor else norms
 
     def _skip(self, batch: int, norms: list[float]) -> None:

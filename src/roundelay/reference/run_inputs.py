@@ -70,6 +70,12 @@ class StageFunctions(Protocol):
         ...
 
 
+def use_threads(count: int) -> None:
+    """Compute from now on with so many intra-op threads."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
 @dataclass(frozen=True, slots=True)
 class ReferenceStage:
     """One stage.
@@ -85,6 +91,7 @@ class ReferenceStage:
         boxes: what is boxed between the parts of the functions, by name of the boxed value.
         turns: holders that take its micro-batches in turns; 0 where each replica has its own holder.
         updater: the replica that updates it, where one does for all, which then have its buffers in common.
+        threads: intra-op threads with which its workers compute on the CPU: bits may depend on them.
     """
 
     functions: Sequence[StageFunctions]
@@ -97,6 +104,11 @@ class ReferenceStage:
     states: Mapping[str, Split] = field(default_factory=dict, hash=False)
     turns: int = 0
     updater: int | None = None
+    threads: int = 1
+
+    def use_threads(self) -> None:
+        """Compute from now on with its workers' number of intra-op threads."""
+        use_threads(self.threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roundelay.reference.mesh import Division
 from roundelay.reference.predict import Past
-from roundelay.reference.run_inputs import Named, OptimizerFactory, SchedulerFactory, Tensors
+from roundelay.reference.run_inputs import Named, OptimizerFactory, SchedulerFactory, Tensors, use_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,16 @@ class Trainer:
         recipe: how to create the optimizer.
         named: every parameter of the model; updated in place.
         divisions: of those of which the optimizer has each holder's part instead.
+        threads: intra-op threads with which each is updated; by default as many as are used.
     """
 
-    def __init__(self, recipe: Recipe, named: Named, divisions: Mapping[str, Division] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        named: Named,
+        divisions: Mapping[str, Division] | None = None,
+        threads: Mapping[str, int] | None = None,
+    ) -> None:
         self.live = recipe.version
         self.versions: dict[int, Version] = {}
         self._named = named
@@ -124,6 +131,9 @@ class Trainer:
         self._divisions = {} if divisions is None else divisions
         #: what the optimizer has of each parameter: itself, or its parts
         self._parts = {n: _divided(self._optimizer, p, self._divisions.get(n)) for n, p in named}
+        own = {name: (threads or {}).get(name, torch.get_num_threads()) for name, _ in named}
+        #: names of those that are updated with as many threads, by the number
+        self._by_threads = {count: {n for n in own if own[n] == count} for count in sorted({*own.values()})}
         self._rates = None if recipe.scheduler is None else Rates(recipe, named)
         resumed = {name for name, p in named if p.requires_grad and recipe.start is not None}
         kind = type(self._optimizer)
@@ -134,11 +144,12 @@ class Trainer:
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """W[t+1], S[t+1] = Opt(W[t], S[t], gradients, lr(t)); ``grad`` of a parameter without gradient is None."""
         before = self.versions[self.live]
-        for name, parts in self._parts.items():
-            of_parts = self._divided(name, gradients[name]) if name in gradients else [None] * len(parts)
-            for part, gradient in zip(parts, of_parts, strict=True):
-                part.grad = None if gradient is None else gradient.clone()
-        group_rates = _step(self._optimizer, self._scheduler)
+        group_rates: list[float] = []
+        for count, names in self._by_threads.items():
+            use_threads(count)
+            self._set_gradients({name: gradient for name, gradient in gradients.items() if name in names})
+            last = count == max(self._by_threads)
+            group_rates = _step(self._optimizer, self._scheduler if last else None)
         groups = zip(self._optimizer.param_groups, group_rates, strict=True)
         rate_of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
         rates = {name: rate_of[id(parameter)] for name, parameter in self._updated if id(parameter) in rate_of}
@@ -162,6 +173,13 @@ class Trainer:
         }
         self.live += 1
         self.versions[self.live] = Version(after, self._snapshot(pasts))
+
+    def _set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer copies of these gradients, and none of other parameters."""
+        for name, parts in self._parts.items():
+            of_parts = self._divided(name, gradients[name]) if name in gradients else [None] * len(parts)
+            for part, gradient in zip(parts, of_parts, strict=True):
+                part.grad = None if gradient is None else gradient.clone()
 
     def forget(self, oldest: int) -> None:
         """Drop the versions below ``oldest``."""

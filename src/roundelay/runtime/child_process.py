@@ -11,7 +11,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NoReturn
 
@@ -21,14 +22,18 @@ from roundelay.runtime.loader_processes import end_loaders, forget_loaders
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def fork(main: Callable[[], None]) -> int:
+def fork(main: Callable[[], None], ignored: Collection[signal.Signals] = ()) -> int:
     """Fork a child that ignores SIGINT, which its parent handles, and ends on SIGTERM and with the forking thread.
 
     It draws the same random numbers as its parent would: Python reseeds its own generator in a child, numpy does not.
     What the child forks ends with it. Defer signals until its pid is recorded (:mod:`roundelay.deferred_signals`).
 
+    The child works in a thread of its own: where the forking thread has computed on several, with OpenMP, the child's
+    first thread would wait for theirs, which it has not.
+
     Args:
         main: the child's work; then it exits, with status 1 if that raised.
+        ignored: further signals that it ignores.
 
     Returns:
         the child's pid.
@@ -39,10 +44,12 @@ def fork(main: Callable[[], None]) -> int:
     libc, parent, random_state = ctypes.CDLL(None), os.getpid(), random.getstate()
     flush_output()  # otherwise the child would write buffered output again
     try:
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 where there are OpenMP's threads
+            pid = os.fork()
         if not pid:
             random.setstate(random_state)
-            _run_child(main, parent, libc)
+            _run_child(main, ignored, parent, libc)
     except BaseException as error:
         if os.getpid() != parent:  # a signal handler raised in the child, which must not go on as a copy
             os._exit(1)
@@ -52,20 +59,30 @@ def fork(main: Callable[[], None]) -> int:
     return pid
 
 
-def _run_child(main: Callable[[], None], parent: int, libc: ctypes.CDLL) -> NoReturn:
-    status = 1
+def _run_child(
+    main: Callable[[], None], ignored: Collection[signal.Signals], parent: int, libc: ctypes.CDLL
+) -> NoReturn:
+    status = [1]
+
+    def work() -> None:
+        with suppress(BaseException):
+            main()
+            status[0] = 0
+            end_loaders()
+
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, *ignored):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         forget_loaders()
         die_with_parent(parent, libc)
         end_children_with_thread(libc)
-        main()
-        status = 0
-        end_loaders()
+        worker = threading.Thread(target=work, name="work")
+        worker.start()
+        worker.join()
     finally:
         flush_output()
-        os._exit(status)
+        os._exit(status[0])
 
 
 def flush_output() -> None:

@@ -107,7 +107,7 @@ class CooperativePool:
 
         def run(context: Context, run: Run) -> MicroBatch | None:
             state = self._state_of_thread[threading.get_ident()]
-            _reset_thread_settings()
+            _enable_gradients()
             if min(recent) > LONG_S:
                 self._leave(state)
             start = time.perf_counter()
@@ -140,7 +140,7 @@ class CooperativePool:
         self._begin(state)
         current: int | None = worker
         while current is not None:
-            _reset_thread_settings()
+            _enable_gradients()
             self._advance(current)
             current = self._next(state)
 
@@ -212,12 +212,7 @@ class CooperativePool:
                     self._resume(worker, wake_thread=True)
 
 
-def _reset_thread_settings() -> None:
-    """Enable gradients and use one intra-op thread, as another worker's code may have changed them in this thread.
-
-    With OpenMP the number of intra-op threads is per thread.
-    """
+def _enable_gradients() -> None:
+    """Enable gradients, as another worker's code may have disabled them in this thread."""
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
-    if torch.get_num_threads() != 1:
-        torch.set_num_threads(1)

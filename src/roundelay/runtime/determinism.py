@@ -1,8 +1,10 @@
 """Computing so that the same bits come whenever it is repeated, and naming the operation with which they cannot.
 
-On the CPU, with one thread, they always come. A GPU's kernels add in any order unless torch is asked for others. Where
-torch has none it raises (``strict``), or warns. Its fused attentions are exact when it raises and not when it warns, so
-after an error they are left out: attention is then computed by matrix products.
+On the CPU, with one intra-op thread, they always come. With several they come from all operations but a few that add
+into a tensor by index (the backward of ``weights[indices]``), which torch computes in order if it is asked to. A GPU's
+kernels add in any order unless torch is asked for others. Where torch has none it raises (``strict``), or warns. Its
+fused attentions are exact on a GPU when it raises and not when it warns, so after an error they are left out: attention
+is then computed by matrix products.
 """
 
 from __future__ import annotations
@@ -38,24 +40,32 @@ def uses_device(devices: Sequence[str]) -> bool:
     return any(name != CPU for name in devices)
 
 
+def use_threads(count: int) -> None:
+    """Let the calling thread compute with so many intra-op threads: OpenMP has a number for each thread."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
 @contextmanager
-def deterministic(wanted: bool = True, *, strict: bool = True) -> Iterator[None]:
+def deterministic(wanted: bool = True, *, strict: bool = True, threads: int = 1) -> Iterator[None]:
     """A context in which operations give the same bits whenever they are repeated.
 
     Args:
-        wanted: False for a context that changes nothing.
+        wanted: False for what the CPU needs alone: nothing on one thread.
         strict: raise where torch has no such form of an operation; else compute it as it comes.
+        threads: most intra-op threads with which the CPU computes.
     """
-    if not wanted:
+    if not wanted and threads == 1:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     of_torch: Any = torch.utils.deterministic
     benchmark, filled = torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory
     fused = _fused_attentions()
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    lenient = not strict if wanted else before != (True, False)
+    torch.use_deterministic_algorithms(True, warn_only=lenient)
     torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory = False, False
-    if not strict:
+    if wanted and not strict:
         _use_attentions((False,) * len(fused))
     try:
         yield

@@ -31,14 +31,14 @@ _TICK_S = 1.0
 
 
 def isolated(
-    call: Callable[[], Any], what: str, *, threads: int = 1, limit_s: float = math.inf, quiet: bool = False
+    call: Callable[[], Any], what: str, *, threads: int | None = None, limit_s: float = math.inf, quiet: bool = False
 ) -> Any:
     """Call a function in a forked child.
 
     Args:
         call: returns plain data (numbers, strings, lists, dicts).
         what: what it does, for messages.
-        threads: intra-op threads of the child.
+        threads: intra-op threads of the child; as many as the calling thread has by default.
         limit_s: seconds that it may take; no limit by default.
         quiet: discard what it prints, as calls of the user's code are repeated in the run.
 
@@ -50,9 +50,10 @@ def isolated(
         UserCodeError: the call raised something else.
         RunError: the child was killed, or took longer than ``limit_s``.
     """
+    count = torch.get_num_threads() if threads is None else threads
 
     def main() -> None:
-        torch.set_num_threads(threads)  # first of all: a forked thread pool would hang
+        torch.set_num_threads(count)
         os.close(reading)
         _hide_lost_devices()
         if quiet:

@@ -201,15 +201,13 @@ def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) 
     reading, writing = _pipe(task.plan.num_workers)
 
     def main() -> None:
-        torch.set_num_threads(1)  # first of all: a forked thread pool would hang
-        for number in ENDING:  # a scheduler sends them to all processes; the launching process handles them
-            signal.signal(number, signal.SIG_IGN)
         for descriptor in (reading, *(child.pipe for child in children)):
             os.close(descriptor)
         _main(task, worker, connect, writing)
 
     try:
-        return Child(worker, fork(main), reading)
+        # a scheduler sends these signals to all processes; the launching process handles them
+        return Child(worker, fork(main, ENDING), reading)
     except RunError:
         os.close(reading)
         raise

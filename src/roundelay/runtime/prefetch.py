@@ -19,6 +19,8 @@ from itertools import count
 from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar, final
 
+import torch
+
 from roundelay.errors import DeadlineError
 from roundelay.runtime.child_process import keep_thread_alive
 from roundelay.runtime.instruction_log import KEPT_MICRO_BATCHES
@@ -145,6 +147,7 @@ class _Reader(threading.Thread, Generic[_Item]):
         keep_thread_alive()
 
     def _read(self) -> None:
+        torch.set_num_threads(1)  # the data are the same however many a run computes with, and leave it its cores
         try:
             with closing(self._source):
                 while self._may_go_on():

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from roundelay.deferred_signals import DeferredSignals
 from roundelay.runtime.cooperative_pool import CooperativePool
 from roundelay.runtime.cuda_handoff import wrap_for_streams
@@ -124,5 +122,4 @@ def take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker) ->
 
 
 def _main(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
-    torch.set_num_threads(1)  # with OpenMP the number of intra-op threads is per thread
     work(task, worker, endpoint, report, device)

@@ -12,8 +12,6 @@ import time
 from functools import partial
 from typing import final
 
-import torch
-
 from roundelay.errors import RoundelayError, WorkerLostError
 from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, make_device
@@ -73,7 +71,6 @@ class _WorkerThread:
         self._thread.join(max(0.0, self._until_s - now))
 
     def _main(self) -> None:
-        torch.set_num_threads(1)
         rank = self._party.rank
         try:
             endpoint = self._wrap(self._party.data_endpoint(self._task.plan, self._device))

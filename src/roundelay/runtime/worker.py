@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
@@ -27,6 +29,7 @@ from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.batch_reader import read
 from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
+from roundelay.runtime.determinism import use_threads
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.device_failure import has_failed, keep
 from roundelay.runtime.grad_norm import GradNorms
@@ -100,11 +103,12 @@ class Task:
 
 @dataclass(slots=True)
 class _Progress:
-    """Time and updates of one worker so far."""
+    """Time, updates and intra-op threads of one worker so far."""
 
     started: float
     busy_s: float = 0.0
     updates: int = 0
+    threads: int = 0  # intra-op threads with which the last update was computed
     reported: float = 0.0
 
 
@@ -155,6 +159,9 @@ class _Worker:
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
         program = task.programs[worker]
+        #: intra-op threads; set before every instruction, as those of workers in one process may share a thread
+        self.threads = task.plan.workers[worker].threads
+        use_threads(self.threads)
         self.holder = task.plan.holder_of(worker)
         redone = _in_flight(task.initial, program, self.holder)
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
@@ -273,6 +280,7 @@ class _Worker:
         if run.header is not None and not run.header.rows and opcode in PASSED_OVER:
             handler = pass_over
         start = time.perf_counter()
+        use_threads(self.threads)
         try:
             header = handler(context, run)
         except BaseException as error:  # also a loader that was cancelled
@@ -344,6 +352,7 @@ class _Worker:
     def _report_progress(self, run: Run, now: float) -> None:
         """Report the busy seconds after an update, at most ten times a second."""
         self.progress.updates += 1
+        self.progress.threads = torch.get_num_threads()
         if now - self.progress.reported > 0.1:
             self.progress.reported = now
             data = {
@@ -369,6 +378,7 @@ class _Worker:
         return {
             "pid": os.getpid(),
             "thread": self.thread,
+            "threads": self.progress.threads,
             "busy_s": self.device.busy_s(self.progress.busy_s),
             "wall_s": time.perf_counter() - self.progress.started,
             "updates": self.progress.updates,

@@ -1,0 +1,102 @@
+"""What is chosen where the person has chosen nothing: the rule, and how many workers compute on this host's cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from roundelay import simulator
+from roundelay.cores import all_threads, usable_cores
+from roundelay.env import is_launched
+from roundelay.errors import counted
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.lower.validate_plan import CPU
+from roundelay.lower.verify_schedule import programs_of
+from roundelay.runtime.device import default_devices
+from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
+
+PLAIN = "1f1b"
+"""The rule of a pipeline: it trains what plain PyTorch does."""
+
+STAGGERED = "cdp-v2"
+"""The rule of the layouts, which were made for it (Cyclic Data Parallelism, Eq. CDP-v2)."""
+
+_BATCHES = 4
+"""Batches over which plans are simulated, to be compared."""
+
+_NO_FASTER = 0.97
+"""Several workers must take less than this share of one worker's time, to be worth their messages and memory."""
+
+
+def default_rule(layout: str) -> str:
+    """The rule of a layout; an unknown layout is refused elsewhere."""
+    return STAGGERED if layout in LAYOUTS else PLAIN
+
+
+def workers_are_open(rule: str, given: Mapping[str, Any]) -> bool:
+    """Whether one worker and two would train the same on this host's CPU, so that the faster may be taken.
+
+    Args:
+        rule: update rule; one that reads older weights means something on several stages only.
+        given: the choices, with ``workers`` or ``cuts`` if they are given.
+    """
+    if given.keys() & {"workers", "cuts", "stages"} or given.get("layout", PIPELINE) != PIPELINE or is_launched():
+        return False
+    if given.keys() & {"data_parallel", "tensor_parallel", "signatures", "zero"}:
+        return False
+    flushes = schedule_named(rule_named(rule).schedule).window == "batch"
+    on_cpu = (given.get("devices") or default_devices(given.get("transport", "memory"))) == CPU
+    return flushes and on_cpu and usable_cores() > 1
+
+
+def batch_s(plan: Plan) -> float:
+    """Seconds of a batch, by the simulator."""
+    simulated = simulator.simulate(plan, programs_of(plan), stream([plan.micro_batches] * _BATCHES))
+    return simulated.makespan_s / _BATCHES
+
+
+def faster(one: Plan, several: Plan) -> tuple[Plan, str]:
+    """The plan that takes less time for a batch, and why, in words."""
+    times = {plan.num_workers: batch_s(plan) for plan in (one, several)}
+    taken = several if times[several.num_workers] < _NO_FASTER * times[one.num_workers] else one
+    texts = [_timed(plan, times[plan.num_workers]) for plan in (taken, several if taken is one else one)]
+    return taken, f"{texts[0]}; {texts[1]} (measured here)"
+
+
+def _timed(plan: Plan, seconds: float) -> str:
+    each = " each" if plan.num_workers > 1 else ""
+    workers = f"{counted(plan.num_workers, 'worker')} of {counted(plan.threads, 'thread')}{each}"
+    return f"{workers}: {seconds * 1e3:.3g} ms a batch"
+
+
+def staleness(plan: Plan) -> str:
+    """How old the weights are that a rule reads, in words; empty where each batch reads the newest."""
+    rule = rule_named(plan.rule)
+    if schedule_named(rule.schedule).window == "batch" and rule.versions != "table":
+        return ""
+    updates = 1 if rule.versions == "table" else -(-(plan.num_stages - 1) // plan.micro_batches)
+    if not updates or (plan.num_stages == 1 and plan.layout == PIPELINE):
+        return ""
+    ahead = ", and predicts newer ones from them" if rule.predicts else ""
+    return f"rule {plan.rule} reads weights up to {counted(updates, 'update')} old{ahead}"
+
+
+def spare_cores(plan: Plan, workers: Sequence[int]) -> str:
+    """What it costs that some workers share this host with other threads than it has cores for; empty if nothing.
+
+    Args:
+        plan: made elsewhere, perhaps.
+        workers: numbers of those that run on this host.
+    """
+    cores, wanted = usable_cores(), all_threads(torch.get_num_threads)
+    here = [plan.workers[worker] for worker in workers if plan.workers[worker].device == CPU]
+    threads, most = sum(worker.threads for worker in here), max((worker.threads for worker in here), default=0)
+    if threads > cores:
+        return f"the plan has {threads} threads on {counted(cores, 'core')} here, where they wait for one another"
+    if not here or threads + most > wanted:  # all, or a rest that could not be divided
+        return ""
+    return f"the plan uses {threads} of {wanted} cores here; a new plan, or --threads, uses more"
