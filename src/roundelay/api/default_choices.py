@@ -64,7 +64,7 @@ def faster(one: Plan, several: Plan) -> tuple[Plan, str]:
     times = {plan.num_workers: batch_s(plan) for plan in (one, several)}
     taken = several if times[several.num_workers] < _NO_FASTER * times[one.num_workers] else one
     texts = [_timed(plan, times[plan.num_workers]) for plan in (taken, several if taken is one else one)]
-    return taken, f"{texts[0]}; {texts[1]} (measured here)"
+    return taken, f"{texts[0]}, by a measurement here; {texts[1]}"
 
 
 def _timed(plan: Plan, seconds: float) -> str:

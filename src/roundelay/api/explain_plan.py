@@ -23,7 +23,7 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     owners = [plan.holders(stage) for stage in range(plan.num_stages)]
     graph = on_mesh(captured, plan).graph
     lines = [
-        f"{type(captured.model).__name__} on {counted(size, 'worker')} by rule {plan.rule} ({rule.source}).",
+        f"{type(captured.model).__name__} on {plan.arrangement} by rule {plan.rule} ({rule.source}).",
         f"{counted(len(captured.graph.ops), 'operation')}, {counted(len(captured.graph.cuts), 'place')} to cut.",
     ]
     for k, stage in enumerate(plan.stages):

@@ -7,7 +7,6 @@ from typing import Any
 
 from roundelay.api.verifying import Verification
 from roundelay.cli.screen import stdout, table
-from roundelay.errors import counted
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.simulator import Simulation
@@ -58,7 +57,7 @@ def show_simulation(plan: Plan, simulation: Simulation, batches: int) -> None:
         for k, report in enumerate(simulation.workers)
     ]
     title = (
-        f"{plan.rule}, {counted(plan.num_workers, 'worker')}, {batches} batches of {plan.micro_batches}: "
+        f"{plan.rule}, {plan.arrangement}, {batches} batches of {plan.micro_batches}: "
         f"makespan {simulation.makespan_s * 1e3:.2f} ms, bubble {simulation.bubble:.0%}"
     )
     columns = ["", "busy", "in flight", "tapes", "messages", "weights", "crossed", "versions"]
@@ -107,8 +106,7 @@ def show_verification(plan: Plan, result: Verification) -> None:
         for w in verification_json(plan, result)["workers"]
     ]
     sides.append(["reference", str(result.reference_pid), "-", "the same", "0"])
-    workers = counted(plan.num_workers, "worker")
-    title = f"{plan.rule} on {workers} over {plan.transport}, compared with the one-process reference"
+    title = f"{plan.rule} on {plan.arrangement} over {plan.transport}, compared with the one-process reference"
     stdout.print(table(title, ["", "process", "thread", "intra-op threads", "bytes received"], sides))
     stdout.print()
     if result.fidelity is not None:

@@ -214,8 +214,7 @@ def _show(plan: Plan, summary: dict[str, Any]) -> None:
         rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, num_bytes in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", bytes_text(num_bytes)])
-    workers, updates = counted(plan.num_workers, "worker"), counted(summary["steps"], "update")
-    title = f"{plan.rule} on {workers} over {plan.transport}, {updates}"
+    title = f"{plan.rule} on {plan.arrangement} over {plan.transport}, {counted(summary['steps'], 'update')}"
     stdout.print(table(title, ["", ""], rows))
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import tomli_w
 
-from roundelay.errors import PlanError, listed
+from roundelay.errors import PlanError, counted, listed
 from roundelay.ir.exchange import Phase, elements_sent
 
 FORMAT = 8
@@ -308,6 +308,16 @@ class Plan:
     def threads_of(self, stage: int) -> int:
         """With how many intra-op threads each holder of a stage computes on the CPU."""
         return self.workers[self.worker_of(stage)].threads
+
+    @property
+    def arrangement(self) -> str:
+        """Its workers in words: ``2 workers``, or ``2 replicas x 2 stages x tensor 2 x ZeRO 1``."""
+        axes = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
+        if self.replicas == 1 and not axes:
+            return counted(self.num_workers, "worker")
+        each = self.num_workers // (self.replicas * self.mesh_size)
+        parts = [f"{count} {name}" for count, name in ((self.replicas, "replicas"), (each, "stages")) if count > 1]
+        return " x ".join([*parts, *axes, *(["ZeRO 1"] if self.states else [])])
 
     @property
     def threads(self) -> int:

@@ -6,7 +6,6 @@ import math
 from html import escape
 from pathlib import Path
 
-from roundelay.errors import counted
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
@@ -28,7 +27,7 @@ def run_page(path: Path) -> str:
         PlanError: its plan cannot be read or is invalid.
     """
     run = read_run(path)
-    title = f"{run.name}: {run.plan.rule} on {counted(run.plan.num_workers, 'worker')}"
+    title = f"{run.name}: {run.plan.rule} on {run.plan.arrangement}"
     body = [
         _heading(run),
         s.loss(run),
