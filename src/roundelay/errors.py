@@ -23,7 +23,8 @@ Each carries the same four things, so that one screen can tell them: *subject*, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class RoundelayError(Exception):
@@ -119,3 +120,9 @@ def listed(names: Sequence[str]) -> str:
     """The names if they are few, else the first of them, and how many there are."""
     shown = ", ".join(names[:_FEW])
     return shown if len(names) <= _FEW else f"{shown}, ... ({len(names)} in all)"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``Did you mean 1f1b? `` for a name that is nearly one of those known; else nothing."""
+    near = difflib.get_close_matches(str(name), list(known), n=2)
+    return f"Did you mean {' or '.join(near)}? " if near else ""

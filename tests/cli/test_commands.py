@@ -21,7 +21,7 @@ from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import rules
 from roundelay.observe.metrics_file import read_metrics
-from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper_ways import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ Capture = pytest.CaptureFixture[str]
 
 def pretend(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Have the command read another machine."""
-    monkeypatch.setattr("roundelay.cli.doctor_command.read_machine", lambda: machine)
+    monkeypatch.setattr("roundelay.cli.doctor_command.read_machine", lambda commands_error: machine)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 
 from roundelay.checkpoint.checkpoint import load
 from roundelay.checkpoint.stored_files import is_checkpoint
-from roundelay.cli import options, plan_from_options
+from roundelay.cli import launched_choices, options, plan_from_options
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.errors import CheckpointError
 from roundelay.observe.metrics_file import read_metrics
@@ -589,9 +589,9 @@ def test_processes_with_a_device_each_talk_over_nccl(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices_here)
-    monkeypatch.setattr(options, "ProcessGroup", lambda place: None)
+    monkeypatch.setattr(launched_choices, "ProcessGroup", lambda place: None)
     choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | said))
-    assert options.joined(choices, 0)[1].transport == transport
+    assert launched_choices.joined(choices, 0)[1].transport == transport
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import Fresh, UpdateRule, rule_named
-from roundelay.runtime.tamper import WAYS
-from roundelay.runtime.tamper_sums import SUM_WAYS
+from roundelay.runtime.tamper_ways import SUM_WAYS, WAYS
 from roundelay.schedules import LAYOUTS
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Bench, allowed, assert_same, bench
 from tests.zoo import MODELS

@@ -20,7 +20,7 @@ from roundelay.frontend import local_graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.channels import channels_of, exchanges_of
-from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
+from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_replicas import _double
 from tests.zoo import ZOO

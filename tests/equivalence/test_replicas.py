@@ -18,7 +18,7 @@ from roundelay.errors import PlanError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.channels import channels_of
-from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
+from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import VARIANTS, Bench, allowed, bench
 from tests.zoo import ZOO, Batch, Entry
 

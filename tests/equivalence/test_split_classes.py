@@ -16,7 +16,7 @@ from roundelay.api.planning import plan as planned
 from roundelay.ir.plan import Plan
 from roundelay.lower import megatron
 from roundelay.runtime import exchange
-from roundelay.runtime.tamper import EXCHANGE_WAYS
+from roundelay.runtime.tamper_ways import EXCHANGE_WAYS
 from tests.equivalence.cells import VARIANTS, Bench
 from tests.equivalence.test_mesh import BY_RULE, held, send_what_is_planned, train_alike
 from tests.equivalence.test_replicas import _double

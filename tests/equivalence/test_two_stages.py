@@ -16,7 +16,7 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import PlanError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight, do_forward
-from roundelay.runtime.tamper import WAYS
+from roundelay.runtime.tamper_ways import WAYS
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO

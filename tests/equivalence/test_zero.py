@@ -23,7 +23,7 @@ from roundelay.ir.sbp import Split
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.verify_schedule import check_run
 from roundelay.runtime.state_bucket import StateBucket
-from roundelay.runtime.tamper import EXCHANGE_WAYS, WAYS
+from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
 from tests.equivalence.cells import DEADLINE_S, Bench, bench
 from tests.equivalence.test_mesh import trained
 from tests.lower.test_verify_schedule import fired_in

@@ -150,12 +150,12 @@ OPTIONS = (
     ),
     Break(
         "a layout",
-        (Edit("api/planning.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
+        (Edit("api/draft_plan.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_run_is_continued_by_its_own_layout_and_by_another"),
     ),
     Break(
         "stages of a layout",
-        (Edit("api/layout_choices.py", '"stages": given.get("stages", size)', '"stages": size'),),
+        (Edit("api/given_layout.py", '"stages": given.get("stages", size)', '"stages": size'),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_layout_has_as_many_stages_as_asked_for"),
     ),
     Break(
@@ -361,7 +361,7 @@ OPTIONS = (
     ),
     Break(
         "--deadline-s",
-        (Edit("api/planning.py", 'deadline_s=given["deadline_s"]', "deadline_s=DEADLINE_S"),),
+        (Edit("api/draft_plan.py", 'deadline_s=given["deadline_s"]', "deadline_s=300.0"),),
         ("tests/cli/test_commands.py::test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on",),
     ),
     Break(

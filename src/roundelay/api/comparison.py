@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from roundelay.api.check_given import check_length
+from roundelay.api.check_here import check_here, refuse_launched
 from roundelay.api.checkpointing import Saving, evaluate, holding_averages
 from roundelay.api.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
-from roundelay.api.comparison_variants import Variant, variants
+from roundelay.api.comparison_variants import OPTIMIZERS, OWN, Variant, rule_of_cuts, variants
 from roundelay.api.cuts import default_workers
 from roundelay.api.events import Event, Observer, Updated, samples_per_second
 from roundelay.api.explain_plan import explain
@@ -29,14 +31,11 @@ from roundelay.checkpoint.checkpoint import Checkpoint
 from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.job import Job
+from roundelay.job import Job, OptimizerFactory
 from roundelay.observe.run_folder import RunFolder
 from roundelay.runtime.loader_epoch import seed_everything
 from roundelay.runtime.loader_probe import DEADLINE_S
 from roundelay.schedules import PIPELINE, schedule_named
-
-CUTS_FROM = {1: "1f1b", 2: "zb-v"}
-"""Number of stages per worker to the rule whose plan cuts the model for all rules with that number."""
 
 Make = Callable[[int], Job]
 
@@ -159,6 +158,9 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     if seeds < 1:
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
     given = {name: choice for name, choice in choices.items() if choice is not None}
+    check_here({**given, "workers": workers, "rule": rule_of_cuts(given.get("layout"))})
+    refuse_launched(given.get("transport", "memory"))
+    check_length(steps, epochs)
     comparison = _Comparison(make, ComparisonFolder(Path(out)), Length(steps=steps, epochs=epochs), given)
     comparison.begin(source, cuts, workers)
     plans, refused = comparison.plans(compared)
@@ -217,7 +219,7 @@ class _Comparison:
         plan = (
             read_plan(path, OTHER_FOLDER)
             if path.exists()
-            else self._new_plan(path, "cdp-v1" if self._in_layout else CUTS_FROM[per_worker], self._cuts)
+            else self._new_plan(path, rule_of_cuts(self._choices.get("layout"), per_worker), self._cuts)
         )
         return [list(stage.segments) for stage in plan.stages]
 
@@ -268,13 +270,21 @@ class _Comparison:
 
     def _run(self, variant: Variant, seed: int, plan: Plan, notify: Observe) -> None:
         """Do one run, or the rest of it, with a new job, so that runs do not affect each other."""
-        job, factory = self._new_job(seed), variant.factory()
+        job, factory = self._new_job(seed), _factory(variant)
         job = job if factory is None else replace(job, optimizer=factory)
         captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
         session = Session(job, captured, plan, seed, self._length)
         folder = self._folder.open_run(variant, seed)
         folder.write_plan(plan.text(explain(captured, plan)))
         _run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))
+
+
+def _factory(variant: Variant) -> OptimizerFactory | None:
+    """A function from named parameters to the variant's optimizer; None for the job's own."""
+    if variant.optimizer == OWN:
+        return None
+    kind, _, settings = OPTIMIZERS[variant.optimizer]
+    return partial(getattr(torch.optim, kind), lr=variant.rate, **settings)
 
 
 def _run_in_folder(session: Session, folder: RunFolder, notify: Observer, on_resume: Callable[[int], None]) -> None:

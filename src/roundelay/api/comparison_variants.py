@@ -6,31 +6,28 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
-
-from roundelay.errors import UsageError
-from roundelay.ir.rule import MODES, rule_named, rules
-from roundelay.job import OptimizerFactory
-from roundelay.weight_prediction import PREDICTORS
+from roundelay.errors import UsageError, did_you_mean
+from roundelay.ir.rule import DISTANCES, MODES, rule_named, rules
+from roundelay.schedules import PIPELINE
 
 OWN = "job"
 """Name of the job's own optimizer."""
 
 ALL = "all"
 
-_FACTORIES: Mapping[str, tuple[Any, float, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, 0.1, {}),
-    "sgdm": (torch.optim.SGD, 0.05, {"momentum": 0.9}),
-    "nesterov": (torch.optim.SGD, 0.05, {"momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, 1e-3, {}),
-    "adamw": (torch.optim.AdamW, 1e-3, {"weight_decay": 0.01}),
+OPTIMIZERS: Mapping[str, tuple[str, float, dict[str, Any]]] = {
+    "sgd": ("SGD", 0.1, {}),
+    "sgdm": ("SGD", 0.05, {"momentum": 0.9}),
+    "nesterov": ("SGD", 0.05, {"momentum": 0.9, "nesterov": True}),
+    "adam": ("Adam", 1e-3, {}),
+    "adamw": ("AdamW", 1e-3, {"weight_decay": 0.01}),
 }
-"""Name of an optimizer to its class, its default learning rate and its settings."""
+"""Name of an optimizer to its class in torch.optim, its default learning rate and its settings."""
 
-OPTIMIZERS = tuple(_FACTORIES)
+CUTS_FROM = {1: "1f1b", 2: "zb-v"}
+"""Number of stages per worker to the rule whose plan cuts the model for all rules with that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +63,15 @@ class Variant:
         """Optimizer and rule: ``adamw@0.001/pipeoptim:paper``."""
         return f"{self.optimizer_text}/{self.rule_text}"
 
-    def factory(self) -> OptimizerFactory | None:
-        """A function from named parameters to the optimizer; None for the job's own."""
-        if self.optimizer == OWN:
-            return None
-        kind, _, settings = _FACTORIES[self.optimizer]
-        return partial(kind, lr=self.rate, **settings)
+
+def rule_of_cuts(layout: str | None, per_worker: int = 1) -> str:
+    """The rule whose plan cuts the model for all rules of a comparison.
+
+    Args:
+        layout: of the comparison.
+        per_worker: stages of each worker of a pipeline.
+    """
+    return CUTS_FROM[per_worker] if layout in (None, PIPELINE) else "cdp-v1"
 
 
 def variants(
@@ -106,18 +106,20 @@ def _parse_rule(text: str) -> tuple[str, str | None, str | None]:
     """Rule, predictor and backward mode; predictor and mode may come in any order."""
     name, *rest = (part.strip() for part in text.split(":"))
     rule_named(name)
-    predictors = [part for part in rest if part in PREDICTORS]
+    predictors = [part for part in rest if part in DISTANCES]
     modes = [part for part in rest if part in MODES]
     if len(predictors) > 1 or len(modes) > 1 or len(predictors) + len(modes) != len(rest):
-        expected = f"RULE[:PREDICTOR][:MODE], of {', '.join(PREDICTORS)} and {', '.join(MODES)}"
-        raise _refused(repr(text), expected, "--rules")
+        expected = f"RULE[:PREDICTOR][:MODE], of {', '.join(DISTANCES)} and {', '.join(MODES)}"
+        odd = [part for part in rest if part not in (*DISTANCES, *MODES)]
+        raise _refused(repr(text), expected, "--rules", did_you_mean(odd[0], [*DISTANCES, *MODES]) if odd else "")
     return name, *(part[0] if part else None for part in (predictors, modes))  # type: ignore[return-value]
 
 
 def _rate(name: str, rates: Mapping[str, float]) -> float:
-    if name not in _FACTORIES:
-        raise _refused(repr(name), f"any of {', '.join(OPTIMIZERS)}", "--optimizers")
-    rate = rates.get(name, _FACTORIES[name][1])
+    if name not in OPTIMIZERS:
+        near = did_you_mean(name, OPTIMIZERS)
+        raise _refused(repr(name), f"any of {', '.join(OPTIMIZERS)}", "--optimizers", near)
+    rate = rates.get(name, OPTIMIZERS[name][1])
     if not (math.isfinite(rate) and rate > 0):
         raise _refused(f"{name}={rate}", "a learning rate above zero", "--lr")
     return rate
@@ -162,5 +164,5 @@ def parse_numbers(texts: Sequence[str], option: str) -> dict[str, float]:
     return values
 
 
-def _refused(got: str, expected: str, option: str) -> UsageError:
-    return UsageError(f"{option} of the comparison", got=got, expected=expected, remedy=f"Correct {option}.")
+def _refused(got: str, expected: str, option: str, near: str = "") -> UsageError:
+    return UsageError(f"{option} of the comparison", got=got, expected=expected, remedy=f"{near}Correct {option}.")

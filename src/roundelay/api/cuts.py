@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from roundelay.api.check_given import check_num_workers
 from roundelay.api.recompute_choice import recomputed_ranges
 from roundelay.api.torch_scope import in_child, on_threads, user_code
 from roundelay.cores import usable_cores
@@ -127,8 +128,7 @@ def count_stages(
         PlanError: the numbers do not fit.
         CaptureError: the model cannot be cut into so many.
     """
-    if workers is not None and workers < 1:
-        raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
+    check_num_workers(workers)
     each = schedule_named(rule_named(rule).schedule).stages_per_worker
     if given is None:
         return _stages_for_workers(len(boundaries_of(graph)) - 1, workers, each, rule, default or default_workers())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from roundelay.api.layout_choices import owners_of, slots_in_layout
+from roundelay.api.given_layout import owners_of
+from roundelay.api.layout_choices import slots_in_layout
 from roundelay.ir.exchange import Phase, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, REPLICAS, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan

@@ -1,4 +1,4 @@
-"""What is chosen where the person has chosen nothing: the rule, and how many workers compute on this host's cores."""
+"""What is chosen where the person has chosen nothing: how many workers compute on this host's cores; and its notices."""
 
 from __future__ import annotations
 
@@ -17,24 +17,13 @@ from roundelay.ir.rule import rule_named
 from roundelay.lower.validate_plan import CPU
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.device import default_devices
-from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
-
-PLAIN = "1f1b"
-"""The rule of a pipeline: it trains what plain PyTorch does."""
-
-STAGGERED = "cdp-v2"
-"""The rule of the layouts, which were made for it (Cyclic Data Parallelism, Eq. CDP-v2)."""
+from roundelay.schedules import PIPELINE, schedule_named
 
 _BATCHES = 4
 """Batches over which plans are simulated, to be compared."""
 
 _NO_FASTER = 0.97
 """Several workers must take less than this share of one worker's time, to be worth their messages and memory."""
-
-
-def default_rule(layout: str) -> str:
-    """The rule of a layout; an unknown layout is refused elsewhere."""
-    return STAGGERED if layout in LAYOUTS else PLAIN
 
 
 def workers_are_open(rule: str, given: Mapping[str, Any]) -> bool:

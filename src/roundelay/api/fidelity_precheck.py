@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from roundelay.api.check_given import FULL, OFF, QUICK, validate_check
 from roundelay.api.fidelity import Batches, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_in_process import place_of
-from roundelay.errors import FidelityError, UsageError
+from roundelay.errors import FidelityError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
 from roundelay.ir.plan import Plan
@@ -19,9 +20,6 @@ from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.checkpoint_schedule import Extent
 from roundelay.runtime.loader_probe import first_batches, second_epoch_batch
 from roundelay.transport.cuda import Cuda
-
-FULL, QUICK, OFF = "full", "quick", "off"
-CHECKS = (FULL, QUICK, OFF)
 
 UPDATES = 2
 """Updates that the check before a training compares."""
@@ -59,18 +57,6 @@ class Check:
 
     which: str
     why: str = ""
-
-
-def validate_check(option: str | None) -> None:
-    """Refuse an unknown check.
-
-    Raises:
-        UsageError: the check is unknown.
-    """
-    if option is not None and option not in CHECKS:
-        raise UsageError(
-            "--check", got=repr(option), expected=f"one of {', '.join(CHECKS)}", remedy="Choose one of these."
-        )
 
 
 def choose_check(job: Job, plan: Plan, option: str | None, *, resumed: bool, launched: bool = False) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from roundelay.api.draft_plan import needs_micro_batches
 from roundelay.api.torch_scope import in_child, user_code
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
@@ -26,11 +27,6 @@ class MicroBatchChoice:
 
     micro_batches: int
     notice: str = ""
-
-
-def needs_micro_batches(rule: UpdateRule) -> bool:
-    """Whether a rule needs as many micro-batches as stages: it has two versions, or predicts from partial sums."""
-    return rule.versions == "table" or "partial" in rule.predictors
 
 
 def choose_micro_batches(

@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from roundelay import simulator
+from roundelay.api.check_here import check_here, refuse_launched
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import MEASURED, Cut, CutRequest, Stages, cut, cut_by_names
-from roundelay.api.default_choices import default_rule, faster, workers_are_open
+from roundelay.api.default_choices import faster, workers_are_open
+from roundelay.api.draft_plan import TENSOR, default_rule, draft_plan
+from roundelay.api.given_layout import has_size, in_layout, owners_of
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.api.layout_choices import has_size, in_layout, num_stages_of, owners_of, slots_in_layout
+from roundelay.api.layout_choices import num_stages_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
-from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches, needs_micro_batches
+from roundelay.api.num_micro_batches import EXAMINED_BATCHES, check_counts, choose_micro_batches
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
@@ -35,20 +37,17 @@ from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.model_call import train as train_mode
 from roundelay.frontend.stage_profiler import StageProfile, profile
-from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.graph import Graph
-from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, NO_EMA, REPLICAS, EdgePlan, Plan, StagePlan, WorkerPlan
-from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
+from roundelay.ir.plan import REPLICAS, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import Edge, Partition
-from roundelay.ir.transports import transport_named
 from roundelay.job import Job
 from roundelay.lower.boxed_graph import segment_ends
 from roundelay.lower.channels import schedule_of
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
-from roundelay.lower.validate_plan import CPU, HALF, PRECISIONS, check_deadline, check_fit, check_plan
+from roundelay.lower.validate_plan import CPU, check_deadline, check_fit, check_plan
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove_plan import prove
@@ -56,13 +55,10 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loader_probe import DEADLINE_S, first_batch, first_batches, reading_s
 from roundelay.runtime.lr_schedule_check import check_reproducible
 from roundelay.runtime.prefetch import OnWait, ignore_wait
-from roundelay.schedules import PIPELINE, Schedule, schedule_for, schedule_named
+from roundelay.schedules import PIPELINE, Schedule, schedule_for
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
-
-TENSOR = "tensor"
-"""The axis of the mesh of ``--tensor-parallel``."""
 
 CHOICES = (
     "layout",
@@ -201,6 +197,9 @@ def captured_and_planned(
     check_choices(function, choices, ("workers", "rule", "cuts", *CHOICES))
     given = {name: value for name, value in choices.items() if value is not None}
     if plan is None:
+        check_here(given)
+    refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
+    if plan is None:
         captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
         return captured, plan_with_reasons(job, captured=captured, seed=seed, **given).plan
     if given:
@@ -228,11 +227,10 @@ def plan_with_reasons(
     """As :func:`plan`, with the reasons for its choices; ``tell`` is called when waiting for the loader takes long."""
     check_choices(plan, choices)
     given = {name: value for name, value in choices.items() if value is not None}
-    check_kinds(given | ({} if workers is None else {"workers": workers}))
+    check_here(given | {"workers": workers, "rule": rule})
     if job.ema is not None:
         given.setdefault("ema", job.ema)
     deadline_s = given.setdefault("deadline_s", DEADLINE_S)
-    check_deadline(deadline_s)
     rule = rule or default_rule(given.get("layout", PIPELINE))
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     cuts = MEASURED if cuts is None else cuts
@@ -308,7 +306,7 @@ def _drafted(wish: _Wish, workers: int | None) -> _Draft:
     num_stages, fewer = num_stages_of(captured.graph, workers, wish.given_cut, rule.name, given, requested=staged)
     schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
-    draft = _with_signatures(_draft(captured.graph.fingerprint, rule.name, each, given), captured, given)
+    draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, given), captured, given)
     with preserving_state(wish.job):
         choice = choose_micro_batches(
             captured,
@@ -404,68 +402,6 @@ def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], know
             near = difflib.get_close_matches(name, names, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows {', '.join(names)}"
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
-
-
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse numbers and names that are something else.
-
-    Raises:
-        PlanError: naming the choice.
-    """
-    for names, kind, expected in ((_NUMBERS, Integral, "a whole number"), (_NAMES, str, "a name")):
-        for name in names:
-            value = given.get(name)
-            if value is not None and (type(value) is bool or not isinstance(value, kind)):
-                raise PlanError(name, got=repr(value), expected=expected, remedy=f"Correct {name}.")
-
-
-_NUMBERS = ("workers", "stages", "data_parallel", "tensor_parallel", "zero", "micro_batches", "threads")
-_NAMES = ("layout", "predictor", "backward", "precision", "loss_scale", "clip", "transport")
-
-
-def _default_mode(rule: UpdateRule, given: Mapping[str, Any]) -> str:
-    """The rule's first backward mode; on a mesh the first that runs in parts."""
-    parted = [mode for mode in rule.modes if mode != "recompute" or parts_of(given) == 1]
-    return parted[0] if parted else rule.modes[0]
-
-
-def _draft(model: str, rule: str, workers: int, given: Mapping[str, Any]) -> Plan:
-    """Return the plan without stages and edges."""
-    row = rule_named(rule)
-    flushes = schedule_named(row.schedule).window == "batch"
-    default = (2 * workers if workers > 1 else 1) if flushes else workers if needs_micro_batches(row) else 1
-    transport = transport_named(given.get("transport", "memory"))
-    return Plan(
-        format=FORMAT,
-        model=model,
-        rule=rule,
-        layout=given.get("layout", PIPELINE),
-        predictor=given.get("predictor", row.predictors[0] if row.predicts else NO_PREDICTOR),
-        backward=given.get("backward", _default_mode(row, given)),
-        recompute=(),
-        compile=given.get("compile", False),
-        precision=given.get("precision", PRECISIONS[0]),
-        loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
-        clip=given.get("clip", NO_CLIP.by),
-        ema=given.get("ema", NO_EMA),
-        deterministic=given.get("deterministic", False),
-        replicas=replicas_of(given),
-        micro_batches=given.get("micro_batches", default),
-        mesh={},
-        parameters={},
-        outputs={},
-        states={},
-        transport=transport.name,
-        deadline_s=given["deadline_s"],
-        latency_s=transport.latency_s,
-        bytes_per_s=transport.bytes_per_s,
-        read_s=0.0,
-        input_bytes=0,
-        workers=(),
-        stages=(),
-        edges=(),
-        exchanges=(),
-    )
 
 
 def _unmeasured(stages: Stages, owners: Sequence[Sequence[str]]) -> tuple[StagePlan, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roundelay.api.draft_plan import parse_names
 from roundelay.frontend import Captured
 from roundelay.frontend.stage_profiler import StageProfile
 from roundelay.ir.graph import Graph
@@ -11,15 +12,6 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.lower.partition import can_recompute
 from roundelay.lower.recompute_selection import nothing_to_recompute, parts_of, parts_within
-
-NONE = "none"
-"""In place of names: no module, not even one that the model itself checkpoints."""
-
-
-def parse_names(requested: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse ``a,b`` or a list of such texts into names."""
-    names = requested.split(",") if isinstance(requested, str) else requested
-    return tuple(name for one in names if (name := one.strip()) and name != NONE)
 
 
 def choose_modules(captured: Captured, backward: str, requested: str | Sequence[str] | None) -> tuple[str, ...]:

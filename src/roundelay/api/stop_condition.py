@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundelay.api.check_given import check_length
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
@@ -30,9 +31,7 @@ def extent(job: Job, length: Length, start: Checkpoint | None, plan: Plan | None
     Raises:
         UsageError: the length is not positive, or the checkpoint has already reached it.
     """
-    for name, value in (("steps", length.steps), ("epochs", length.epochs)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
+    check_length(length.steps, length.epochs)
     position = Position(0, 0, 0, 0) if start is None else start.position
     if length == Length() and start is not None and start.until.is_after(position):  # an interrupted run
         until = start.until

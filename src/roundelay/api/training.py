@@ -11,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from roundelay.api.check_given import check_length, validate_check
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
-from roundelay.api.fidelity_precheck import check_before_training, validate_check
+from roundelay.api.fidelity_precheck import check_before_training
 from roundelay.api.launched_states import announced_use, check_leader_reads, fetched_use
 from roundelay.api.observers import user_observer
 from roundelay.api.planning import captured_and_planned, fitted
@@ -115,6 +116,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     """
     _check_saving(checkpoint_every, save_to)
     validate_check(check)
+    check_length(steps, epochs)
     if (process := launched_as()) is not None:
         warnings.warn(
             f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "

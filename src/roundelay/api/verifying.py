@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from roundelay.api.check_given import check_length
 from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_on_mesh import reference_stage
 from roundelay.api.fidelity_precheck import batches_to_verify
@@ -52,7 +53,8 @@ from roundelay.runtime.loader_probe import first_batch
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState, changed_entries
 from roundelay.runtime.prefetch import Registers
 from roundelay.runtime.stage_optimizer import choose_alike
-from roundelay.runtime.tamper import check_tamper, tampered_handlers, tampered_programs, tampered_stage
+from roundelay.runtime.tamper import tampered_handlers, tampered_programs, tampered_stage
+from roundelay.runtime.tamper_ways import check_tamper
 from roundelay.runtime.worker import Wrap
 
 _T = TypeVar("_T")
@@ -159,6 +161,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         RunError: the distributed run failed.
     """
     check_tamper(tamper)
+    check_length(steps, epochs)
     captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)

@@ -13,7 +13,7 @@ from roundelay.runtime.stop_watchdog import start_watchdog
 
 
 def main() -> None:
-    """Entry point. Ctrl-C while torch is still being loaded, which takes seconds, ends the process at once.
+    """Entry point. Ctrl-C while modules are still being loaded ends the process at once.
 
     Python's own handler would raise inside the libraries that are being imported, and some of them swallow it.
     """
@@ -31,7 +31,7 @@ def main() -> None:
         start_watchdog(name)
     try:
         app = importlib.import_module("roundelay.cli.app")
-    except Exception as error:  # torch is missing or broken
+    except Exception as error:  # a package is missing or broken
         sys.exit(importlib.import_module("roundelay.cli.doctor_command").run_without_commands(error))
     app.main()
 

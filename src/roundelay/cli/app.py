@@ -1,4 +1,7 @@
-"""The commands of ``roundelay``, and their exit codes."""
+"""The commands of ``roundelay``, and their exit codes.
+
+Command lines are parsed and judged here without torch; what carries a command out is imported when it is called.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import gc
 import os
 import signal
 import sys
-import webbrowser
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,36 +17,19 @@ from typing import Annotated, Any
 import typer
 
 from roundelay import env
-from roundelay.api import simulate
-from roundelay.api.explain_plan import explain
-from roundelay.api.physical_graph import physical_graph
-from roundelay.api.planning import read_plan
-from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.run_summary import ends_of, gaps_between
-from roundelay.api.training import Session
-from roundelay.api.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
-from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.cli import options as o
-from roundelay.cli.compare_command import compare_command
+from roundelay.cli.changed_by_job import own_arguments
+from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run
+from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
-from roundelay.cli.job_file import PathResolver, load_job, own_arguments
+from roundelay.cli.loading import load
 from roundelay.cli.output_streams import lost
-from roundelay.cli.own_processes import own_processes, run_processes
-from roundelay.cli.plan_from_options import PlanSource, plan_job
-from roundelay.cli.screen import announce, only_json, show_error, show_json, stderr, stdout
+from roundelay.cli.screen import only_json, show_error, stderr
 from roundelay.cli.signals import SIGNALS
-from roundelay.cli.sim_output import show_simulation, show_verification, simulation_json, verification_json
 from roundelay.cli.table_command import table_command
-from roundelay.cli.train_command import train_command
-from roundelay.errors import InternalError, NondeterministicError, RoundelayError, UsageError
-from roundelay.lower.verify_schedule import programs_of
-from roundelay.observe.trace import write_trace
-from roundelay.page.run_page import run_page
-from roundelay.runtime.device_failure import has_failed
-from roundelay.runtime.tamper import ALL_WAYS, check_tamper
-from roundelay.runtime.user_errors import out_of_threads
-from roundelay.schedule_grid import legend, staircase
+from roundelay.cli.verify_options import VerifyOptions
+from roundelay.errors import InternalError, RoundelayError, UsageError
+from roundelay.runtime.tamper_ways import check_tamper
 
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
@@ -76,16 +61,20 @@ def roundelay(
 @o.expand_options
 def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
-    if (count := own_processes(choices, run.plan_file, run.resume)) > 0:
-        return run_processes(count, sys.argv[1:])
-    party, choices = o.joined(choices, run.restarts, planned=run.plan_file is not None or run.resume is not None)
+    planned = run.plan_file is not None or run.resume is not None
+    check_run(run)
+    check_choices(job_file, choices, planned=planned)
+    command, processes = load("cli.train_command"), load("cli.own_processes")
+    if (count := processes.own_processes(choices, run.plan_file, run.resume)) > 0:
+        return int(processes.run_processes(count, sys.argv[1:]))
+    party, choices = load("cli.launched_choices").joined(choices, run.restarts, planned=planned)
     SIGNALS.join()
-    return train_command(job_file, choices, run, party, as_json=as_json)
+    return int(command.train_command(job_file, choices, run, party, as_json=as_json))
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")
 @o.expand_options
-def plan_command(
+def plan(
     job_file: o.JobFile,
     choices: o.Choices,
     seed: o.Seed = 0,
@@ -100,28 +89,12 @@ def plan_command(
     o.refuse_launcher("plan")
     if show not in (None, "graph"):
         raise UsageError("--show", got=repr(show), expected="graph", remedy="Choose it, or leave the option out.")
-    paths = PathResolver()
-    job = load_job(job_file, seed)
-    job_file, output = paths.of(job_file), paths.of(output)
-    planned = plan_job(job, choices, seed, PlanSource(), quiet=as_json)
-    plan = planned.plan
-    text = plan.text(explain(planned.captured, plan, planned.reasons))
-    if output is not None:
-        write_text(output, text)
-    graph = physical_graph(planned.captured, plan) if show else None
-    if as_json:
-        path = str(output) if output else None
-        show_json({"plan": text, "path": path, "workers": plan.num_workers, "rule": plan.rule, "graph": graph})
-    elif graph is not None:
-        sys.stdout.write("\n".join(graph) + "\n")
-    elif output is None:
-        sys.stdout.write(text)
-    else:
-        stderr.print(f"Wrote {output}. Read it, edit it, run it: roundelay train {job_file} --plan {output}")
+    check_choices(job_file, choices)
+    load("cli.plan_command").plan_command(job_file, choices, seed, output, graph=show is not None, as_json=as_json)
 
 
 @app.command("simulate", epilog="Example: `roundelay simulate plan.toml --grid`")
-def simulate_command(
+def simulate(
     plan_file: Annotated[Path, typer.Argument(help="A plan as `roundelay plan` writes it.", metavar="PLAN")],
     batches: Annotated[int, typer.Option(help="Full batches to simulate.", min=1)] = 8,
     grid: Annotated[bool, typer.Option("--grid", help="Print the schedule as a grid of actions over time.")] = False,
@@ -130,70 +103,28 @@ def simulate_command(
     as_json: o.Json = False,
 ) -> None:
     """Simulate a plan on a virtual clock: makespan, bubble, busy share, memory, versions."""
-    plan = read_plan(plan_file)
-    simulation = simulate(plan, batches=batches)
-    if trace is not None:
-        spans = simulation.spans()
-        names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(plan.worker_stages)}
-        write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
-    drawn = staircase(plan, min(batches, 6)) if grid else None
-    texts = [str(program) for program in programs_of(plan)] if programs else None
-    if as_json:
-        show_json(simulation_json(plan, simulation) | {"grid": drawn, "programs": texts})
-        return
-    show_simulation(plan, simulation, batches)
-    if drawn is not None:
-        stdout.print(f"\n{drawn}\n\n{legend(plan)}", markup=False, soft_wrap=True)
-    for text in texts or []:
-        stdout.print("\n" + text, markup=False, soft_wrap=True)
+    load("cli.simulate_command").simulate_command(
+        plan_file, batches, trace, grid=grid, programs=programs, as_json=as_json
+    )
 
 
 @app.command("verify", epilog="Example: `roundelay verify my_job.py --steps 8 --tamper stash`")
 @o.expand_options
-def verify_command(
-    job_file: o.JobFile,
-    choices: o.Choices,
-    steps: Annotated[int | None, typer.Option(help="Updates to compare. [default: 8]")] = None,
-    epochs: o.Epochs = None,
-    seed: o.Seed = 0,
-    plan_file: o.PlanFile = None,
-    resume: o.Resume = None,
-    tamper: Annotated[str | None, typer.Option(help="Break the run on purpose: " + ", ".join(ALL_WAYS) + ".")] = None,
-    as_json: o.Json = False,
-) -> None:
+def verify(job_file: o.JobFile, choices: o.Choices, options: VerifyOptions, as_json: o.Json = False) -> None:
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference.
 
     Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared.
     """
-    o.exclusive(steps, epochs)
+    check_lengths(options.steps, options.epochs)
     o.refuse_launcher("verify")
     o.refuse_nccl("verify", choices.transport)
-    check_tamper(tamper)
-    paths = PathResolver()
-    job = load_job(job_file, seed)
-    plan_file, resume = paths.of(plan_file), paths.of(resume)
-    planned = plan_job(job, choices, seed, PlanSource(plan_file, resume), quiet=as_json)
-    captured, plan = planned.captured, planned.plan
-    first, length = ReferenceStart.of(captured), length_or_default(steps, epochs)
-    announce("Training in plain PyTorch, and as captured ...", as_json)
-    fidelity = check_fidelity(job, captured, plan, seed, length, resumed=resume is not None)
-    announce("Training distributed, then in one process ...", as_json)
-    start = None if resume is None else load_checkpoint(resume, captured)
-    session = Session(job, captured, plan, seed, length, start)
-    try:
-        result = verify_session(session, tamper, first=first, fidelity=fidelity)
-    except NondeterministicError as error:  # only where the plan asks for none
-        error.exit_code = UNPROVED
-        raise
-    if as_json:
-        show_json(verification_json(plan, result))
-    else:
-        show_verification(plan, result)
-    raise typer.Exit(result.exit_code)
+    check_tamper(options.tamper)
+    check_choices(job_file, choices, planned=options.plan_file is not None or options.resume is not None)
+    raise typer.Exit(load("cli.verify_command").verify_command(job_file, choices, options, as_json=as_json))
 
 
 @app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")
-def report_command(
+def report(
     run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write it. [default: report.html in the folder]")
@@ -202,29 +133,22 @@ def report_command(
     as_json: o.Json = False,
 ) -> None:
     """Write one HTML page on a run: loss, throughput, timeline, memory."""
-    text, path = run_page(run), output or run / "report.html"
-    write_text(path, text)
-    if as_json:
-        show_json({"path": str(path), "bytes": len(text.encode())})
-    else:
-        stderr.print(f"Wrote {path}.", markup=False)
-    if opened:
-        webbrowser.open(path.resolve().as_uri())
+    load("cli.report_command").report_command(run, output, opened=opened, as_json=as_json)
 
 
-app.command("compare", epilog="Example: `roundelay compare my_job.py --rules 1f1b,pipeoptim,async`")(compare_command)
+@app.command("compare", epilog="Example: `roundelay compare my_job.py --rules 1f1b,pipeoptim,async`")
+@o.expand_options
+def compare(job_file: o.JobFile, options: CompareOptions, choices: o.CommonChoices, as_json: o.Json = False) -> None:
+    """Train under several rules from the same weights, seed by seed; leave a table and learning curves."""
+    check_lengths(options.steps, options.epochs)
+    o.refuse_launcher("compare")
+    o.refuse_nccl("compare", choices.transport)
+    check_comparison(job_file, choices, options.rule_texts, options.optimizer_names, options.rates or [])
+    load("cli.compare_command").compare_command(job_file, options, choices, as_json=as_json)
+
+
 app.command("table", epilog="Example: `roundelay table cdp --workers 3`")(table_command)
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    with replacing_file(path) as file:
-        file.write(text)
 
 
 def main() -> None:
@@ -236,7 +160,7 @@ def main() -> None:
         stderr.print(f"Not all of the result could be written to stdout: {why}. The command itself ended with {code}.")
         code = code or 1
     SIGNALS.leave_to(signal.SIG_DFL)  # an interrupt raised now would only be printed by libraries as they unload
-    if has_failed():  # to unload what uses the device would end the process by a signal
+    if _device_has_failed():  # to unload what uses the device would end the process by a signal
         sys.stderr.flush()
         os._exit(code)
     gc.freeze()  # avoids a last garbage collection over everything that torch has traced, which takes seconds
@@ -275,7 +199,7 @@ def _guarded(command: Callable[..., Any], as_json: bool) -> int:
     except Exception as error:
         if SIGNALS.first is not None:
             return _interrupted()
-        known = out_of_threads("starting a thread", error)
+        known = _out_of_threads(error)
         if traced and known is None:
             raise
         shown = _bug(error) if known is None else known
@@ -305,6 +229,19 @@ def _usage_error(error: typer.TyperException) -> UsageError:
         expected="arguments and options as the command takes them",
         remedy=f"See `{command} --help`.",
     )
+
+
+def _device_has_failed() -> bool:
+    """Whether a device has failed in this process, if it has come so far."""
+    module: Any = sys.modules.get("roundelay.runtime.device_failure")
+    return module is not None and bool(module.has_failed())
+
+
+def _out_of_threads(error: Exception) -> RoundelayError | None:
+    """The error of a host that has no more threads, if it is that, and this process has come so far."""
+    module: Any = sys.modules.get("roundelay.runtime.user_errors")
+    known: RoundelayError | None = None if module is None else module.out_of_threads("starting a thread", error)
+    return known
 
 
 def _bug(error: Exception) -> InternalError:

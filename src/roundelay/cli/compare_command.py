@@ -1,4 +1,4 @@
-"""``roundelay compare``: its options, the progress line, the tables at the end."""
+"""``roundelay compare``: the progress line, the tables at the end."""
 
 from __future__ import annotations
 
@@ -6,86 +6,52 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from roundelay.api.check_here import check_here
 from roundelay.api.comparison import Compared, ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
 from roundelay.api.comparison_charts import Written, write_comparison
 from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
-from roundelay.api.comparison_variants import OPTIMIZERS, parse_numbers, parse_pairs
+from roundelay.api.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.api.events import Updated
-from roundelay.cli import options as o
-from roundelay.cli.job_file import PathResolver, job_maker
+from roundelay.cli.changed_by_job import PathResolver
+from roundelay.cli.compare_options import CompareOptions
+from roundelay.cli.job_file import job_maker
+from roundelay.cli.options import CommonChoices
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.errors import RunError
 
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
 
-Rules = Annotated[
-    str,
-    typer.Option(help="Rules separated by commas, each RULE[:PREDICTOR][:MODE]; `all` for every known rule."),
-]
-Optimizers = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Any of {', '.join(OPTIMIZERS)}, in place of the job's own optimizer and its parameter groups; the "
-        "scheduler is kept. [default: the job's]"
-    ),
-]
-Rates = Annotated[list[str] | None, typer.Option("--lr", help="Learning rate of an optimizer: adamw=1e-3.")]
-TimeTo = Annotated[
-    list[str] | None, typer.Option(help="Show updates and time until a metric reaches a value: loss=0.5.")
-]
-Better = Annotated[
-    list[str] | None,
-    typer.Option(help="Whether high or low values of a metric are better: score=low. [default: by its name]"),
-]
-Steps = Annotated[int | None, typer.Option(help="Updates of every run. [default: the job's own number; one epoch]")]
-Epochs = Annotated[int | None, typer.Option(help="Epochs of every run, instead of --steps.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the comparison; finished runs in it are not repeated. [default: compare/JOB]"),
-]
 
+def compare_command(job_file: Path, options: CompareOptions, choices: CommonChoices, *, as_json: bool) -> None:
+    """Train under several rules from the same weights, seed by seed; leave a table and learning curves.
 
-@o.expand_options
-def compare_command(
-    job_file: o.JobFile,
-    *,
-    rules: Rules = "all",
-    seeds: Annotated[int, typer.Option(help="Seeds 0, 1, ...: weights, data and random numbers.", min=1)] = 5,
-    optimizers: Optimizers = None,
-    rates: Rates = None,
-    time_to: TimeTo = None,
-    better: Better = None,
-    choices: o.CommonChoices,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    out: Out = None,
-    as_json: o.Json = False,
-) -> None:
-    """Train under several rules from the same weights, seed by seed; leave a table and learning curves."""
-    o.exclusive(steps, epochs)
-    o.refuse_launcher("compare")
-    aims = Aims(parse_numbers(time_to or [], "--time-to"), parse_pairs(better or [], "--better"))
-    learning_rates = parse_numbers(rates or [], "--lr")
-    folder, resolver = out or Path("compare") / job_file.stem, PathResolver()
+    Args:
+        job_file: defines the job.
+        options: of the comparison.
+        choices: for the plans of all rules.
+        as_json: print one JSON object.
+    """
+    aims = Aims(parse_numbers(options.time_to or [], "--time-to"), parse_pairs(options.better or [], "--better"))
+    folder, resolver = options.out or Path("compare") / job_file.stem, PathResolver()
     absolute = folder.absolute()  # job() is called once per seed, and may change the working folder
     source = _digest(job_file)
+    check_here({**choices.given(), "rule": rule_of_cuts(choices.layout)})
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
     with _resumable(absolute), _live(as_json) as notify:
         compared = compare(
             make,
             out=absolute,
-            rules=_split(rules),
-            seeds=seeds,
-            optimizers=_split(optimizers or ""),
-            rates=learning_rates,
-            steps=steps,
-            epochs=epochs,
+            rules=options.rule_texts,
+            seeds=options.seeds,
+            optimizers=options.optimizer_names,
+            rates=parse_numbers(options.rates or [], "--lr"),
+            steps=options.steps,
+            epochs=options.epochs,
             source=source,
             notify=notify,
             **choices.given(),
@@ -96,10 +62,6 @@ def compare_command(
         show_json(_json(written))
     else:
         _show(compared, written, folder)
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _digest(job_file: Path) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roundelay import __version__, env
+from roundelay.cli.loading import cannot_load, load
 from roundelay.cli.screen import show_error, show_json, stdout
 from roundelay.doctor import Finding, examine, read_machine
 from roundelay.errors import UsageError, counted
@@ -26,7 +27,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Examine this machine: what would fail on it, and the remedy. Exit code 1 if there is a problem."""
-    raise typer.Exit(_print(examine(read_machine()), as_json))
+    raise typer.Exit(_print(examine(read_machine(_commands_error())), as_json))
 
 
 def run_without_commands(error: Exception) -> int:
@@ -38,15 +39,9 @@ def run_without_commands(error: Exception) -> int:
     Returns:
         The exit code.
     """
-    reason, as_json = f"{type(error).__name__}: {error}", "--json" in sys.argv
+    usage_error, as_json = cannot_load(error), "--json" in sys.argv
     if sys.argv[1:2] == ["doctor"]:
-        return _print(examine(read_machine(reason)), as_json)
-    usage_error = UsageError(
-        "loading Roundelay and torch",
-        got=reason,
-        expected="an installation in which they can be imported",
-        remedy="Run `roundelay doctor`: it says what is missing.",
-    )
+        return _print(examine(read_machine(usage_error.got)), as_json)
     usage_error.__cause__ = error
     try:
         traceback = env.level() >= 1
@@ -54,6 +49,15 @@ def run_without_commands(error: Exception) -> int:
         traceback = False
     show_error(usage_error, as_json, traceback)
     return usage_error.exit_code
+
+
+def _commands_error() -> str:
+    """Why the commands that need torch cannot be imported; empty if they can."""
+    try:
+        load("cli.train_command")
+    except UsageError as error:
+        return error.got
+    return ""
 
 
 def _print(findings: Sequence[Finding], as_json: bool) -> int:

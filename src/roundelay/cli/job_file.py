@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, final, overload
+from typing import NoReturn, final
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.job import Job
@@ -110,16 +110,6 @@ def _name(path: Path) -> str:
     return f"roundelay_job_{path.stem}"
 
 
-@contextmanager
-def own_arguments() -> Iterator[None]:
-    """Restore this process's arguments after a command: a job file replaces them."""
-    before = sys.argv
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
 def _describe(path: Path, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"line {error.lineno}: {error.msg}"
@@ -146,21 +136,3 @@ def _unusable(path: Path, got: str, remedy: str = _WRITE) -> JobError:
         expected=f"a Python file that defines `{_EXAMPLE}`",
         remedy=remedy,
     )
-
-
-@final
-class PathResolver:
-    """Resolves paths against the current folder at the time of its creation, which a job file may change."""
-
-    def __init__(self) -> None:
-        self._start = Path.cwd()
-
-    @overload
-    def of(self, path: Path) -> Path: ...
-
-    @overload
-    def of(self, path: None) -> None: ...
-
-    def of(self, path: Path | None) -> Path | None:
-        """The same path from the folder that is current now; unchanged while that is the same."""
-        return path if path is None or Path.cwd() == self._start else self._start / path

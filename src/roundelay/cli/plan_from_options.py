@@ -9,21 +9,24 @@ from typing import Any
 
 from roundelay import env
 from roundelay.api import capture
+from roundelay.api.check_here import check_here
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.default_choices import spare_cores
+from roundelay.api.draft_plan import parse_names
 from roundelay.api.explain_plan import plan_notices
 from roundelay.api.holder_choices import parts_of, read_signatures
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.planning import Planned, fitted, micro_batch_notice, plan_with_reasons, read_plan
-from roundelay.api.recompute_choice import parse_names
-from roundelay.cli.options import Choices, spread
+from roundelay.cli.launched_choices import spread
+from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import rule_named
+from roundelay.ir.rule import rule_named, rules
 from roundelay.job import Job
+from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.forked_call import apart
@@ -79,6 +82,8 @@ def plan_job(
     Raises:
         UsageError: both a plan and choices that contradict it were given.
     """
+    if party is None and source == PlanSource():
+        check_here(choices.given())  # again: the job may have registered the rule
     deadline_s = _deadline_s(choices, source, leads=party is None or party.leads)
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
@@ -309,3 +314,32 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
                 wanted, planned_value = read_signatures(value), GivenSignatures.of(plan)
         if wanted != planned_value:
             yield name, value, planned_value
+
+
+def check_source(choices: Choices, source: PlanSource) -> None:
+    """Check what can be said of choices, or of the plan that is read, before the job is loaded.
+
+    Args:
+        choices: of the command line.
+        source: where the plan may be.
+
+    Raises:
+        UsageError: the plan cannot be read or executed, a choice contradicts it, or choices cannot be used here.
+    """
+    known, given = {rule.name for rule in rules()}, choices.given()
+    files = [] if source.resume is None or source.plan_file is not None else plan_files(source.resume)
+    if source.plan_file is not None:
+        plan = _checked(read_plan(source.plan_file), replace(choices, memory_limit=None))
+        if plan.rule in known:
+            check_plan(plan)
+    elif source.resume is None and given.get("rule") in {None, *known}:
+        check_here(given)
+    elif files and {(plan := read_plan(files[0])).rule, given.get("rule", plan.rule)} <= known:
+        _check_changes(plan, choices)
+
+
+def _check_changes(plan: Plan, choices: Choices) -> None:
+    """Check choices that change the plan of the run that is continued."""
+    if list(_contradicted(plan, replace(choices, deadline_s=None, memory_limit=None))):
+        given = choices.given()
+        check_here(_inherited(plan, given) | {"rule": plan.rule} | given)

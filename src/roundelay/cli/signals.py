@@ -75,6 +75,18 @@ class Signals:
             signal.signal(signal.SIGTERM, self._raise)
 
     @contextmanager
+    def ending_at_once(self) -> Iterator[None]:
+        """Within the context both signals end the process: libraries that are being imported may drop an interrupt."""
+        if self._listens:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            if self._listens:
+                self.listen()
+
+    @contextmanager
     def gracefully(self, grace: Grace, ask: Callable[[], None], ready: Callable[[], bool]) -> Iterator[None]:
         """Within the context, the first signal requests a graceful end; a second one, or the time limit, interrupts.
 

@@ -14,7 +14,6 @@ from roundelay import env
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
 from roundelay.api.explain_plan import explain
-from roundelay.api.fidelity_precheck import validate_check
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
 from roundelay.api.restarts import rest_of, run_restarting
@@ -23,9 +22,10 @@ from roundelay.api.run_record import Trained
 from roundelay.api.run_summary import write_results
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
-from roundelay.cli.job_file import PathResolver, load_job
-from roundelay.cli.options import Choices, RunOptions, exclusive
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
+from roundelay.cli.changed_by_job import PathResolver
+from roundelay.cli.job_file import load_job
+from roundelay.cli.options import Choices, RunOptions
+from roundelay.cli.plan_from_options import PlannedJob, PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.train_progress import GracefulStop, ScreenObserver
@@ -58,15 +58,15 @@ def train_command(
         party: the launcher's processes, if one has started this process.
         as_json: print the summary as JSON, and nothing else on stdout.
     """
-    exclusive(run.steps, run.epochs)
-    validate_check(run.check)
     if run.tensorboard and (party is None or party.leads):
         curve_writer()  # an error here, before anything that takes time
     paths = PathResolver()
-    job = load_job(job_file, run.seed)
-    run = run.resolved(paths)
+    if party is None:
+        check_source(choices, PlanSource(run.plan_file, run.resume))
     if run.out is not None and party is None:
         check_vacant(run.out)
+    job = load_job(job_file, run.seed)
+    run = run.resolved(paths)
     source = PlanSource(run.plan_file, run.resume, run.out if party is not None and party.restart else None)
     planned = plan_job(job, choices, run.seed, source, quiet=as_json or party is not None, party=party)
     if party is not None and not party.leads:

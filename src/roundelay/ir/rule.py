@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, did_you_mean
 
 Mode = Literal["stash", "recompute", "mixed"]
 Distance = Literal["crossed", "lag", "lag+1"]
@@ -276,6 +276,7 @@ def rule_named(name: str) -> UpdateRule:
             "the update rule",
             got=repr(name),
             expected="one of " + ", ".join(_RULES),
-            remedy="Choose one of these, or register your own in the job file with roundelay.register_rule.",
+            remedy=did_you_mean(name, _RULES)
+            + "Choose one of these, or register your own in the job file with roundelay.register_rule.",
         )
     return _RULES[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,6 @@ def transport_named(name: str) -> Transport:
             "transport of the plan",
             got=repr(name),
             expected=f"one of {', '.join(TRANSPORTS)}: what carries the messages",
-            remedy="Correct the plan or the option.",
+            remedy=did_you_mean(name, TRANSPORTS) + "Correct the plan or the option.",
         )
     return TRANSPORTS[name]

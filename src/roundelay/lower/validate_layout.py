@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, did_you_mean
 from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
@@ -23,7 +23,7 @@ def check_layout(plan: Plan) -> None:
             "layout of the plan",
             got=repr(plan.layout),
             expected=f"one of {', '.join([PIPELINE, *LAYOUTS])}",
-            remedy="Correct the plan or --layout.",
+            remedy=did_you_mean(plan.layout, [PIPELINE, *LAYOUTS]) + "Correct the plan or --layout.",
         )
     if plan.layout == PIPELINE:
         return

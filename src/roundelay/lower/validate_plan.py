@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, did_you_mean
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import DYNAMIC, LossScale
 from roundelay.ir.plan import FORMAT, Plan, check_ema
@@ -37,6 +37,19 @@ def check_plan(plan: Plan) -> None:
     Raises:
         PlanError: naming the first invalid field.
     """
+    check_settings(plan)
+    _check_workers(plan)
+    check_devices(plan)
+    _check_threads(plan)
+    _check_edges(plan)
+
+
+def check_settings(plan: Plan) -> None:
+    """Check what holds of a plan whatever its stages, workers and edges are; a draft need not have these yet.
+
+    Raises:
+        PlanError: naming the first invalid field.
+    """
     rule = rule_named(plan.rule)
     schedule_of(plan)
     predictors = rule.predictors if rule.predicts else (NO_PREDICTOR,)
@@ -59,9 +72,10 @@ def check_plan(plan: Plan) -> None:
     if schedule_of(plan).halved:
         _check_halves(plan)
     check_mesh(plan)
-    _check_workers(plan)
-    _check_devices(plan)
-    _check_threads(plan)
+
+
+def _check_edges(plan: Plan) -> None:
+    """Check that each pair of stages has one edge at most, and neighbours have one."""
     for i, edge in enumerate(plan.edges):
         _at_least(f"edges[{i}].slots", edge.slots, 1)
         if not 0 <= edge.source < edge.target < plan.num_stages:
@@ -173,7 +187,12 @@ def _check_loss_scale(plan: Plan) -> None:
         )
 
 
-def _check_devices(plan: Plan) -> None:
+def check_devices(plan: Plan) -> None:
+    """Check what the workers' devices are called, and what each can be combined with.
+
+    Raises:
+        PlanError: naming the first worker whose device does not fit.
+    """
     for k, worker in enumerate(plan.workers):
         name = worker.device
         if not DEVICE.fullmatch(name):
@@ -202,16 +221,26 @@ def _check_devices(plan: Plan) -> None:
             )
 
 
+def check_num_threads(name: str, count: int) -> None:
+    """Refuse a number of intra-op threads that no worker can have.
+
+    Args:
+        name: of the choice or field.
+        count: the number.
+
+    Raises:
+        PlanError: it is less than one, or more than a system bears.
+    """
+    if not 1 <= count <= MOST_THREADS:
+        raise PlanError(
+            name, got=str(count), expected=f"from 1 to {MOST_THREADS}", remedy="Correct --threads or the plan."
+        )
+
+
 def _check_threads(plan: Plan) -> None:
     """Check that every worker has a thread, and that those that update the same weights get the same bits."""
     for k, worker in enumerate(plan.workers):
-        if not 1 <= worker.threads <= MOST_THREADS:
-            raise PlanError(
-                f"workers[{k}].threads of the plan",
-                got=str(worker.threads),
-                expected=f"from 1 to {MOST_THREADS}",
-                remedy="Correct --threads or the plan.",
-            )
+        check_num_threads(f"workers[{k}].threads of the plan", worker.threads)
     for stage in range(plan.num_stages):
         counts = [plan.workers[worker].threads for worker in plan.holders(stage)]
         if len(set(counts)) > 1:
@@ -259,7 +288,7 @@ def _one_of(name: str, value: str, allowed: Sequence[str], why: str) -> None:
             f"{name} of the plan",
             got=repr(value),
             expected=f"one of {', '.join(allowed)}: {why}",
-            remedy="Correct the plan or the option.",
+            remedy=did_you_mean(value, allowed) + "Correct the plan or the option.",
         )
 
 

@@ -24,6 +24,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
+from roundelay.lower.device_names import check_number, listed_devices
 from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.device_failure import RecentIntegers, device_error
 from roundelay.runtime.handlers import Context, Entry, Handler
@@ -68,16 +69,10 @@ def resolve_devices(devices: str | None, num_workers: int, transport: str) -> tu
         PlanError: the list is not one per worker, or this host does not have a device.
     """
     text = devices or default_devices(transport)
-    names = (text,) * num_workers if text in (CPU, "cuda") else tuple(name.strip() for name in text.split(","))
+    names = listed_devices(text) or (text,) * num_workers
     if text == "cuda" and num_cuda_devices():
         names = tuple(f"cuda:{k % num_cuda_devices()}" for k in range(num_workers))
-    if len(names) != num_workers:
-        raise PlanError(
-            "--devices",
-            got=f"{len(names)} devices for {num_workers} workers: {text}",
-            expected="cpu, cuda, or one device for each worker, such as cuda:0,cuda:1",
-            remedy="Name one for each worker, or change how many there are.",
-        )
+    check_number(names, num_workers, text)
     check_devices_exist(names)
     return names
 

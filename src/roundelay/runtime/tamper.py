@@ -38,7 +38,8 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.channels import form_of, sums_over_time, updater_of
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.handlers import HANDLERS, STATES, Context, Handler, do_forward, do_unbox, do_update
-from roundelay.runtime.tamper_sums import HOP, SUM_ORDER, SUM_WAYS, tampered_sums
+from roundelay.runtime.tamper_sums import tampered_sums
+from roundelay.runtime.tamper_ways import BOX, HOP, ORDER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
 
 
 class _Worker:
@@ -185,27 +186,9 @@ class _Stale(_Worker):
         return do_unbox(context, run)
 
 
-_CLASSES: dict[str, type[_Worker]] = {
-    "stash": _Stash,
-    "s": _TooFar,
-    "order": _Late,
-    "rng": _OtherSeed,
-    "drop-update": _Dropped,
-}
+_CLASSES: dict[str, type[_Worker]] = dict(zip(WAYS, (_Stash, _TooFar, _Late, _OtherSeed, _Dropped), strict=True))
 
-_EXCHANGES: dict[str, type[_Worker]] = {"box": _Unboxed, "stale-shard": _Stale}
-
-WAYS = tuple(_CLASSES)
-"""Those that act in every plan."""
-
-ORDER = "exchange-order"
-
-EXCHANGE_WAYS = (*_EXCHANGES, ORDER)
-"""Those that act where several holders of a stage exchange something."""
-
-
-ALL_WAYS = (*WAYS, *EXCHANGE_WAYS, *SUM_WAYS)
-"""Every way."""
+_EXCHANGES: dict[str, type[_Worker]] = {BOX: _Unboxed, STALE_SHARD: _Stale}
 
 
 def tampered_handlers(way: str, plan: Plan, stage: int) -> dict[str, Handler]:
@@ -243,17 +226,6 @@ def tampered_programs(way: str, programs: Sequence[Program], stage: int) -> tupl
 def _number(run: Run) -> int:
     assert run.header is not None
     return run.header.number
-
-
-def check_tamper(tamper: str | None) -> None:
-    """Refuse an unknown way to tamper; None is accepted.
-
-    Raises:
-        UsageError: the way is unknown.
-    """
-    if tamper is not None and tamper not in ALL_WAYS:
-        known = "one of " + ", ".join(ALL_WAYS)
-        raise UsageError("--tamper", got=repr(tamper), expected=known, remedy="Choose one of these.")
 
 
 def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | None, plan: Plan) -> int:

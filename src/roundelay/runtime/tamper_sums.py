@@ -10,9 +10,7 @@ from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.handlers import Context, Handler, do_backward, do_sum, do_update
-
-HOP, STALE_SUM, SUM_ORDER = SUM_WAYS = ("hop", "stale-sum", "sum-order")
-"""Those that act in layouts of cyclic data parallelism."""
+from roundelay.runtime.tamper_ways import HOP, STALE_SUM
 
 Sums = tuple[dict[str, torch.Tensor], float]
 

@@ -1,0 +1,37 @@
+"""Judges choices as :mod:`roundelay.api.check_given` does, and by the devices of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roundelay.api.check_given import check_given
+from roundelay.ir.transports import transport_named
+from roundelay.lower.device_names import listed_devices
+from roundelay.runtime.device import check_devices_exist, default_devices
+from roundelay.runtime.launch import needs_launcher
+
+
+def check_here(given: Mapping[str, Any]) -> None:
+    """Check choices, and that this host has the devices on which they would compute.
+
+    Args:
+        given: as for :func:`~roundelay.api.check_given.check_given`.
+
+    Raises:
+        PlanError: a choice cannot be used here.
+    """
+    check_given(given)
+    devices = given.get("devices") or default_devices(given.get("transport") or "memory")
+    check_devices_exist(listed_devices(devices) or (devices,))
+    check_given({**given, "devices": devices})
+
+
+def refuse_launched(transport: str) -> None:
+    """Refuse a transport between processes of a launcher, where one process runs everything.
+
+    Raises:
+        UsageError: it is one, such as nccl.
+    """
+    if transport_named(transport).workers == "launched":
+        raise needs_launcher()

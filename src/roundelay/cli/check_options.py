@@ -1,0 +1,84 @@
+"""Judges a command line before torch is loaded and the job file is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from roundelay.api.check_given import check_each, check_given, check_length, validate_check
+from roundelay.api.comparison_variants import parse_numbers, rule_of_cuts, variants
+from roundelay.cli.options import Choices, CommonChoices, RunOptions, exclusive
+from roundelay.cli.registered_rules import may_register_rules
+from roundelay.ir.rule import rule_named, rules
+
+
+def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) -> None:
+    """Check the choices for a plan.
+
+    Args:
+        job_file: may register rules.
+        choices: of the command line.
+        planned: whether there is a plan, or a run that is continued, with which they must agree.
+
+    Raises:
+        PlanError: a choice cannot be used, whatever the job is.
+    """
+    given = choices.given()
+    known = choices.rule is None or _is_known(job_file, choices.rule)
+    if planned:
+        check_each(given)
+    else:
+        check_given(given, rule_known=known)
+
+
+def check_run(run: RunOptions) -> None:
+    """Check the options of a run.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    check_lengths(run.steps, run.epochs)
+    validate_check(run.check)
+
+
+def check_lengths(steps: int | None, epochs: int | None) -> None:
+    """Check ``--steps`` and ``--epochs``.
+
+    Raises:
+        UsageError: both are given, or one is not positive.
+    """
+    exclusive(steps, epochs)
+    check_length(steps, epochs)
+
+
+def check_comparison(
+    job_file: Path, choices: CommonChoices, rules: Sequence[str], optimizers: Sequence[str], rates: Sequence[str]
+) -> None:
+    """Check the choices of a comparison.
+
+    Args:
+        job_file: may register rules.
+        choices: for the plans of all rules.
+        rules: as given, each with a predictor and a mode.
+        optimizers: as given.
+        rates: learning rates, as given.
+
+    Raises:
+        UsageError: one of them cannot be used, whatever the job is.
+    """
+    names = [text.split(":")[0].strip() for text in rules]
+    if all(_is_known(job_file, name) for name in names if name != "all"):
+        variants(rules, optimizers, parse_numbers(rates, "--lr"))
+    check_given({**choices.given(), "rule": rule_of_cuts(choices.layout)})
+
+
+def _is_known(job_file: Path, name: str) -> bool:
+    """Whether there is such a rule; False if the job may register it.
+
+    Raises:
+        PlanError: there is none, and the job registers none.
+    """
+    known = name in [one.name for one in rules()]
+    if not known and not may_register_rules(job_file):
+        rule_named(name)
+    return known

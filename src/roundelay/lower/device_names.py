@@ -1,0 +1,30 @@
+"""Names of devices as ``--devices`` lists them, one for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundelay.errors import PlanError
+
+SHARED = ("cpu", "cuda")
+"""Values of ``--devices`` that stand for any number of workers."""
+
+
+def listed_devices(text: str) -> tuple[str, ...]:
+    """The names that are listed, one for each worker; none if the text stands for any number."""
+    return () if text in SHARED else tuple(name.strip() for name in text.split(","))
+
+
+def check_number(names: Sequence[str], num_workers: int, text: str) -> None:
+    """Check that there is a device for each worker.
+
+    Raises:
+        PlanError: there are more, or fewer.
+    """
+    if len(names) != num_workers:
+        raise PlanError(
+            "--devices",
+            got=f"{len(names)} devices for {num_workers} workers: {text}",
+            expected="cpu, cuda, or one device for each worker, such as cuda:0,cuda:1",
+            remedy="Name one for each worker, or change how many there are.",
+        )
