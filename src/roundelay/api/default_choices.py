@@ -1,4 +1,4 @@
-"""What is chosen where the person has chosen nothing: how many workers compute on this host's cores; and its notices."""
+"""How many workers compute on this host's cores where nobody has said it, and what to tell of a plan."""
 
 from __future__ import annotations
 
