@@ -24,7 +24,7 @@ venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
 	@:
 
 train: $(DONE) ## Train the example, a small character-level GPT
-	@$(BIN)/roundelay train examples/char_gpt.py
+	@$(BIN)/roundelay train examples/char_gpt.py --workers 2
 
 test: $(DONE) ## Run a sample of the tests, on two processes (10 minutes)
 	@$(BIN)/pytest --sample -n 2 --dist loadfile
