@@ -166,7 +166,7 @@ def test_a_comparison_is_not_told_a_predictor_beside_its_rules(tmp_path: Path) -
 def test_what_the_functions_return_prints_on_a_few_lines(tmp_path: Path) -> None:
     job = make(mlp())
     captured = roundelay.capture(job)
-    plan = roundelay.plan(job, workers=2, captured=captured)
+    plan = roundelay.plan(job, workers=2, captured=captured, rule="pipeoptim")
     trained = roundelay.train(job, plan=plan, steps=4)
     verified, broken = (roundelay.verify(job, plan=plan, steps=4, tamper=way) for way in (None, "stash"))
     compared = roundelay.compare(lambda seed: make(mlp()), out=tmp_path / "c", rules=["all"], seeds=1, steps=1)

@@ -83,7 +83,7 @@ def test_a_loss_that_draws_random_numbers_is_keyed_like_the_model(backward: str)
 
 def test_a_step_that_writes_into_gradients_leaves_the_prediction_the_ones_it_was_given() -> None:
     nesterov = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True)
-    result = verified(job(optimizer=nesterov), predictor="released-code", micro_batches=2)
+    result = verified(job(optimizer=nesterov), rule="pipeoptim", predictor="released-code", micro_batches=2)
     assert result.equal, result.difference
 
 
@@ -110,8 +110,9 @@ def test_the_steps_of_a_continued_run_are_its_own(tmp_path: Any) -> None:
 
 def test_tampering_with_a_continued_run_is_noticed(tmp_path: Any) -> None:
     given = job()
-    roundelay.train(given, steps=3, save_to=tmp_path / "checkpoint")
-    result = roundelay.verify(given, steps=4, resume=tmp_path / "checkpoint", tamper="drop-update")
+    roundelay.train(given, workers=2, rule="pipeoptim", steps=3, save_to=tmp_path / "checkpoint")
+    choices: dict[str, Any] = {"workers": 2, "rule": "pipeoptim", "resume": tmp_path / "checkpoint"}
+    result = roundelay.verify(given, steps=4, tamper="drop-update", **choices)
     assert (result.equal, result.stage) == (False, 1)
 
 

@@ -114,8 +114,15 @@ def test_what_is_asked_for_is_obeyed_and_warned_of() -> None:
     assert planned(job(), micro_batches=2).notices == ()
 
 
-def test_batch_norm_keeps_the_parts_and_is_told() -> None:
+def test_batch_norm_keeps_whole_batches_and_is_told_what_parts_would_gain() -> None:
     found = planned(job(model=net(nn.BatchNorm1d(16))))
+    assert found.plan.micro_batches == 1
+    assert "not 4, so that BatchNorm takes its statistics over whole batches, as in plain PyTorch" in found.notices[0]
+    assert "lets 2 workers compute at the same time: at most 1.6 times" in found.notices[0]
+
+
+def test_batch_norm_is_cut_where_that_is_asked_for_and_told() -> None:
+    found = planned(job(model=net(nn.BatchNorm1d(16))), micro_batches=4)
     assert found.plan.micro_batches == 4
     assert "BatchNorm takes its statistics over each of 4" in found.notices[0]
 
@@ -146,7 +153,7 @@ def test_an_accuracy_that_looked_like_a_count_is_found_later() -> None:
 
 def test_two_rows_at_least_under_batch_norm() -> None:
     made = job(batches=data((8, 5, 3)), model=net(nn.BatchNorm1d(16)))
-    done = trained(made)
+    done = trained(made, micro_batches=4)
     assert len(done.micro_losses) == 4 + 2 + 1
     assert all(bool(buffer.isfinite().all()) for buffer in made.model.buffers())
 

@@ -35,7 +35,8 @@ def given() -> tuple[Job, Captured, Plan]:
     """A job, captured, and a plan of three stages with times that depend on no measurement."""
     job = make(mlp())
     captured = roundelay.capture(job)
-    made = roundelay.plan(job, workers=3, captured=captured, micro_batches=2, backward="stash", cuts="roofline")
+    choices: dict[str, Any] = {"rule": "pipeoptim", "micro_batches": 2, "backward": "stash"}
+    made = roundelay.plan(job, workers=3, captured=captured, cuts="roofline", **choices)
     stages = tuple(
         dataclasses.replace(stage, forward_s=0.002, backward_s=0.004, update_s=0.001) for stage in made.stages
     )

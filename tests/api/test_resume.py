@@ -156,7 +156,7 @@ def test_a_resumed_asynchronous_run_is_proved_too(tmp_path: Path) -> None:
     train(make(), 2, rule="pipeoptim", steps=3, save_to=tmp_path / "c")
     job = make(mlp(seed=9))
     captured = roundelay.capture(job)
-    plan = dataclasses.replace(roundelay.plan(job, workers=3, captured=captured), predictor="paper")
+    plan = dataclasses.replace(roundelay.plan(job, workers=3, captured=captured, rule="pipeoptim"), predictor="paper")
     session = Session(job, captured, plan, 0, Length(steps=6), load_checkpoint(tmp_path / "c", captured))
     assert verify_session(session).equal
 

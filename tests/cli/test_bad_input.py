@@ -10,7 +10,8 @@ import pytest
 from tests.cli.harness import MLP, Said, here, job_file, one_screen
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ("--workers", "2", "--steps", "5", "--no-baseline")
+ASYNC = ("--workers", "2", "--rule", "pipeoptim")
+SMALL = (*ASYNC, "--steps", "5", "--no-baseline")
 
 LATER = """
 def at(number, change):
@@ -228,7 +229,7 @@ def test_a_garbled_plan_is_refused_by_every_command(capsys: Capture, workplace: 
 
 
 def test_a_plan_that_does_not_fit_is_refused(capsys: Capture, workplace: Path) -> None:
-    here(capsys, "plan", MLP, "-o", "p.toml")
+    here(capsys, "plan", MLP, *ASYNC, "-o", "p.toml")
     other = job_file(workplace, "model=nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))")
     one_screen(told(capsys, "train", other, "--plan", "p.toml"), "the plan's model", "fingerprint", "the model of this")
     one_screen(told(capsys, "train", MLP, "--plan", "p.toml", "--workers", 3), "--workers with --plan", "3", "2")
@@ -248,7 +249,7 @@ def test_what_cannot_be_written_is_told_before_training(capsys: Capture, workpla
     one_screen(told(capsys, "report", "full"), "run folder full", "no plan.toml", "curves.html")
     one_screen(told(capsys, "train", MLP, *SMALL, "--out", "latest"), "latest")
     one_screen(told(capsys, "plan", MLP, "-o", "file/plan"), "file/plan", "Not a directory")
-    here(capsys, "plan", MLP, "-o", "p.toml")
+    here(capsys, "plan", MLP, *ASYNC, "-o", "p.toml")
     one_screen(told(capsys, "simulate", "p.toml", "--trace", "file/trace"), "file/trace", "Not a directory")
     assert os.listdir("full") == ["mine"]
 

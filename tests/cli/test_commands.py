@@ -25,7 +25,8 @@ from roundelay.runtime.tamper_ways import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
-FAST = ("--workers", 2, "--no-baseline")
+ASYNC = ("--workers", 2, "--rule", "pipeoptim")
+FAST = (*ASYNC, "--no-baseline")
 SUMMARY = {"rule", "workers", "transport", "steps", "loss_first", "loss_last", "samples_per_second"}
 
 
@@ -134,7 +135,7 @@ def test_in_half_precision_the_loss_scale_and_skipped_updates_are_told(capsys: C
 
 def test_modules_to_be_run_again_are_told_and_a_plan_keeps_them(capsys: Capture, workplace: Path) -> None:
     asked = ("--backward", "stash", "--recompute", "2, [345]", "--cuts", "linear_1")
-    text = here(capsys, "plan", MLP, *asked, "-o", "plan.toml", "--json").json["plan"]
+    text = here(capsys, "plan", MLP, *ASYNC, *asked, "-o", "plan.toml", "--json").json["plan"]
     assert Plan.parse(text).recompute == ("2", "[345]")
     assert "# recompute: 2, [345]; the backward runs these modules forward again, with its forward's weights" in text
     assert "# recompute: stage 1 runs " in text
@@ -196,7 +197,7 @@ def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypat
         "batches=lambda e: STORED, inputs=put, loss=lambda o, b: nn.functional.cross_entropy(o, b['z'])",
     ):
         job, out = job_file(workplace, changes, stored), f"run{len(ends)}"
-        said = here(capsys, "train", job, "--workers", 2, "--steps", 9, "--out", out, "--baseline")
+        said = here(capsys, "train", job, *ASYNC, "--steps", 9, "--out", out, "--baseline")
         assert said.code == 0, said.err
         assert "could not be measured" not in said.told
         ends.append(load(Path(out) / "checkpoint").parameters)
@@ -232,10 +233,10 @@ def test_a_plan_is_written_read_and_run_as_it_stands(capsys: Capture, workplace:
     run = here(capsys, "train", MLP, "--plan", "plan.toml", "--no-baseline", "--steps", 2, "--out", "r", "--json")
     assert [run.json[key] for key in ("rule", "workers", "transport")] == ["1f1b", 3, "gloo"]
     assert Plan.parse(Path("r/plan.toml").read_text()) == Plan.parse(text)
-    shown = here(capsys, "plan", MLP, "--json").json
+    shown = here(capsys, "plan", MLP, *ASYNC, "--json").json
     assert (shown["workers"], shown["rule"]) == (2, "pipeoptim")
     assert Plan.parse(shown["plan"]).num_stages == 2
-    assert Plan.parse(here(capsys, "plan", MLP).out).num_stages == 2
+    assert Plan.parse(here(capsys, "plan", MLP, *ASYNC).out).num_stages == 2
 
 
 def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Capture, workplace: Path) -> None:
@@ -300,7 +301,7 @@ def test_a_run_that_goes_on_waits_as_long_as_its_plan_says(
 
 @pytest.mark.parametrize("where", ["option", "plan"])
 def test_a_loader_that_hangs_is_refused_on_one_screen(capsys: Capture, workplace: Path, where: str) -> None:
-    here(capsys, "plan", MLP, "--cuts", "equal", "-o", "plan.toml")
+    here(capsys, "plan", MLP, *ASYNC, "--cuts", "equal", "-o", "plan.toml")
     plan = Plan.parse(Path("plan.toml").read_text())
     Path("plan.toml").write_text(replace(plan, deadline_s=0.5).text())
     hangs = "batches=lambda e: gone.wait(20) or mlp.batches(e)"
@@ -315,7 +316,7 @@ def test_a_plan_says_why_it_is_cut_where_it_is_and_cuts_overrides_that(capsys: C
     why = here(capsys, "plan", MLP, "--workers", 2).out
     for words in ("# cuts: measured on this machine", "ms of computing", "the slowest", "equal numbers", "--cuts"):
         assert words in why
-    assert "# cuts: predicted" in here(capsys, "plan", MLP, "--cuts", "roofline").out
+    assert "# cuts: predicted" in here(capsys, "plan", MLP, *ASYNC, "--cuts", "roofline").out
     named = here(capsys, "plan", MLP, "--cuts", "linear, linear_1").out
     assert [stage.segments for stage in Plan.parse(named).stages] == [("linear",), ("linear_1",), ("linear_3",)]
     run = here(capsys, "train", MLP, *FAST, "--steps", 1, "--cuts", "equal", "--out", "r", "--json")
@@ -332,7 +333,7 @@ WRONG_CUTS = {
 
 @pytest.mark.parametrize("what", WRONG_CUTS)
 def test_wrong_cuts_are_told_on_one_screen(capsys: Capture, workplace: Path, what: str) -> None:
-    here(capsys, "plan", MLP, "-o", "plan.toml")
+    here(capsys, "plan", MLP, *ASYNC, "-o", "plan.toml")
     command, words = WRONG_CUTS[what]
     said = here(capsys, *command)
     assert said.code == 2
@@ -340,7 +341,7 @@ def test_wrong_cuts_are_told_on_one_screen(capsys: Capture, workplace: Path, wha
 
 
 def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace: Path) -> None:
-    here(capsys, "plan", MLP, "-o", "plan.toml")
+    here(capsys, "plan", MLP, *ASYNC, "-o", "plan.toml")
     said = here(capsys, "simulate", "plan.toml", "--grid", "--programs", "--trace", "trace.json")
     assert said.code == 0, said.err
     assert "makespan" in said.out
@@ -373,13 +374,13 @@ def test_simulate_shows_grid_programs_trace_and_json(capsys: Capture, workplace:
 
 @pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
 def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: str) -> None:
-    said = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport)
+    said = here(capsys, "verify", MLP, *ASYNC, "--steps", 5, "--transport", transport)
     assert said.code == 0, said.err
     # 8 parameters and 2 of the normalization, 3 buffers, 3 state tensors of each of the 10
     assert "captured = plain PyTorch (3 updates, 10 gradients, weights, buffers: bit-equal)" in said.out
     assert "run = reference: bit-equal: 43 tensors, 5 steps" in said.out
     assert "bytes received" in said.out
-    told = here(capsys, "verify", MLP, "--steps", 5, "--transport", transport, "--json").json
+    told = here(capsys, "verify", MLP, *ASYNC, "--steps", 5, "--transport", transport, "--json").json
     assert told["equal"]
     assert (told["tensors"], told["steps"], told["losses"]) == (43, 5, 5)
     pids = {worker["pid"] for worker in told["workers"]} | {told["reference"]["pid"]}
@@ -391,7 +392,7 @@ def test_verify_proves_a_run_and_tells_who_computed(capsys: Capture, transport: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
-    said = here(capsys, "verify", MLP, "--workers", 2, "--cuts", "roofline", "--steps", 4, "--tamper", way)
+    said = here(capsys, "verify", MLP, *ASYNC, "--cuts", "roofline", "--steps", 4, "--tamper", way)
     assert said.code == 1
     assert "DIFFERENT" in said.out
     assert "run = reference" not in said.out
@@ -399,7 +400,7 @@ def test_a_tampered_run_is_told_by_its_stage(capsys: Capture, way: str) -> None:
 
 
 def test_a_tampering_that_could_not_show_is_refused(capsys: Capture) -> None:
-    said = here(capsys, "verify", MLP, "--steps", 1, "--tamper", "drop-update")
+    said = here(capsys, "verify", MLP, *ASYNC, "--steps", 1, "--tamper", "drop-update")
     assert said.code == 2
     assert "--steps 2" in said.told
 
@@ -459,7 +460,7 @@ class Noise(Dataset):
 """
     job = job_file(workplace, "batches=lambda epoch: DataLoader(Noise(), 8, shuffle=True, num_workers=1)", data)
     for transport in ("memory", "shm", "gloo"):
-        said = here(capsys, "verify", job, "--transport", transport, "--steps", 3)
+        said = here(capsys, "verify", job, *ASYNC, "--transport", transport, "--steps", 3)
         assert "bit-equal" in said.out, said.told
         loaders = [path.suffix[1:] for path in workplace.glob("pid.*")]
         assert loaders
@@ -474,7 +475,7 @@ def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Pa
 
 def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
-    run = ("train", MLP, "--workers", 2, "--steps", 3)
+    run = ("train", MLP, *ASYNC, "--steps", 3)
     assert here(capsys, *run, "--json").json["plain_samples_per_second"] == {}
     assert here(capsys, *run, "--json", "--baseline").json["plain_samples_per_second"]["1"] > 0
     shown = here(capsys, *run, "--baseline")

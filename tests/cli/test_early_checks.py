@@ -23,7 +23,11 @@ JOB = "import pathlib\n\npathlib.Path('ran').touch()\n"
 CHOICES = {
     "a misspelt rule": (("--rule", "1flb"), "the update rule", "Did you mean 1f1b?"),
     "a misspelt layout": (("--layout", "sinlge"), "--layout", "Did you mean single?"),
-    "a misspelt predictor": (("--predictor", "papr"), "predictor of the plan", "Did you mean paper?"),
+    "a misspelt predictor": (
+        ("--rule", "pipeoptim", "--predictor", "papr"),
+        "predictor of the plan",
+        "Did you mean paper?",
+    ),
     "a misspelt backward": (("--backward", "stsh"), "backward of the plan", "Did you mean stash?"),
     "a misspelt transport": (("--transport", "memry"), "transport of the plan", "Did you mean memory?"),
     "a misspelt precision": (("--precision", "bf61"), "precision of the plan", "Did you mean bf16?"),

@@ -22,6 +22,7 @@ from tests.cli.harness import finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
 
+ASYNC = ("--workers", 2, "--rule", "pipeoptim")
 BEFORE = """
 import asyncio, os, sys, threading, time
 from pathlib import Path
@@ -174,21 +175,21 @@ def test_a_state_that_cannot_be_told_is_the_cause(capsys: Capture, workplace: Pa
         "                self.state[p]['seen'] = {1, 2}\n"
     )
     job = job_file(workplace, "optimizer=lambda n: Seen(n, lr=0.1)", seen)
-    said = here(capsys, "train", job, "--workers", 2, "--steps", 3, "--no-baseline", "--transport", transport)
+    said = here(capsys, "train", job, *ASYNC, "--steps", 3, "--no-baseline", "--transport", transport)
     one_screen(said, "its state 'seen'", "a value of type set")
     assert said.code == 2
 
 
 def test_a_showcase_that_raises_leaves_a_whole_run(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "showcase=lambda m: fail('no show')", BEFORE)
-    said = here(capsys, "train", job, "--workers", 2, "--steps", 2, "--no-baseline")
+    said = here(capsys, "train", job, *ASYNC, "--steps", 2, "--no-baseline")
     one_screen(said, "Job(showcase=...)", "no show", "the run itself is complete")
     assert {"summary.json", "trace.json", "checkpoint"} <= set(os.listdir("runs/latest/"))
 
 
 def test_a_showcase_shows_the_trained_model(capsys: Capture, workplace: Path) -> None:
     job = job_file(workplace, "showcase=lambda m: f'training: {m.training}'")
-    said = here(capsys, "train", job, "--workers", 2, "--steps", 2, "--no-baseline")
+    said = here(capsys, "train", job, *ASYNC, "--steps", 2, "--no-baseline")
     assert "training: False" in said.out
 
 
@@ -203,7 +204,8 @@ def second(outputs, batch):
     return mlp.loss(outputs, batch) if len(calls) < 2 else fail("only once")
 """
     )
-    said = here(capsys, "plan", job_file(workplace, "loss=second", before))
+    job = job_file(workplace, "loss=second", before)
+    said = here(capsys, "plan", job, "--workers", 2, "--micro-batches", 1)
     one_screen(said, "measuring the stages", "only once")
 
 
@@ -379,7 +381,8 @@ def loss(outputs, batch):
     )
     job = job_file(workplace, "loss=loss", before)
     for _ in range(3):  # who is heard first is chance
-        said = here(capsys, "train", job, "--workers", 3, "--no-baseline", "--transport", "gloo", "--out", "run")
+        options = ("--workers", 3, "--rule", "pipeoptim", "--transport", "gloo", "--check", "off")
+        said = here(capsys, "train", job, *options, "--no-baseline", "--out", "run")
         one_screen(said, "worker 2 (process", f"was killed by {name}", "smaller micro-batches")
         assert said.code == 1
         shutil.rmtree("run", ignore_errors=True)

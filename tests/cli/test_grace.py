@@ -59,7 +59,19 @@ def under_way(process: subprocess.Popen[str], run: Path, least: int = 12) -> Non
 def training(workplace: Path, transport: str, *more: object, loaders: int = 2) -> Iterator[subprocess.Popen[str]]:
     """A run under way in a process group of its own, which is gone afterwards."""
     job = job_file(workplace, LOADER.format(loaders), SLOWLY)
-    options = ("--workers", 2, "--transport", transport, "--epochs", EPOCHS, "--no-baseline", "--out", "run")
+    options = (
+        "--workers",
+        2,
+        "--rule",
+        "pipeoptim",
+        "--transport",
+        transport,
+        "--epochs",
+        EPOCHS,
+        "--no-baseline",
+        "--out",
+        "run",
+    )
     process = start(workplace, "train", job, *options, *more)
     try:
         under_way(process, workplace / "run")

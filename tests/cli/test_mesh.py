@@ -122,7 +122,7 @@ def test_signatures_in_place_of_tensor_parallel(capsys: Capture, workplace: Path
 def test_the_physical_graph_of_face_recognition(capsys: Capture) -> None:
     """OneFlow's Fig. 12: features are gathered, and of the softmax only what each row needs."""
     job, own = ROOT / "examples" / "face_recognition.py", ROOT / "examples" / "face_recognition.toml"
-    said = here(capsys, "plan", job, "--signatures", own, "--workers", 1, "--rule", "1f1b", "--show", "graph")
+    said = here(capsys, "plan", job, "--signatures", own, "--micro-batches", 2, "--show", "graph")
     assert said.code == 0, said.told
     graph = said.out[said.out.index("stage 0 on workers") :].splitlines()
     assert graph == (Path(__file__).parent / "face_recognition_graph.txt").read_text().splitlines()

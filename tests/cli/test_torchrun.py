@@ -118,7 +118,7 @@ def test_the_launcher_restarts_a_killed_worker_and_the_run_goes_on_from_its_chec
     job = job_file(workplace, "batches=slow", SLOW)
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     (hold := workplace / "hold").touch()
-    process = torchrun(workplace, launcher, job, "--epochs", 8, "--no-baseline", "--out", "run")
+    process = torchrun(workplace, launcher, job, "--rule", "pipeoptim", "--epochs", 8, "--no-baseline", "--out", "run")
     metrics = workplace / "run" / "metrics.jsonl"
     with ending(process):
         deadline = time.monotonic() + END_S

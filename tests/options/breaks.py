@@ -92,7 +92,9 @@ OPTIONS = (
     Break(
         "intra-op threads",
         (Edit("runtime/worker.py", "        use_threads(self.threads)\n        try:", "        try:"),),
-        ("tests/api/test_plan_fields.py::test_a_field_acts[workers.threads]",),
+        (
+            "tests/runtime/test_intra_op_threads.py::test_workers_of_different_numbers_of_threads_compute_what_the_reference_does",
+        ),
     ),
     Break(
         "the same bits on several threads",

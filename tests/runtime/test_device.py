@@ -169,10 +169,10 @@ def test_work_that_the_device_has_not_done_yet_is_not_counted() -> None:
 
 def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Fake()
-    plain = roundelay.verify(make(mlp()), steps=3)
+    plain = roundelay.verify(make(mlp()), workers=2, steps=3)
     monkeypatch.setattr(threaded_workers, "make_device", lambda name, *_: AcceleratorDevice(PLACE, driver))
     monkeypatch.setattr(threaded_workers, "Cuda", lambda: driver)
-    streamed = roundelay.verify(make(mlp()), steps=3)
+    streamed = roundelay.verify(make(mlp()), workers=2, steps=3)
     assert plain.equal
     assert streamed.equal, streamed.difference
     assert driver.pins

@@ -20,7 +20,7 @@ PLAIN = "1f1b"
 """The rule of a pipeline: it trains what plain PyTorch does."""
 
 STAGGERED = "cdp-v2"
-"""The rule of the layouts, which were made for it (Cyclic Data Parallelism, Eq. CDP-v2)."""
+"""The rule of the layouts, which were made for it."""
 
 
 def default_rule(layout: str) -> str:

@@ -71,9 +71,9 @@ def _run_child(
             end_loaders()
 
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in (signal.SIGINT, *ignored):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         forget_loaders()
         die_with_parent(parent, libc)
         end_children_with_thread(libc)

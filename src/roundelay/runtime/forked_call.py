@@ -94,7 +94,7 @@ def _result(call: Callable[[], Any], what: str) -> Report:
         cause: RoundelayError = error
     except MemoryError as error:
         cause = out_of_memory(what, error)
-    except Exception as error:  # of user code, or torch
+    except (Exception, SystemExit) as error:  # of user code, or torch
         cause = unexpected(what, error)
     return failure(0, cause, "".join(traceback.format_exception(cause)))
 
