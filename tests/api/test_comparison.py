@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api import comparison
-from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted
+from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted, optimizer_factory
 from roundelay.api.comparison_charts import chart_of, mean_curve, write_comparison
 from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
 from roundelay.api.comparison_variants import variants
@@ -387,7 +386,7 @@ def test_a_rule_is_read_with_its_predictor_and_mode_in_any_order() -> None:
 @pytest.mark.parametrize("name", ["sgd", "sgdm", "nesterov", "adam", "adamw"])
 def test_an_optimizer_is_the_one_of_its_name(name: str) -> None:
     (one,) = variants(["1f1b"], [name], {name: 0.25})
-    factory = comparison._factory(one)
+    factory = optimizer_factory(one)
     assert factory is not None
     made = factory([("w", torch.nn.Parameter(torch.zeros(2)))])
     group = made.param_groups[0]

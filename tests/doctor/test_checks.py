@@ -28,8 +28,8 @@ ABSENT = Torch(error="ImportError: libtorch.so: cannot open shared object file")
 
 #: what is wrong -> the machine, the check that must report it, its state, and parts of its text
 WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
-    "torch is too old": (spoiled(torch={"version": "2.10.1"}), "torch", "problem", ("2.10.1", "torch>=2.11,<2.14")),
-    "torch is too new": (spoiled(torch={"version": "2.14.0"}), "torch", "problem", ("2.14.0", "torch>=2.11,<2.14")),
+    "torch is too old": (spoiled(torch={"version": "2.10.1"}), "torch", "problem", ("2.10.1", "torch>=2.11,<2.15")),
+    "torch is too new": (spoiled(torch={"version": "2.15.0"}), "torch", "problem", ("2.15.0", "torch>=2.11,<2.15")),
     "a version that is none": (spoiled(torch={"version": "git-1234"}), "torch", "problem", ("git-1234",)),
     "torch is broken": (spoiled(torch=ABSENT), "torch", "problem", ("libtorch.so: cannot open", "pip install")),
     "nothing of ours can be loaded": (
@@ -182,7 +182,7 @@ RIGHT: dict[str, tuple[Machine, str, str]] = {
         "NVIDIA H100 (80.0 GiB)",
     ),
     "NCCL": (spoiled(torch={"nccl": True}), "backends", "gloo, NCCL"),
-    "the newest torch": (spoiled(torch={"version": "2.13.1a0+git1234"}), "torch", "2.13.1a0"),
+    "the newest torch": (spoiled(torch={"version": "2.14.1a0+git1234"}), "torch", "2.14.1a0"),
     "torchrun": (
         spoiled(
             launched=Launched(

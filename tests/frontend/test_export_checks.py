@@ -111,6 +111,7 @@ def scripted(model: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # since torch 2.14
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -270,7 +270,7 @@ class _Comparison:
 
     def _run(self, variant: Variant, seed: int, plan: Plan, notify: Observe) -> None:
         """Do one run, or the rest of it, with a new job, so that runs do not affect each other."""
-        job, factory = self._new_job(seed), _factory(variant)
+        job, factory = self._new_job(seed), optimizer_factory(variant)
         job = job if factory is None else replace(job, optimizer=factory)
         captured = capture(job, seed=seed, deadline_s=plan.deadline_s)
         session = Session(job, captured, plan, seed, self._length)
@@ -279,7 +279,7 @@ class _Comparison:
         _run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))
 
 
-def _factory(variant: Variant) -> OptimizerFactory | None:
+def optimizer_factory(variant: Variant) -> OptimizerFactory | None:
     """A function from named parameters to the variant's optimizer; None for the job's own."""
     if variant.optimizer == OWN:
         return None

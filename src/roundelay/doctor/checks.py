@@ -12,7 +12,7 @@ from roundelay.errors import counted
 
 State = Literal["ok", "warning", "problem"]
 
-TORCH = ((2, 11), (2, 14))
+TORCH = ((2, 11), (2, 15))
 """The oldest torch that works, and the first that may not; as in ``pyproject.toml``."""
 
 FEW_CORES = 2

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch.utils.checkpoint
 
-_INNER = "_checkpoint_without_reentrant_generator"
-"""torch's function behind every checkpoint with ``use_reentrant=False``; its first argument is the user's function."""
+_INNER = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""torch's functions behind every checkpoint with ``use_reentrant=False``, the first since 2.14, the other before; the
+first argument is the user's function."""
 
 
 @contextmanager
@@ -26,7 +27,8 @@ def recording_checkpoints(model: torch.nn.Module) -> Iterator[list[str]]:
     """
     paths = {module: path for path, module in model.named_modules()}
     recorded: list[str] = []
-    original: Any = getattr(torch.utils.checkpoint, _INNER, None)
+    inner = next((name for name in _INNER if hasattr(torch.utils.checkpoint, name)), None)
+    original: Any = inner and getattr(torch.utils.checkpoint, inner)
 
     def recording(function: Any, *args: Any, **kwargs: Any) -> Any:
         module = _module_of(function)
@@ -35,10 +37,10 @@ def recording_checkpoints(model: torch.nn.Module) -> Iterator[list[str]]:
             recorded.append(path)
         return original(function, *args, **kwargs)
 
-    if original is None:
+    if inner is None:
         yield recorded
         return
-    with mock.patch.object(torch.utils.checkpoint, _INNER, recording):
+    with mock.patch.object(torch.utils.checkpoint, inner, recording):
         yield recorded
 
 
