@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundelay
-from roundelay.api.planning import Planned, plan_with_reasons
+from roundelay.api.make_plan import Planned
+from roundelay.api.planning import plan_with_reasons
 from roundelay.api.training import Trained
 from roundelay.errors import DivergedError, JobError, PlanError, RoundelayError
 from roundelay.job import Job

@@ -189,7 +189,7 @@ def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.
         (4, "cuda:0,cuda:0", "memory", 1, 2),
         (4, "cuda:1", "memory", 1, 1),
         (4, "cpu", "memory", 1, 2),
-        (4, "cpu", "memory", 8, 2),
+        (4, "cpu", "memory", 8, 1),
         (4, "cpu", "memory", 16, 1),
         (4, None, "shm", 1, 2),
         (0, None, "memory", 1, 2),

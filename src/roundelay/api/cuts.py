@@ -98,7 +98,8 @@ def _names(graph: Graph, request: str) -> list[str]:
 def default_workers(holders: int = 1, devices: str | None = None, transport: str = "memory") -> int:
     """The default number of workers of a replica; fewer if the model has fewer stages.
 
-    One per device: those that are named, or every GPU if workers compute on GPUs. On the CPU one per core, at most two.
+    One per device: those that are named, or every GPU if workers compute on GPUs. On the CPU one per core, at most two;
+    one where several share a stage, so that R replicas are R workers.
 
     Args:
         holders: workers that share each stage.
@@ -107,7 +108,7 @@ def default_workers(holders: int = 1, devices: str | None = None, transport: str
     """
     named = default_devices(transport) if devices is None else devices
     if named == CPU:
-        return max(1, min(2, usable_cores() // holders))
+        return 1 if holders > 1 else min(2, usable_cores())
     count = num_cuda_devices() if named == "cuda" else len(named.split(","))
     return max(1, count // holders)
 

@@ -35,7 +35,7 @@ def workers_are_open(rule: str, given: Mapping[str, Any]) -> bool:
     """
     if given.keys() & {"workers", "cuts", "stages"} or given.get("layout", PIPELINE) != PIPELINE or is_launched():
         return False
-    if given.keys() & {"data_parallel", "tensor_parallel", "signatures", "zero"}:
+    if given.keys() & {"data_parallel", "tensor_parallel", "signatures", "zero", "memory_limit"}:
         return False
     flushes = schedule_named(rule_named(rule).schedule).window == "batch"
     on_cpu = (given.get("devices") or default_devices(given.get("transport", "memory"))) == CPU

@@ -15,8 +15,9 @@ from roundelay.api.default_choices import spare_cores
 from roundelay.api.draft_plan import parse_names
 from roundelay.api.explain_plan import plan_notices
 from roundelay.api.holder_choices import parts_of, read_signatures
+from roundelay.api.make_plan import Planned, micro_batch_notice
 from roundelay.api.memory_limit import check_memory
-from roundelay.api.planning import Planned, fitted, micro_batch_notice, plan_with_reasons, read_plan
+from roundelay.api.planning import fitted, plan_with_reasons, read_plan
 from roundelay.cli.launched_choices import spread
 from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr

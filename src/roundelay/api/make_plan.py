@@ -1,0 +1,295 @@
+"""Make a plan: choose what is not given, measure the stages, and prove the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from roundelay.api.compile_stages import compile_stages, for_plan
+from roundelay.api.cuts import Cut, CutRequest, Stages, cut
+from roundelay.api.default_choices import faster
+from roundelay.api.draft_plan import TENSOR, draft_plan
+from roundelay.api.given_layout import has_size, owners_of
+from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.api.layout_choices import num_stages_of, slots_in_layout
+from roundelay.api.memory_limit import check_memory
+from roundelay.api.num_micro_batches import EXAMINED_BATCHES, choose_micro_batches
+from roundelay.api.plan_exchanges import plan_exchanges
+from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
+from roundelay.api.recompute_choice import choose_modules, describe_savings
+from roundelay.api.statelessness import preserving_state
+from roundelay.api.torch_scope import in_child, on_threads, user_code
+from roundelay.cores import threads_each
+from roundelay.frontend import Captured
+from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.stage_profiler import StageProfile, profile
+from roundelay.ir.graph import Graph
+from roundelay.ir.plan import REPLICAS, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.rule import rule_named
+from roundelay.ir.stage import Edge, Partition
+from roundelay.job import Job
+from roundelay.lower.boxed_graph import segment_ends
+from roundelay.lower.channels import schedule_of
+from roundelay.lower.dataflow import message_bytes
+from roundelay.lower.partition import partition
+from roundelay.lower.validate_plan import CPU, check_plan
+from roundelay.planner.partition_dp import slots
+from roundelay.planner.prove_plan import prove
+from roundelay.runtime.device import resolve_devices
+from roundelay.runtime.loader_probe import first_batch, first_batches, reading_s
+from roundelay.runtime.prefetch import OnWait
+from roundelay.schedules import PIPELINE, Schedule, schedule_for
+
+DIGITS = 6
+"""Decimals of measured seconds in a plan: microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and the reasons for its choices in words.
+
+    Args:
+        plan: the plan.
+        reasons: all of them.
+        notices: those that are always shown to the user: fewer workers or micro-batches than the default, or training
+            that differs from that of whole batches.
+    """
+
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a plan.
+
+    Args:
+        job: the job.
+        captured: its model.
+        rule: update rule.
+        seed: of the sample batch.
+        cuts: how cuts are chosen.
+        given_cut: the cut, if it is given by names.
+        tell: called when waiting for the loader takes long.
+        given: the choices that are given, as they are in their layout.
+        asked: the same as they were given.
+    """
+
+    job: Job
+    captured: Captured
+    rule: str
+    seed: int
+    cuts: CutRequest
+    given_cut: Cut | None
+    tell: OnWait
+    given: dict[str, Any]
+    asked: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan without stages and edges.
+
+    Args:
+        plan: with its workers.
+        owners: for each stage, the numbers of the workers that hold it.
+        notices: for the user.
+    """
+
+    plan: Plan
+    owners: Sequence[Sequence[int]]
+    notices: tuple[str, ...]
+
+
+def faster_of(wish: Wish) -> Planned:
+    """One worker with all threads, or two with half of them, whichever is predicted to take less time."""
+    two = drafted(wish, None)
+    if two.plan.micro_batches == 1:  # two workers would take turns
+        one = drafted(wish, 1)
+        return measured_plan(wish, replace(one, notices=(*two.notices, *one.notices)))
+    several = measured_plan(wish, two)
+    one_planned = measured_plan(wish, drafted(wish, 1))
+    taken, why = faster(one_planned.plan, several.plan)
+    planned = one_planned if taken is one_planned.plan else several
+    return replace(planned, reasons=(why, *planned.reasons), notices=(why, *planned.notices))
+
+
+def drafted(wish: Wish, workers: int | None) -> Draft:
+    """Choose everything but the cuts, and measure nothing yet."""
+    given, rule, captured = wish.given, rule_named(wish.rule), wish.captured
+    sized, staged = has_size(wish.asked), "stages" in wish.asked
+    replicas, parts = replicas_of(given), parts_of(given)
+    num_stages, fewer = num_stages_of(captured.graph, workers, wish.given_cut, rule.name, given, requested=staged)
+    schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
+    each = len(set(schedule.place(num_stages)))
+    draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, given), captured, given)
+    with preserving_state(wish.job):
+        choice = choose_micro_batches(
+            captured,
+            rule,
+            draft.micro_batches,
+            lambda: first_batches(wish.job.batches, wish.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
+            requested="micro_batches" in given and sized,
+            replicas=replicas,
+            dealt=not sized,
+        )
+    recompute = choose_modules(captured, draft.backward, given.get("recompute"))
+    draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
+    owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
+    placed = _workers(resolve_devices(given.get("devices"), size, draft.transport), given.get("threads"))
+    notices = tuple(notice for notice in (fewer, choice.notice) if notice)
+    return Draft(replace(draft, workers=placed), owners, notices)
+
+
+def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> str:
+    """What it changes that a plan cuts batches into micro-batches; empty if nothing.
+
+    Raises:
+        PlanError: the plan has replicas, and the first batch cannot be dealt out to them.
+    """
+    with on_threads(plan.threads), preserving_state(job):
+        return choose_micro_batches(
+            captured,
+            rule_named(plan.rule),
+            plan.micro_batches,
+            lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, plan.deadline_s, budget_s=1.0),
+            requested=True,
+            replicas=plan.replicas,
+        ).notice
+
+
+def measured_plan(wish: Wish, draft_of: Draft) -> Planned:
+    """Choose the cuts, and measure the stages."""
+    job, given, draft, owners = wish.job, wish.given, draft_of.plan, draft_of.owners
+    whole = for_plan(wish.captured, replace(draft, mesh={}, parameters={}, outputs={}))
+    sample = partial(_sample, job, whole.graph, draft, wish.seed, wish.tell)
+    with preserving_state(job):
+        chosen = wish.given_cut or cut(whole, draft, str(wish.cuts), len(owners), sample)
+    captured = on_mesh(whole, draft)
+    if zero_of(given):
+        given_states = split_states(captured, draft.replicas)
+        draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
+        captured = on_mesh(whole, draft)
+    ends = chosen.stages
+    if captured.sharding is not None:
+        ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
+    names = [[draft.workers[worker].name for worker in own] for own in owners]
+    draft = replace(draft, stages=_unmeasured(ends, names))
+    result, savings = _measure(job, captured, draft, wish.seed, wish.tell, requested="recompute" in given)
+    if (limit := given.get("memory_limit")) is not None:
+        check_memory(job, whole, result, limit)
+    return Planned(result, (*draft_of.notices, *chosen.reasons, *savings), draft_of.notices)
+
+
+def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, ...]:
+    """The workers of a plan.
+
+    Args:
+        devices: where each computes.
+        threads: of each, as given; by default those on the CPU share this host's cores, and one leads a GPU.
+    """
+    shared = threads_each(len(devices), torch.get_num_threads)
+    counts = [(shared if device == CPU else 1) if threads is None else threads for device in devices]
+    named = enumerate(zip(devices, counts, strict=True))
+    return tuple(WorkerPlan(name=f"w{k}", device=device, threads=count) for k, (device, count) in named)
+
+
+def _with_signatures(draft: Plan, captured: Captured, given: Mapping[str, Any]) -> Plan:
+    """The draft with the given signatures, or those that `tensor_parallel` asks for."""
+    own, parts = signatures_of(given), parts_of(given)
+    if own is not None:
+        return replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
+    if parts == 1:
+        return draft
+    pairs = {name: ((TENSOR, str(signature)),) for name, signature in tensor_parallel(captured, parts).items()}
+    return replace(draft, mesh={TENSOR: parts}, parameters=pairs)
+
+
+def _unmeasured(stages: Stages, owners: Sequence[Sequence[str]]) -> tuple[StagePlan, ...]:
+    """Return stages with their ends and workers, and zeros for what is measured later."""
+    nothing: dict[str, Any] = dict.fromkeys(("forward_s", "backward_s", "weights_s", "update_s"), 0.0)
+    nothing |= dict.fromkeys(("parameter_bytes", "tape_bytes", "owed_bytes"), 0)
+    return tuple(
+        StagePlan(workers=tuple(on), segments=ends, **nothing) for ends, on in zip(stages, owners, strict=True)
+    )
+
+
+def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
+    """The first micro-batch of the size that will be trained on."""
+    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.batch_parts), graph.min_rows)[0]
+
+
+def _measure(
+    job: Job, captured: Captured, draft: Plan, seed: int, tell: OnWait, *, requested: bool
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the draft with edges and measurements; and what recomputing modules saves, in words."""
+    stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
+    sample = _sample(job, captured.graph, draft, seed, tell)
+    schedule = schedule_of(draft)
+    draft = replace(
+        draft,
+        input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.batch_parts),
+        edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
+        exchanges=plan_exchanges(captured, stages, draft),
+    )
+    check_plan(draft)
+    devices = [torch.device(draft.device_of(stage)) for stage in range(draft.num_stages)]
+    what = "measuring the stages on the first micro-batch"
+
+    def profiles() -> list[StageProfile]:
+        compile_stages(job, captured, draft, stages, seed)
+        with on_threads(draft.threads), user_code(what), preserving_state(job):
+            return profile(captured, stages, sample, draft.backward, devices, halved=schedule.halved)  # type: ignore[arg-type]
+
+    measured = profiles() if set(draft.devices) != {CPU} else in_child(profiles, what, list[StageProfile])
+    with user_code("measuring the loader"):
+        read: list[Batch] = []
+        rows, look = captured.graph.min_rows, read.append
+        read_s = reading_s(job.batches, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
+        with preserving_state(job):
+            for micro_batch in read:
+                captured.inputs.check_numbers(micro_batch)
+    captured.settings.check()  # the loader may have changed the model
+    result = replace(
+        draft,
+        stages=_stages(captured.graph, draft, stages, measured),
+        read_s=round(read_s, DIGITS),
+        exchanges=plan_exchanges(captured, stages, draft, [part.unused for part in measured]),
+    )
+    prove(result)
+    return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)
+
+
+def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
+    return tuple(
+        replace(
+            stage,
+            forward_s=round(part.forward_s, DIGITS),
+            backward_s=round(part.backward_s, DIGITS),
+            weights_s=round(part.weights_s, DIGITS),
+            update_s=round(part.update_s, DIGITS),
+            parameter_bytes=sum(graph.parameters[n].num_bytes for n in spec.parameters),
+            tape_bytes=part.tape_bytes,
+            owed_bytes=part.owed_bytes,
+        )
+        for stage, spec, part in zip(draft.stages, stages.stages, measured, strict=True)
+    )
+
+
+def _edge(graph: Graph, edge: Edge, draft: Plan, schedule: Schedule) -> EdgePlan:
+    num_slots = slots(edge.source, edge.target) if schedule.stages_per_worker == 1 else draft.num_stages
+    if draft.layout != PIPELINE:
+        num_slots = slots_in_layout(draft, edge.source, edge.target)
+    return EdgePlan(
+        source=edge.source,
+        target=edge.target,
+        slots=num_slots,
+        forward_bytes=message_bytes(graph, edge.values, draft.batch_parts),
+        backward_bytes=message_bytes(graph, edge.gradients, draft.batch_parts),
+        gradient=bool(edge.gradients),
+    )
