@@ -43,7 +43,12 @@ def launched(name: str, micro_batches: int, *options: str) -> str:
         done = subprocess.run(
             [sys.executable, *command, *length, "--micro-batches", str(micro_batches), *options],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+                "OMP_NUM_THREADS": "1",
+                "ROUNDELAY_CORES": "2",
+            },
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -95,7 +95,7 @@ class Side:
             return subprocess.Popen(
                 [*command, *map(str, self._left)],
                 cwd=self._folder,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ROUNDELAY_CORES": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
