@@ -23,7 +23,7 @@ def train(tmp_path: Path, out: str, module: str, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.standin", "-m", module, *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -8,7 +8,7 @@ from typing import Any
 from roundelay.api.check_given import check_given
 from roundelay.ir.transports import transport_named
 from roundelay.lower.device_names import listed_devices
-from roundelay.runtime.device import check_devices_exist, default_devices
+from roundelay.runtime.device import default_devices, resolve_devices
 from roundelay.runtime.launch import needs_launcher
 
 
@@ -22,8 +22,9 @@ def check_here(given: Mapping[str, Any]) -> None:
         PlanError: a choice cannot be used here.
     """
     check_given(given)
-    devices = given.get("devices") or default_devices(given.get("transport") or "memory")
-    check_devices_exist(listed_devices(devices) or (devices,))
+    transport = given.get("transport") or "memory"
+    devices = given.get("devices") or default_devices(transport)
+    resolve_devices(devices, len(listed_devices(devices)) or 1, transport)
     check_given({**given, "devices": devices})
 
 
