@@ -133,5 +133,5 @@ def test_an_installed_wheel_tells_its_version_and_trains(built: Built, tmp_path:
     (tmp_path / "my_job.py").write_text(JOB)
     asked = ("train", "my_job.py", "--no-baseline", "--out", "run")
     told = python(tmp_path, command, *asked, PYTHONPATH=str(place), OMP_NUM_THREADS="1", ROUNDELAY_CACHE="none")
-    assert "pipeoptim on " in told
+    assert "1f1b on " in told
     assert (tmp_path / "run" / "summary.json").is_file()

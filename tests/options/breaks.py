@@ -138,7 +138,7 @@ OPTIONS = (
         "own signatures",
         (
             Edit(
-                "api/planning.py",
+                "api/make_plan.py",
                 "mesh=own.mesh, parameters=own.parameters, outputs=own.outputs",
                 "mesh=own.mesh, parameters=own.parameters",
             ),
