@@ -55,7 +55,7 @@ def described(captured: Captured, first: list[Any]) -> Found:
         "mutated": sorted(captured.builder.mutated),
         "writes": captured.writes,
         "reads": f"{reads} {reads.metrics} {None if reads.labels is None else reads.labels.output}",
-        "changed": [[change.slot.path for change in changes] for changes in captured.changed],
+        "changed": [[re.sub(r"\d+", "", one.slot.path) for one in changes] for changes in captured.changed],
         "metric_state": captured.metric_state,
         "parts": tried(lambda: asdict(batch_divisibility(captured, first, PARTS))),
     }

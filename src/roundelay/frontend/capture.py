@@ -19,7 +19,8 @@ from roundelay.frontend.export_adapter import Inputs, LazyBuffer
 from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.graph_inputs import GraphInputs
 from roundelay.frontend.graph_outputs import move_buffer_writes_up, spans_of_output_buffers, wrap_outputs
-from roundelay.frontend.graph_passes import Cleaned, StateWritten, clean, key_draws, prune, run_nodes, write_error
+from roundelay.frontend.graph_passes import Cleaned, StateWritten, clean, key_draws, prune, write_error
+from roundelay.frontend.graph_run import run_nodes
 from roundelay.frontend.label_counts import add_count
 from roundelay.frontend.loss import LossCall, LossFunction
 from roundelay.frontend.loss_reads import observe_loss
@@ -289,8 +290,9 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         cleaned = _clean(model, exported, call)
         nodes = wrap_outputs(exported)
         with torch.enable_grad():
-            results, _ = run_nodes(exported, call.tensors)
+            results, _ = run_nodes(exported, call.tensors, keep={node.name for node in nodes})
         loss_call, by_loss = observe_loss(loss, model, exported.seen, [results[node.name] for node in nodes], sample)
+        del results
         by_forward = tuple(path for i in cleaned.inputs if (path := call.fields[i]) is not None)
         refuse_written(by_forward, loss_call.reads.batch, leaves(batch))
         loss_call, cleaned = _finish(exported, cleaned, loss_call)
@@ -331,7 +333,7 @@ def _export(model: torch.nn.Module, loss: LossFunction, call: SampleCall) -> Exp
         created = first_forward(model, call.shape, call.tensors, roots)
     exported = export(model, call.shape, call.tensors, roots)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        values, _ = run_nodes(exported, call.tensors)
+        values, _ = run_nodes(exported, call.tensors, keep=exported.roles)
     for name, role in exported.roles.items():
         if role.tensor is not None and id(role.tensor) in created and not torch.equal(role.tensor, values[name]):
             key = role.name.split(".")[-1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_substitutes import cumulative_batch_norm
-from roundelay.frontend.graph_passes import DRAW, Cleaned, call_node, run_nodes
+from roundelay.frontend.graph_passes import Cleaned
+from roundelay.frontend.graph_run import DRAW, call_node, run_nodes
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.frontend.recurrent import FLOPS
@@ -40,22 +43,10 @@ def describe_graph(
         sample: the call's tensors, the batch's leaves, and the number of rows.
     """
     tensors, fields, rows = sample
-    flops: dict[str, int] = {}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-
-        def count(node: Node, args: Any, kwargs: Any) -> Any:
-            before = counter.get_total_flops()
-            value = call_node(node, args, kwargs)
-            flops[node.name] = counter.get_total_flops() - before
-            return value
-
-        run_nodes(exported, tensors, count)
-    with torch.enable_grad():
-        node_values, _ = run_nodes(exported, tensors)
+    values, flops, terms = _run(exported, cleaned, tensors)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
-    values = {node.name: _value(node.name, node_values[node.name]) for node in nodes}
-    values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
-    values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
+    values |= {INPUT + str(i): described(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
+    values |= {BATCH + path: described(BATCH + path, fields[path]) for path in reads.batch}
     ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
     outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
     parameters, roles = _parameters(exported), exported.roles.values()
@@ -73,16 +64,37 @@ def describe_graph(
         sample_rows=rows,
         metrics=value_names(reads.metrics),
         min_rows=least_rows(exported.module),
-        labels_per_row=_labels_per_row(exported, node_values, reads, rows),
-        one_row=on_one_row(exported.module, node_values, rows),
+        labels_per_row=_labels_per_row(terms, reads, rows),
+        one_row=on_one_row(exported.module, values, rows),
     )
 
 
-def _labels_per_row(exported: Exported, node_values: dict[str, Any], reads: LossReads, rows: int) -> float:
+def _run(
+    exported: Exported, cleaned: Cleaned, tensors: Sequence[torch.Tensor]
+) -> tuple[dict[str, Value], dict[str, int], Any]:
+    """Run the graph once; returns every operation's value and FLOPs, and what the last output is."""
+    values: dict[str, Value] = {}
+    flops: dict[str, int] = {}
+
+    def call(node: Node, args: Any, kwargs: Any) -> Any:
+        before = counter.get_total_flops()
+        value = call_node(node, args, kwargs)
+        flops[node.name] = counter.get_total_flops() - before
+        values[node.name] = described(node.name, value)
+        return value
+
+    outputs: Any = exported.module.graph.output_node().args[0]
+    last = outputs[-1].name if outputs else ""
+    with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+        results, _ = run_nodes(exported, tensors, call, keep={last, *chain.from_iterable(cleaned.uncuttable)})
+    values |= {name: described(name, results[name]) for name in values.keys() & results.keys()}  # as last written
+    return values, flops, results.get(last)
+
+
+def _labels_per_row(last: Any, reads: LossReads, rows: int) -> float:
     if reads.labels is None:
         return 0.0
-    outputs: Any = exported.module.graph.output_node().args[0]
-    terms = reads.labels.terms if reads.labels.output < 0 else float(node_values[outputs[-1].name])
+    terms = reads.labels.terms if reads.labels.output < 0 else float(last)
     return terms / rows or 1.0
 
 
@@ -92,7 +104,8 @@ def value_name(exported: Exported, node: Node) -> str:
     return INPUT + role.name if role is not None and role.kind == "input" else node.name
 
 
-def _value(name: str, value: Any) -> Value:
+def described(name: str, value: Any) -> Value:
+    """A value of the graph as plain data."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         num_bytes = value.numel() * value.element_size()  # nbytes has no sparse tensors
@@ -193,7 +206,7 @@ def least_rows(module: torch.fx.GraphModule) -> int:
     return 2 if any(takes_statistics(node.target, node.args) for node in operations) else 1
 
 
-def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: int) -> str:
+def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Value], rows: int) -> str:
     """Return torch's error message for training on a single row; empty if that is possible.
 
     Args:
@@ -204,7 +217,7 @@ def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: in
     for node in module.graph.nodes:
         if node.op == "call_function" and takes_statistics(node.target, node.args):
             size = values[node.name].shape
-            if size.numel() == size[1] * rows:
+            if math.prod(size) == size[1] * rows:
                 one = [1, *size[1:]]
                 return f"Expected more than 1 value per channel when training, got input size torch.Size({one})"
     return ""

@@ -13,7 +13,7 @@ They remove three obstacles:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,17 @@ from torch.utils._pytree import tree_leaves
 from roundelay.errors import CaptureError
 from roundelay.frontend.export import Exported, Role
 from roundelay.frontend.export_substitutes import branch
-from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.graph_run import (
+    DRAW,
+    Call,
+    Writes,
+    call_node,
+    declared_writes,
+    is_mutable,
+    run_nodes,
+    version_of,
+)
+from roundelay.frontend.keyed_rng import keyed_attention, keyed_call, keyed_dropout
 
 aten = torch.ops.aten
 
@@ -36,7 +46,6 @@ _ASSERTIONS = (
     "aten.sym_constrain_range_for_size",
     "aten._assert_async",
 )
-DRAW = "draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,79 +63,6 @@ class Cleaned:
     uncuttable: tuple[tuple[str, ...], ...]
     writers: frozenset[str]
     inputs: frozenset[int]
-
-
-Writes = dict[Node, tuple[Node, ...]]
-Call = Callable[[Node, Any, Any], Any]
-
-
-def call_node(node: Node, args: Any, kwargs: Any) -> Any:
-    """Call a node's operation."""
-    target: Any = node.target
-    return target(*args, **kwargs)
-
-
-def run_nodes(
-    exported: Exported,
-    tensors: Sequence[torch.Tensor],
-    call: Call = call_node,
-) -> tuple[dict[str, Any], Writes]:
-    """Run the graph node by node, on copies of buffers and constants.
-
-    Args:
-        exported: the model.
-        tensors: the call's tensors.
-        call: runs an operation: node, args and kwargs -> its value.
-
-    Returns:
-        Every node's value by name, placeholders included; and for each operation that writes the nodes written into.
-    """
-    env: dict[Node, Any] = {}
-    writes: Writes = {}
-    for node in exported.module.graph.nodes:
-        if node.op == "placeholder":
-            role = exported.roles.get(node.name)
-            if role is None:
-                env[node] = RngKey(0, 0)
-            elif role.kind == "input":
-                env[node] = tensors[int(role.name)]
-            else:
-                env[node] = role.tensor if role.tensor is None else _weight(role.tensor, copy=role.kind != "parameter")
-        elif node.op == "get_attr":
-            env[node] = getattr(exported.module, str(node.target))
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-            before = {n: _version(env[n]) for n in node.all_input_nodes}
-            env[node] = call(node, args, kwargs)
-            declared = _declared_writes(node.target, node.args, node.kwargs)
-            written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
-            writes |= {node: written} if written else {}
-    return {node.name: value for node, value in env.items()}, writes
-
-
-def _weight(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """The weight that a graph run uses: a copy, or the weight itself, detached where gradients are disabled."""
-    if copy:
-        return weight.clone()
-    return weight if torch.is_grad_enabled() else weight.detach()
-
-
-def is_mutable(target: Any) -> bool:
-    """Whether it is an operator that writes into an argument according to its schema."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes into according to its schema."""
-    if not is_mutable(target):
-        return []
-    arguments = target._schema.arguments
-    passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [value for a, value in passed if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) else 0
 
 
 def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
@@ -165,17 +101,17 @@ def _refusing_writes(exported: Exported) -> Call:
     parameters: dict[int | None, Node] = {storage: node for storage, node in owned if storage is not None}
 
     def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for value in tree_leaves(_declared_writes(node.target, args, kwargs)):
+        for value in tree_leaves(declared_writes(node.target, args, kwargs)):
             if _storage(value) in parameters:
                 raise _writes_state(exported, [parameters[_storage(value)]])
         leaves = tree_leaves((args, kwargs))
         if not any(map(_writes_within, leaves)):
             return call_node(node, args, kwargs)
-        copies = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
+        copies = [(value, value.clone(), version_of(value)) for value in leaves if _storage(value) in parameters]
         try:
             return call_node(node, args, kwargs)
         finally:  # restore all of them before refusing
-            changed = [(value, copy) for value, copy, version in copies if _version(value) != version]
+            changed = [(value, copy) for value, copy, version in copies if version_of(value) != version]
             for value, copy in changed:
                 value.copy_(copy)
             if changed:
