@@ -31,7 +31,7 @@ import torch
 
 import roundelay
 from roundelay.errors import RoundelayError
-from roundelay.frontend import Captured, capture
+from roundelay.frontend import Captured, capture, describe_graph
 from roundelay.frontend.batch_divisibility import batch_divisibility
 from roundelay.job import Job
 from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
@@ -111,7 +111,9 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--light", action="store_true", help="as for samples of few bytes, as these are")
     asked = parser.parse_args()
+    describe_graph.LIGHT_BYTES = describe_graph.LIGHT_BYTES if asked.light else 0
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = json.loads(json.dumps(dict(every(asked.only))))

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from roundelay.frontend.batch import leaves
 from roundelay.frontend.export import Exported
-from roundelay.frontend.export_substitutes import cumulative_batch_norm
+from roundelay.frontend.export_substitutes import takes_statistics
+from roundelay.frontend.few_rows import Rows
 from roundelay.frontend.graph_passes import Cleaned
-from roundelay.frontend.graph_run import DRAW, call_node, run_nodes
+from roundelay.frontend.graph_run import DRAW, call_node, run_nodes, value_of
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.frontend.recurrent import FLOPS
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
+
+LIGHT_BYTES = 32 << 20
+"""Where all values of a sample have fewer bytes, computing it takes less time than running it on fake tensors."""
 
 _UNKNOWN_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """The module path that export gives to an operation whose module it does not know."""
@@ -31,7 +38,7 @@ def describe_graph(
     cleaned: Cleaned,
     draws: dict[str, int],
     reads: LossReads,
-    sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int],
+    sample: tuple[Rows, Rows],
 ) -> Graph:
     """Build the logical graph.
 
@@ -40,10 +47,11 @@ def describe_graph(
         cleaned: what rewriting has found.
         draws: operation name to position among the random operations.
         reads: what the loss reads.
-        sample: the call's tensors, the batch's leaves, and the number of rows.
+        sample: the rows of the sample micro-batch on which operations compute, and all of them.
     """
-    tensors, fields, rows = sample
-    values, flops, terms = _run(exported, cleaned, tensors)
+    few, whole = sample
+    tensors, fields, rows = whole.tensors, leaves(whole.batch), whole.count
+    values, flops = _on_sample(exported, cleaned, few, whole)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
     values |= {INPUT + str(i): described(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
     values |= {BATCH + path: described(BATCH + path, fields[path]) for path in reads.batch}
@@ -64,15 +72,38 @@ def describe_graph(
         sample_rows=rows,
         metrics=value_names(reads.metrics),
         min_rows=least_rows(exported.module),
-        labels_per_row=_labels_per_row(terms, reads, rows),
+        labels_per_row=_labels_per_row(exported, cleaned, reads, whole),
         one_row=on_one_row(exported.module, values, rows),
     )
 
 
-def _run(
-    exported: Exported, cleaned: Cleaned, tensors: Sequence[torch.Tensor]
-) -> tuple[dict[str, Value], dict[str, int], Any]:
-    """Run the graph once; returns every operation's value and FLOPs, and what the last output is."""
+_Described = tuple[dict[str, Value], dict[str, int]]
+"""Every operation's value and FLOPs, by name."""
+
+
+def _on_sample(exported: Exported, cleaned: Cleaned, few: Rows, whole: Rows) -> _Described:
+    """Describe the operations on the whole sample: without computing it, if it is large.
+
+    Then the operations run on fake tensors, which have sizes and no values; unless on few rows that gives anything else
+    than real ones do, or an operation depends on values.
+    """
+    computed = _described(exported, cleaned, few.tensors)
+    if few.whole:
+        return computed
+    num_bytes = sum(value.num_bytes for value in computed[0].values()) * whole.count / few.count
+    if num_bytes > LIGHT_BYTES:
+        try:
+            if _described(exported, cleaned, few.tensors, FakeTensorMode(allow_non_fake_inputs=True)) == computed:
+                return _described(exported, cleaned, whole.tensors, FakeTensorMode(allow_non_fake_inputs=True))
+        except Exception:  # an operation that needs values
+            pass
+    return _described(exported, cleaned, whole.tensors)
+
+
+def _described(
+    exported: Exported, cleaned: Cleaned, tensors: Sequence[torch.Tensor], fake: FakeTensorMode | None = None
+) -> _Described:
+    """Run the graph once, on fake tensors if there is a mode for them, and describe what its operations compute."""
     values: dict[str, Value] = {}
     flops: dict[str, int] = {}
 
@@ -83,19 +114,21 @@ def _run(
         values[node.name] = described(node.name, value)
         return value
 
-    outputs: Any = exported.module.graph.output_node().args[0]
-    last = outputs[-1].name if outputs else ""
-    with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-        results, _ = run_nodes(exported, tensors, call, keep={last, *chain.from_iterable(cleaned.uncuttable)})
-    values |= {name: described(name, results[name]) for name in values.keys() & results.keys()}  # as last written
-    return values, flops, results.get(last)
+    own: Callable[[torch.Tensor], torch.Tensor] = (lambda tensor: tensor) if fake is None else fake.from_tensor
+    written = set(chain.from_iterable(cleaned.uncuttable))
+    with fake or nullcontext(), torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+        results, _ = run_nodes(exported, [own(tensor) for tensor in tensors], call, keep=written, weight=own)
+    return values | {name: described(name, results[name]) for name in values.keys() & results.keys()}, flops
 
 
-def _labels_per_row(last: Any, reads: LossReads, rows: int) -> float:
+def _labels_per_row(exported: Exported, cleaned: Cleaned, reads: LossReads, whole: Rows) -> float:
     if reads.labels is None:
         return 0.0
-    terms = reads.labels.terms if reads.labels.output < 0 else float(last)
-    return terms / rows or 1.0
+    terms = reads.labels.terms
+    if reads.labels.output >= 0:  # the model computes its loss; the last output counts the labels
+        outputs: Any = exported.module.graph.output_node().args[0]
+        terms = float(value_of(exported, whole.tensors, outputs[-1].name, cleaned.writers))
+    return terms / whole.count or 1.0
 
 
 def value_name(exported: Exported, node: Node) -> str:
@@ -189,14 +222,6 @@ def _node_lines(module: torch.fx.GraphModule) -> Iterator[str]:
 
 def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
-
-
-aten = torch.ops.aten
-
-
-def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is a BatchNorm that takes statistics of its input ``args[0]``, (rows, channels, ...)."""
-    return target is cumulative_batch_norm or (target is aten.batch_norm.default and bool(args[5]))
 
 
 def least_rows(module: torch.fx.GraphModule) -> int:

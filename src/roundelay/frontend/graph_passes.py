@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.export import Exported, Role
-from roundelay.frontend.export_substitutes import branch
+from roundelay.frontend.export_substitutes import branch, cumulative_batch_norm, takes_statistics
 from roundelay.frontend.graph_run import (
     DRAW,
     Call,
@@ -65,33 +65,85 @@ class Cleaned:
     inputs: frozenset[int]
 
 
-def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
-    """Rewrite the graph in place, as the module's docstring describes.
+@dataclass(frozen=True, slots=True)
+class FirstRun:
+    """What a run of the graph as exported shows.
+
+    Args:
+        values: of all nodes by name.
+        writes: for each operation that writes, the nodes written into.
+        mutated: names of buffers that a forward changes.
+    """
+
+    values: dict[str, Any]
+    writes: Writes
+    mutated: frozenset[str]
+
+
+def first_run(exported: Exported, tensors: Sequence[torch.Tensor]) -> FirstRun:
+    """Run the graph as exported, without gradients, and see what it writes.
 
     Raises:
-        CaptureError: the forward writes into a parameter, or into a tensor that is neither parameter nor buffer.
+        StateWritten: the forward writes into a parameter.
     """
-    graph = exported.module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
-            graph.erase_node(node)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         buffers = [(name, role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"]
         before = {name: None if tensor is None else tensor.clone() for name, tensor in buffers}
         values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
-    touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
-    mutated = frozenset(
-        role.name
-        for name, role in exported.roles.items()
-        if role.kind == "buffer" and (not _same(before[name], values[name]) or _storage(values[name]) in touched)
+    touched = _touched(values, writes) | {_storage(values[name]) for name in _statistics(exported)}
+    changed = (
+        name for name, _ in buffers if not _same(before[name], values[name]) or _storage(values[name]) in touched
     )
+    return FirstRun(values, writes, frozenset(exported.roles[name].name for name in changed))
+
+
+def clean(exported: Exported, run: FirstRun) -> Cleaned:
+    """Rewrite the graph in place, as the module's docstring describes.
+
+    Args:
+        exported: the model.
+        run: of its graph, after :func:`drop_assertions`.
+
+    Raises:
+        StateWritten: the forward writes into a tensor that is neither parameter nor buffer.
+    """
+    values, writes = run.values, run.writes
+    touched = _touched(values, writes)
     inputs = frozenset(
         int(role.name)
         for name, role in exported.roles.items()
         if role.kind == "input" and _storage(values[name]) in touched and values[name].numel()
     )
-    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
-    return Cleaned(mutated, spans, frozenset(node.name for node in writes), inputs)
+    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, run.mutated))
+    return Cleaned(run.mutated, spans, frozenset(node.name for node in writes), inputs)
+
+
+def drop_assertions(exported: Exported) -> None:
+    """Remove assertions on metadata from the graph."""
+    graph = exported.module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
+            graph.erase_node(node)
+
+
+def _touched(values: dict[str, Any], writes: Writes) -> set[int | None]:
+    """The storages that operations write into."""
+    return {_storage(values[target.name]) for targets in writes.values() for target in targets}
+
+
+def _statistics(exported: Exported) -> set[str]:
+    """Names of the placeholders into which a BatchNorm writes statistics, which neither schema nor counter shows."""
+    return {
+        arg.name
+        for node in exported.module.graph.nodes
+        if node.op == "call_function" and takes_statistics(node.target, node.args) and _momentum(node) != 0
+        for arg in node.args[3:5]
+        if isinstance(arg, Node)
+    }
+
+
+def _momentum(node: Node) -> Any:
+    return None if node.target is cumulative_batch_norm else node.args[6]
 
 
 def _refusing_writes(exported: Exported) -> Call:

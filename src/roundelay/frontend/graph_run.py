@@ -30,6 +30,7 @@ def run_nodes(
     tensors: Sequence[torch.Tensor],
     call: Call = call_node,
     keep: Collection[str] | None = None,
+    weight: Callable[[torch.Tensor], torch.Tensor] = lambda own: own,
 ) -> tuple[dict[str, Any], Writes]:
     """Run the graph node by node, on copies of buffers and constants.
 
@@ -38,6 +39,7 @@ def run_nodes(
         tensors: the call's tensors.
         call: runs an operation: node, args and kwargs -> its value.
         keep: names of the nodes whose values are returned; all others are freed after their last use. None: all.
+        weight: what stands for one of the model's own tensors.
 
     Returns:
         The nodes' values by name, placeholders included; and for each operation that writes the nodes written into.
@@ -47,7 +49,7 @@ def run_nodes(
     unused = {} if keep is None else _last_uses(exported.module.graph, keep)
     for node in exported.module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = _placed(exported, node, tensors)
+            env[node] = _placed(exported, node, tensors, weight)
         elif node.op == "get_attr":
             env[node] = getattr(exported.module, str(node.target))
         elif node.op == "call_function":
@@ -76,14 +78,19 @@ def _last_uses(graph: torch.fx.Graph, keep: Collection[str]) -> dict[Node, list[
     return unused
 
 
-def _placed(exported: Exported, node: Node, tensors: Sequence[torch.Tensor]) -> Any:
+def _placed(
+    exported: Exported,
+    node: Node,
+    tensors: Sequence[torch.Tensor],
+    weight: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
     """The value of a placeholder."""
     role = exported.roles.get(node.name)
     if role is None:
         return RngKey(0, 0)
     if role.kind == "input":
         return tensors[int(role.name)]
-    return None if role.tensor is None else _weight(role.tensor, copy=role.kind != "parameter")
+    return None if role.tensor is None else _weight(weight(role.tensor), copy=role.kind != "parameter")
 
 
 def _weight(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
@@ -110,3 +117,24 @@ def declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def version_of(value: Any) -> int:
     """How often a tensor has been written into; 0 for anything else."""
     return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def value_of(exported: Exported, tensors: Sequence[torch.Tensor], name: str, writers: Collection[str]) -> Any:
+    """One node's value, by the operations that it depends on alone, without gradients.
+
+    Args:
+        exported: the model.
+        tensors: the call's tensors.
+        name: of the node.
+        writers: names of the operations that write into a tensor, on which it may depend.
+    """
+    needed: set[Node] = set()
+    for node in reversed(exported.module.graph.nodes):
+        if node.name == name or node.name in writers or any(user in needed for user in node.users):
+            needed.add(node)
+
+    def call(node: Node, args: Any, kwargs: Any) -> Any:
+        return call_node(node, args, kwargs) if node in needed else None
+
+    with torch.no_grad():
+        return run_nodes(exported, tensors, call, keep={name})[0][name]
