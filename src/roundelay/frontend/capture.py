@@ -363,7 +363,7 @@ def _clean(
     for i, rows in enumerate(steps):
         try:
             run = first_run(exported, rows.tensors)
-            if rows.whole or same_small_sizes(exported, run.values):
+            if rows.whole or same_small_sizes(exported, run.sizes):
                 return clean(exported, run), steps[i:]
         except RoundelayError:
             raise

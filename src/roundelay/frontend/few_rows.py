@@ -7,7 +7,7 @@ does not hold for them, an operation or the loss fails, or a size that is 0 or 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +89,12 @@ def _holds(exported: Exported, tensors: Sequence[torch.Tensor]) -> bool:
 
 def sizes_of(node: torch.fx.Node) -> list[list[int]] | None:
     """The sizes of a node's tensors on the sample, as export has seen them; None if it has not."""
-    parts = _tensors(node.meta.get("val"))
-    sizes = None if parts is None else [[_hint(size) for size in part.shape] for part in parts]
-    return None if sizes is None or any(None in part for part in sizes) else sizes  # type: ignore[return-value]
-
-
-def _tensors(value: Any) -> list[torch.Tensor] | None:
-    """A tensor, or all of several; None if it is or has anything else."""
-    parts = list(value) if isinstance(value, (tuple, list)) else [value]
-    return parts if all(isinstance(part, torch.Tensor) for part in parts) else None
+    value: Any = node.meta.get("val")
+    parts: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
+    if not all(map(torch.is_tensor, parts)):
+        return None
+    sizes = [[_hint(size) for size in part.shape] for part in parts]
+    return None if any(None in part for part in sizes) else sizes  # type: ignore[return-value]
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
@@ -106,18 +103,20 @@ def _hint(size: int | torch.SymInt) -> int | None:
     return hint if isinstance(hint, int) else None
 
 
-def same_small_sizes(exported: Exported, values: dict[str, Any]) -> bool:
+def same_small_sizes(exported: Exported, sizes: Mapping[str, Sequence[Sequence[int]] | None]) -> bool:
     """Whether sizes of 0 and 1, for which operations may return views instead of copies, are where the sample has them.
 
     Args:
         exported: the model.
-        values: of its nodes by name, on a few rows.
+        sizes: of the tensors of its nodes by name, on a few rows; None where a node is no tensor.
     """
     for node in exported.module.graph.nodes:
-        parts, sizes = _tensors(values.get(node.name)), sizes_of(node)
-        if parts is None or sizes is None:
-            continue
-        small = [[size if size < LEAST else -1 for size in part.shape] for part in parts]
-        if small != [[size if size < LEAST else -1 for size in part] for part in sizes]:
+        few, sample = sizes.get(node.name), sizes_of(node)
+        if few is not None and sample is not None and _small(few) != _small(sample):
             return False
     return True
+
+
+def _small(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sizes with one number in place of all that are at least :data:`LEAST`."""
+    return [[min(size, LEAST) for size in part] for part in sizes]

@@ -14,12 +14,13 @@ They remove three obstacles:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
@@ -70,31 +71,68 @@ class FirstRun:
     """What a run of the graph as exported shows.
 
     Args:
-        values: of all nodes by name.
+        storages: for each node the storages of its tensors; numbers that name a storage also after it was freed.
+        sizes: for each node the sizes of its tensors; None if it is or has anything else.
         writes: for each operation that writes, the nodes written into.
         mutated: names of buffers that a forward changes.
     """
 
-    values: dict[str, Any]
+    storages: dict[str, tuple[int | None, ...]]
+    sizes: dict[str, list[torch.Size] | None]
     writes: Writes
     mutated: frozenset[str]
 
+    def storage(self, node: Node) -> int | None:
+        """The storage of a node that is a tensor; None if that is empty, or the node is several tensors."""
+        parts = self.storages[node.name]
+        return parts[0] if len(parts) == 1 else None
+
+    @property
+    def touched(self) -> set[int | None]:
+        """The storages that operations write into."""
+        return {self.storage(target) for targets in self.writes.values() for target in targets}
+
 
 def first_run(exported: Exported, tensors: Sequence[torch.Tensor]) -> FirstRun:
-    """Run the graph as exported, without gradients, and see what it writes.
+    """Run the graph as exported, without gradients, and see what it writes; values are freed after their last use.
 
     Raises:
         StateWritten: the forward writes into a parameter.
     """
+    known: dict[int, StorageWeakRef] = {}  # while a reference is there, no other storage is at its address
+    storages: dict[str, tuple[int | None, ...]] = {}
+    sizes: dict[str, list[torch.Size] | None] = {}
+    refusing = _refusing_writes(exported)
+
+    def note(name: str, value: Any) -> None:
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        storages[name] = tuple(_numbered(part, known) for part in parts)
+        sizes[name] = [part.shape for part in parts] if all(map(torch.is_tensor, parts)) else None
+
+    def call(node: Node, args: Any, kwargs: Any) -> Any:
+        value = refusing(node, args, kwargs)
+        note(node.name, value)
+        return value
+
+    placeholders = [node.name for node in exported.module.graph.nodes if node.op != "call_function"]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         buffers = [(name, role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"]
         before = {name: None if tensor is None else tensor.clone() for name, tensor in buffers}
-        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
-    touched = _touched(values, writes) | {_storage(values[name]) for name in _statistics(exported)}
-    changed = (
-        name for name, _ in buffers if not _same(before[name], values[name]) or _storage(values[name]) in touched
-    )
-    return FirstRun(values, writes, frozenset(exported.roles[name].name for name in changed))
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call, keep=placeholders)
+    for name, value in values.items():
+        note(name, value)
+    run = FirstRun(storages, sizes, writes, frozenset())
+    written = run.touched | {number for name in _statistics(exported) for number in storages[name]}
+    changed = (name for name, _ in buffers if not _same(before[name], values[name]) or storages[name][0] in written)
+    return replace(run, mutated=frozenset(exported.roles[name].name for name in changed))
+
+
+def _numbered(value: Any, known: dict[int, StorageWeakRef]) -> int | None:
+    """The number of a tensor's storage, from a weak reference to it, which is kept."""
+    if _storage(value) is None:
+        return None
+    reference = StorageWeakRef(value.untyped_storage())
+    return known.setdefault(reference.cdata, reference).cdata  # type: ignore[no-any-return]
 
 
 def clean(exported: Exported, run: FirstRun) -> Cleaned:
@@ -107,15 +145,14 @@ def clean(exported: Exported, run: FirstRun) -> Cleaned:
     Raises:
         StateWritten: the forward writes into a tensor that is neither parameter nor buffer.
     """
-    values, writes = run.values, run.writes
-    touched = _touched(values, writes)
+    touched = run.touched
     inputs = frozenset(
         int(role.name)
         for name, role in exported.roles.items()
-        if role.kind == "input" and _storage(values[name]) in touched and values[name].numel()
+        if role.kind == "input" and run.storages[name][0] is not None and run.storages[name][0] in touched
     )
-    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, run.mutated))
-    return Cleaned(run.mutated, spans, frozenset(node.name for node in writes), inputs)
+    spans = (*_writes_out_of_place(exported, run), *_buffer_spans(exported, run))
+    return Cleaned(run.mutated, spans, frozenset(node.name for node in run.writes), inputs)
 
 
 def drop_assertions(exported: Exported) -> None:
@@ -124,11 +161,6 @@ def drop_assertions(exported: Exported) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
             graph.erase_node(node)
-
-
-def _touched(values: dict[str, Any], writes: Writes) -> set[int | None]:
-    """The storages that operations write into."""
-    return {_storage(values[target.name]) for targets in writes.values() for target in targets}
 
 
 def _statistics(exported: Exported) -> set[str]:
@@ -195,16 +227,17 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr()
 
 
-def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Writes) -> list[tuple[str, ...]]:
+def _writes_out_of_place(exported: Exported, run: FirstRun) -> list[tuple[str, ...]]:
     """Replace in-place operations by out-of-place ones where that is sound; return the spans where it is not.
 
-    Operations that are replaced are removed from ``writes``.
+    Operations that are replaced are removed from the run's writes.
     """
+    writes = run.writes
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
-    aliases_of = _aliases(exported, values)
+    aliases_of = _aliases(exported, run)
     spans: dict[int, list[Node]] = {}
     for node, written in [(node, target) for node, targets in list(writes.items()) for target in targets]:
-        storage = _storage(values[written.name])
+        storage = run.storage(written)
         if storage is None:
             continue
         aliases = [member for member in aliases_of[storage] if member is not node]
@@ -226,13 +259,11 @@ def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Wri
     return [tuple(node.name for node in span) for span in _unalias_inputs(exported, spans)]
 
 
-def _aliases(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
+def _aliases(exported: Exported, run: FirstRun) -> dict[int, list[Node]]:
     """Map every storage to the nodes whose values it holds, in order."""
     aliases_of: dict[int, list[Node]] = {}
     for node in exported.module.graph.nodes:
-        value = values.get(node.name)
-        storages = {_storage(part) for part in (value if isinstance(value, (tuple, list)) else [value])}
-        for storage in storages - {None}:
+        for storage in set(run.storages.get(node.name, ())) - {None}:
             aliases_of.setdefault(storage, []).append(node)  # type: ignore[arg-type]
     return aliases_of
 
@@ -308,20 +339,18 @@ def write_error(role: Role, line: str) -> CaptureError:
     )
 
 
-def _buffer_spans(
-    exported: Exported, values: dict[str, Any], writes: Writes, mutated: frozenset[str]
-) -> list[tuple[str, ...]]:
+def _buffer_spans(exported: Exported, run: FirstRun) -> list[tuple[str, ...]]:
     """The spans of the mutated buffers: all that reads or writes one, under any alias, must stay in one segment."""
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
     writers: dict[int | None, list[Node]] = {}
-    for node, targets in writes.items():
+    for node, targets in run.writes.items():
         for target in targets:
-            writers.setdefault(_storage(values[target.name]), []).append(node)
+            writers.setdefault(run.storage(target), []).append(node)
     spans = []
     for node in order:
         role = exported.roles.get(node.name)
-        if role is not None and role.kind == "buffer" and role.name in mutated:
-            users = sorted({*node.users, *writers.get(_storage(values[node.name]), [])}, key=lambda user: order[user])
+        if role is not None and role.kind == "buffer" and role.name in run.mutated:
+            users = sorted({*node.users, *writers.get(run.storage(node), [])}, key=lambda user: order[user])
             spans.append(tuple(user.name for user in users))
     return spans
 
