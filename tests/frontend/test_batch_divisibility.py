@@ -224,6 +224,8 @@ def test_counts_of_halves() -> None:
     def counted(count: Loss) -> tuple[float, float] | None:
         return counts_add_up(capture(Layered(), lambda o, b: (o.sum(), count(o, b)), (x, y)), (x, y))
 
-    assert counted(lambda o, b: len(o)) == (8.0, 8.0)
+    assert counted(lambda o, b: len(o)) == (4.0, 4.0)  # a few rows show it
     assert counted(lambda o, b: 1.0) == (1.0, 2.0)
+    assert counted(lambda o, b: max(len(o), 6)) == (8.0, 12.0)  # the whole batch decides
+    assert counted(lambda o, b: b[1][4:].numel()) == (4.0, 0.0)
     assert counts_add_up(capture(Layered(), lambda o, b: (o.sum(), len(o)), (x[:1], y[:1])), (x[:1], y[:1])) is None

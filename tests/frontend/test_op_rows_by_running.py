@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export import Exported, Role
-from roundelay.frontend.graph_passes import key_draws, run_nodes
+from roundelay.frontend.graph_passes import key_draws
+from roundelay.frontend.graph_run import run_nodes
 from roundelay.frontend.local_graph import Part, local_graph
 from roundelay.frontend.op_forms import op_form
 from roundelay.ir.deduction import Deduction, Row, Use

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from roundelay.errors import JobError, RunError
+from roundelay.errors import JobError, RoundelayError, RunError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, split
+from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, rows_between, split
 from roundelay.frontend.cross_call_state import refuse_state, state_of
 from roundelay.frontend.export_adapter import default_inputs
 from roundelay.frontend.loss_metrics import split as split_metrics
@@ -25,6 +25,9 @@ from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
 
 Changes = tuple[tuple[Change, ...], tuple[Change, ...]]
 """Slots that the forward changes, and those that the loss does."""
+
+FEW = 32
+"""Rows that are enough to see what a call leaves for the next, counters of rare events included."""
 
 LIMIT_S = 120.0
 """Seconds that all calls together may take."""
@@ -153,6 +156,18 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
 
 
 def _check_calls(job: Job, sample: Batch, changed: Changes, *, metrics: bool) -> str:
+    """On the first rows of the sample; on all of it if the model or the loss fails on these."""
+    if in_step(sample) and num_rows(sample) > FEW:
+        try:
+            return _check_calls_on(job, rows_between(sample, 0, FEW), changed, metrics=metrics)
+        except RoundelayError:
+            raise
+        except Exception:  # a size that the model does not take, for example
+            pass
+    return _check_calls_on(job, sample, changed, metrics=metrics)
+
+
+def _check_calls_on(job: Job, sample: Batch, changed: Changes, *, metrics: bool) -> str:
     def both(rows: Batch) -> tuple[Any, dict[str, Any]]:
         batch = copy_batch(rows)
         args, kwargs = (job.inputs or default_inputs)(batch)

@@ -40,6 +40,9 @@ LOOK_S = 2.0
 LOSS_GAP, GRADIENT_GAP = 2e-5, 2e-3
 """Relative differences of losses and of gradients that count as rounding."""
 
+COUNTED = 4
+"""As many times the least rows of a micro-batch are enough to see that counts add up."""
+
 COARSE = 1000.0, 25.0
 """Factors on these where 16-bit numbers are computed with."""
 
@@ -196,10 +199,23 @@ def _counter_buffer(captured: Captured) -> str:
 
 
 def counts_add_up(captured: Captured, batch: Batch) -> tuple[float, float] | None:
-    """For a loss that returns (sum, count), return the whole batch's count and the sum of the counts of two parts.
+    """For a loss that returns (sum, count), return the count of some rows and the sum of the counts of their halves.
 
-    None if the batch cannot be cut in two, or a part cannot be computed alone.
+    These are the first rows of the batch if the counts add up there, else all of them. None if they cannot be cut in
+    two, or a part cannot be computed alone.
     """
+    few = _first_rows(batch, COUNTED * captured.graph.min_rows)
+    if few is not None and num_rows(few) < num_rows(batch):
+        try:
+            counts = _counts_of_halves(captured, few)
+        except Exception:  # the whole batch decides
+            counts = None
+        if counts is not None and counts[0] == counts[1] != 0.0:
+            return counts
+    return _counts_of_halves(captured, batch)
+
+
+def _counts_of_halves(captured: Captured, batch: Batch) -> tuple[float, float] | None:
     sizes = part_rows(batch, 2, captured.graph.min_rows) if in_step(batch) else [1]
     if len(sizes) == 1:
         return None
@@ -261,19 +277,21 @@ def _gradients_off(
         of_parts = [part.gradients[i] for part in parts]
         if gradient is None or any(one is None for one in of_parts):
             continue
-        expected = gradient.double() * weights[-1]
-        joined = _joined([g.double() * w for g, w in zip(of_parts, weights, strict=False) if g is not None], expected)
-        if joined is not None:
-            distance[layer] += float((joined - expected).square().sum())
+        given = [g for g in of_parts if g is not None]
+        for part, expected in _pairs(given, weights, gradient):
+            distance[layer] += float((part - expected).square().sum())
             size[layer] += float(expected.square().sum())
     floor = 1e-8 * sum(size.values())
     return max((math.sqrt(distance[name] / max(size[name], floor)) for name in distance if distance[name]), default=0.0)
 
 
-def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor | None:
-    """Join the parts' gradients: concatenated by rows, or summed for what every part reads."""
+def _pairs(
+    parts: Sequence[torch.Tensor], weights: Sequence[float], whole: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the parts' gradients give, and the whole's: by rows, or summed for what every part reads; one at a time."""
     if all(part.shape == whole.shape for part in parts):
-        return torch.stack(list(parts)).sum(0)
-    if all(part.shape[1:] == whole.shape[1:] for part in parts) and sum(map(len, parts)) == len(whole):
-        return torch.cat(list(parts))
-    return None
+        weighed = [part.double() * weight for part, weight in zip(parts, weights, strict=False)]
+        yield torch.stack(weighed).sum(0), whole.double() * weights[-1]
+    elif all(part.shape[1:] == whole.shape[1:] for part in parts) and sum(map(len, parts)) == len(whole):
+        for part, weight, rows in zip(parts, weights, whole.split([len(part) for part in parts]), strict=False):
+            yield part.double() * weight, rows.double() * weights[-1]

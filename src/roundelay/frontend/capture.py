@@ -17,12 +17,23 @@ from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.export_adapter import Inputs, LazyBuffer
 from roundelay.frontend.external_mutation import ExternalMutations
+from roundelay.frontend.few_rows import Rows, row_steps, same_small_sizes, sizes_of
 from roundelay.frontend.graph_inputs import GraphInputs
 from roundelay.frontend.graph_outputs import move_buffer_writes_up, spans_of_output_buffers, wrap_outputs
-from roundelay.frontend.graph_passes import Cleaned, StateWritten, clean, key_draws, prune, run_nodes, write_error
+from roundelay.frontend.graph_passes import (
+    Cleaned,
+    StateWritten,
+    clean,
+    drop_assertions,
+    first_run,
+    key_draws,
+    prune,
+    write_error,
+)
+from roundelay.frontend.graph_run import run_nodes
 from roundelay.frontend.label_counts import add_count
 from roundelay.frontend.loss import LossCall, LossFunction
-from roundelay.frontend.loss_reads import observe_loss
+from roundelay.frontend.loss_reads import Sample, observe_loss
 from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.precision import autocast, not_in
 from roundelay.frontend.reachable_state import Change, ReachableState
@@ -286,19 +297,15 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         with recording_checkpoints(model) as checkpointed:
             exported = _export(model, loss, call)
         move_buffer_writes_up(exported)
-        cleaned = _clean(model, exported, call)
-        nodes = wrap_outputs(exported)
-        with torch.enable_grad():
-            results, _ = run_nodes(exported, call.tensors)
-        loss_call, by_loss = observe_loss(loss, model, exported.seen, [results[node.name] for node in nodes], sample)
+        cleaned, steps = _clean(model, exported, call, list(row_steps(batch, call, exported, sample)))
+        loss_call, by_loss, few = _observed(model, loss, exported, steps)
         by_forward = tuple(path for i in cleaned.inputs if (path := call.fields[i]) is not None)
         refuse_written(by_forward, loss_call.reads.batch, leaves(batch))
         loss_call, cleaned = _finish(exported, cleaned, loss_call)
-        shapes = (call.tensors, leaves(sample), num_rows(sample))
         draws = key_draws(exported)
 
         def describe(own: Exported) -> Graph:
-            return describe_graph(own, cleaned, draws, loss_call.reads, shapes)
+            return describe_graph(own, cleaned, draws, loss_call.reads, (few, steps[-1]))
 
         graph = describe(exported)
     changed = (exported.seen.changed, by_loss)
@@ -331,7 +338,7 @@ def _export(model: torch.nn.Module, loss: LossFunction, call: SampleCall) -> Exp
         created = first_forward(model, call.shape, call.tensors, roots)
     exported = export(model, call.shape, call.tensors, roots)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        values, _ = run_nodes(exported, call.tensors)
+        values, _ = run_nodes(exported, call.tensors, keep=exported.roles)
     for name, role in exported.roles.items():
         if role.tensor is not None and id(role.tensor) in created and not torch.equal(role.tensor, values[name]):
             key = role.name.split(".")[-1]
@@ -344,17 +351,50 @@ def _export(model: torch.nn.Module, loss: LossFunction, call: SampleCall) -> Exp
     return exported
 
 
-def _clean(model: torch.nn.Module, exported: Exported, call: SampleCall) -> Cleaned:
-    """Clean the graph, which runs it on values for the first time; export has only seen shapes."""
-    try:
-        return clean(exported, call.tensors)
-    except RoundelayError:
-        raise
-    except StateWritten as error:
-        raise write_error(error.role, _line_of_write(model, error.role, call)) from None
-    except Exception:  # raised by an operation
-        refuse_failing(model, call.shape, call.tensors)
-        raise
+def _clean(
+    model: torch.nn.Module, exported: Exported, call: SampleCall, steps: Sequence[Rows]
+) -> tuple[Cleaned, Sequence[Rows]]:
+    """Clean the graph, which runs it on values for the first time; export has only seen shapes.
+
+    Returns:
+        What cleaning has found, and the steps from the one that it was found on.
+    """
+    drop_assertions(exported)
+    for i, rows in enumerate(steps):
+        try:
+            run = first_run(exported, rows.tensors)
+            if rows.whole or same_small_sizes(exported, run.sizes):
+                return clean(exported, run), steps[i:]
+        except RoundelayError:
+            raise
+        except StateWritten as error:
+            raise write_error(error.role, _line_of_write(model, error.role, call)) from None
+        except Exception:  # raised by an operation
+            if rows.whole:
+                refuse_failing(model, call.shape, call.tensors)
+                raise
+    raise AssertionError("the last step is the whole sample")
+
+
+def _observed(
+    model: torch.nn.Module, loss: LossFunction, exported: Exported, steps: Sequence[Rows]
+) -> tuple[LossCall, tuple[Change, ...], Rows]:
+    """The loss as a function of what it reads, the slots that it changes, and the rows on which that was observed."""
+    nodes = wrap_outputs(exported)
+    sizes = [sizes_of(node) for node in nodes]
+    for rows in steps:
+        try:
+            with torch.enable_grad():
+                results, _ = run_nodes(exported, rows.tensors, keep={node.name for node in nodes})
+            outputs, sample = (
+                [results[node.name] for node in nodes],
+                None if rows.whole else Sample(steps[-1].batch, sizes),
+            )
+            return (*observe_loss(loss, model, exported.seen, outputs, rows.batch, sample), rows)
+        except Exception:  # raised by an operation or the loss; the whole sample decides
+            if rows.whole:
+                raise
+    raise AssertionError("the last step is the whole sample")
 
 
 def _line_of_write(model: torch.nn.Module, role: Role, call: SampleCall) -> str:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from roundelay.frontend.batch import leaves
 from roundelay.frontend.export import Exported
-from roundelay.frontend.export_substitutes import cumulative_batch_norm
-from roundelay.frontend.graph_passes import DRAW, Cleaned, call_node, run_nodes
+from roundelay.frontend.export_substitutes import takes_statistics
+from roundelay.frontend.few_rows import Rows
+from roundelay.frontend.graph_passes import Cleaned
+from roundelay.frontend.graph_run import DRAW, call_node, run_nodes, value_of
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.frontend.recurrent import FLOPS
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
+
+LIGHT_BYTES = 32 << 20
+"""Where all values of a sample have fewer bytes, computing it takes less time than running it on fake tensors."""
 
 _UNKNOWN_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """The module path that export gives to an operation whose module it does not know."""
@@ -28,7 +38,7 @@ def describe_graph(
     cleaned: Cleaned,
     draws: dict[str, int],
     reads: LossReads,
-    sample: tuple[list[torch.Tensor], dict[str, torch.Tensor], int],
+    sample: tuple[Rows, Rows],
 ) -> Graph:
     """Build the logical graph.
 
@@ -37,25 +47,14 @@ def describe_graph(
         cleaned: what rewriting has found.
         draws: operation name to position among the random operations.
         reads: what the loss reads.
-        sample: the call's tensors, the batch's leaves, and the number of rows.
+        sample: the rows of the sample micro-batch on which operations compute, and all of them.
     """
-    tensors, fields, rows = sample
-    flops: dict[str, int] = {}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
-
-        def count(node: Node, args: Any, kwargs: Any) -> Any:
-            before = counter.get_total_flops()
-            value = call_node(node, args, kwargs)
-            flops[node.name] = counter.get_total_flops() - before
-            return value
-
-        run_nodes(exported, tensors, count)
-    with torch.enable_grad():
-        node_values, _ = run_nodes(exported, tensors)
+    few, whole = sample
+    tensors, fields, rows = whole.tensors, leaves(whole.batch), whole.count
+    values, flops = _on_sample(exported, cleaned, few, whole)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
-    values = {node.name: _value(node.name, node_values[node.name]) for node in nodes}
-    values |= {INPUT + str(i): _value(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
-    values |= {BATCH + path: _value(BATCH + path, fields[path]) for path in reads.batch}
+    values |= {INPUT + str(i): described(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
+    values |= {BATCH + path: described(BATCH + path, fields[path]) for path in reads.batch}
     ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
     outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
     parameters, roles = _parameters(exported), exported.roles.values()
@@ -73,17 +72,63 @@ def describe_graph(
         sample_rows=rows,
         metrics=value_names(reads.metrics),
         min_rows=least_rows(exported.module),
-        labels_per_row=_labels_per_row(exported, node_values, reads, rows),
-        one_row=on_one_row(exported.module, node_values, rows),
+        labels_per_row=_labels_per_row(exported, cleaned, reads, whole),
+        one_row=on_one_row(exported.module, values, rows),
     )
 
 
-def _labels_per_row(exported: Exported, node_values: dict[str, Any], reads: LossReads, rows: int) -> float:
+_Described = tuple[dict[str, Value], dict[str, int]]
+"""Every operation's value and FLOPs, by name."""
+
+
+def _on_sample(exported: Exported, cleaned: Cleaned, few: Rows, whole: Rows) -> _Described:
+    """Describe the operations on the whole sample: without computing it, if it is large.
+
+    Then the operations run on fake tensors, which have sizes and no values; unless on few rows that gives anything else
+    than real ones do, or an operation depends on values.
+    """
+    computed = _described(exported, cleaned, few.tensors)
+    if few.whole:
+        return computed
+    num_bytes = sum(value.num_bytes for value in computed[0].values()) * whole.count / few.count
+    if num_bytes > LIGHT_BYTES:
+        try:
+            if _described(exported, cleaned, few.tensors, FakeTensorMode(allow_non_fake_inputs=True)) == computed:
+                return _described(exported, cleaned, whole.tensors, FakeTensorMode(allow_non_fake_inputs=True))
+        except Exception:  # an operation that needs values
+            pass
+    return _described(exported, cleaned, whole.tensors)
+
+
+def _described(
+    exported: Exported, cleaned: Cleaned, tensors: Sequence[torch.Tensor], fake: FakeTensorMode | None = None
+) -> _Described:
+    """Run the graph once, on fake tensors if there is a mode for them, and describe what its operations compute."""
+    values: dict[str, Value] = {}
+    flops: dict[str, int] = {}
+
+    def call(node: Node, args: Any, kwargs: Any) -> Any:
+        before = counter.get_total_flops()
+        value = call_node(node, args, kwargs)
+        flops[node.name] = counter.get_total_flops() - before
+        values[node.name] = described(node.name, value)
+        return value
+
+    own: Callable[[torch.Tensor], torch.Tensor] = (lambda tensor: tensor) if fake is None else fake.from_tensor
+    written = set(chain.from_iterable(cleaned.uncuttable))
+    with fake or nullcontext(), torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+        results, _ = run_nodes(exported, [own(tensor) for tensor in tensors], call, keep=written, weight=own)
+    return values | {name: described(name, results[name]) for name in values.keys() & results.keys()}, flops
+
+
+def _labels_per_row(exported: Exported, cleaned: Cleaned, reads: LossReads, whole: Rows) -> float:
     if reads.labels is None:
         return 0.0
-    outputs: Any = exported.module.graph.output_node().args[0]
-    terms = reads.labels.terms if reads.labels.output < 0 else float(node_values[outputs[-1].name])
-    return terms / rows or 1.0
+    terms = reads.labels.terms
+    if reads.labels.output >= 0:  # the model computes its loss; the last output counts the labels
+        outputs: Any = exported.module.graph.output_node().args[0]
+        terms = float(value_of(exported, whole.tensors, outputs[-1].name, cleaned.writers))
+    return terms / whole.count or 1.0
 
 
 def value_name(exported: Exported, node: Node) -> str:
@@ -92,7 +137,8 @@ def value_name(exported: Exported, node: Node) -> str:
     return INPUT + role.name if role is not None and role.kind == "input" else node.name
 
 
-def _value(name: str, value: Any) -> Value:
+def described(name: str, value: Any) -> Value:
+    """A value of the graph as plain data."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         num_bytes = value.numel() * value.element_size()  # nbytes has no sparse tensors
@@ -178,14 +224,6 @@ def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
 
 
-aten = torch.ops.aten
-
-
-def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is a BatchNorm that takes statistics of its input ``args[0]``, (rows, channels, ...)."""
-    return target is cumulative_batch_norm or (target is aten.batch_norm.default and bool(args[5]))
-
-
 def least_rows(module: torch.fx.GraphModule) -> int:
     """The least number of rows of a micro-batch: two if a BatchNorm, at any depth, takes statistics over them."""
     graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
@@ -193,7 +231,7 @@ def least_rows(module: torch.fx.GraphModule) -> int:
     return 2 if any(takes_statistics(node.target, node.args) for node in operations) else 1
 
 
-def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: int) -> str:
+def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Value], rows: int) -> str:
     """Return torch's error message for training on a single row; empty if that is possible.
 
     Args:
@@ -204,7 +242,7 @@ def on_one_row(module: torch.fx.GraphModule, values: Mapping[str, Any], rows: in
     for node in module.graph.nodes:
         if node.op == "call_function" and takes_statistics(node.target, node.args):
             size = values[node.name].shape
-            if size.numel() == size[1] * rows:
+            if math.prod(size) == size[1] * rows:
                 one = [1, *size[1:]]
                 return f"Expected more than 1 value per channel when training, got input size torch.Size({one})"
     return ""

@@ -36,6 +36,11 @@ def cumulative_batch_norm(
     return torch.batch_norm(x, weight, bias, mean, var, True, factor, eps, torch.backends.cudnn.enabled)
 
 
+def takes_statistics(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is a BatchNorm that takes statistics of its input ``args[0]``, (rows, channels, ...)."""
+    return target is cumulative_batch_norm or (target is torch.ops.aten.batch_norm.default and bool(args[5]))
+
+
 _SCHEMA = "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) mean, Tensor(b!) var, Tensor(c!) tracked, float eps)"
 torch.library.define("roundelay::cumulative_batch_norm", f"{_SCHEMA} -> Tensor")
 torch.library.impl("roundelay::cumulative_batch_norm", "CompositeExplicitAutograd", cumulative_batch_norm)

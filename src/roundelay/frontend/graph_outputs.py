@@ -16,7 +16,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundelay.frontend.export import Exported
-from roundelay.frontend.graph_passes import is_mutable
+from roundelay.frontend.graph_run import is_mutable
 
 aten = torch.ops.aten
 

@@ -13,19 +13,30 @@ They remove three obstacles:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.export import Exported, Role
-from roundelay.frontend.export_substitutes import branch
-from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.export_substitutes import branch, cumulative_batch_norm, takes_statistics
+from roundelay.frontend.graph_run import (
+    DRAW,
+    Call,
+    Writes,
+    call_node,
+    declared_writes,
+    is_mutable,
+    run_nodes,
+    version_of,
+)
+from roundelay.frontend.keyed_rng import keyed_attention, keyed_call, keyed_dropout
 
 aten = torch.ops.aten
 
@@ -36,7 +47,6 @@ _ASSERTIONS = (
     "aten.sym_constrain_range_for_size",
     "aten._assert_async",
 )
-DRAW = "draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,106 +66,116 @@ class Cleaned:
     inputs: frozenset[int]
 
 
-Writes = dict[Node, tuple[Node, ...]]
-Call = Callable[[Node, Any, Any], Any]
+@dataclass(frozen=True, slots=True)
+class FirstRun:
+    """What a run of the graph as exported shows.
+
+    Args:
+        storages: for each node the storages of its tensors; numbers that name a storage also after it was freed.
+        sizes: for each node the sizes of its tensors; None if it is or has anything else.
+        writes: for each operation that writes, the nodes written into.
+        mutated: names of buffers that a forward changes.
+    """
+
+    storages: dict[str, tuple[int | None, ...]]
+    sizes: dict[str, list[torch.Size] | None]
+    writes: Writes
+    mutated: frozenset[str]
+
+    def storage(self, node: Node) -> int | None:
+        """The storage of a node that is a tensor; None if that is empty, or the node is several tensors."""
+        parts = self.storages[node.name]
+        return parts[0] if len(parts) == 1 else None
+
+    @property
+    def touched(self) -> set[int | None]:
+        """The storages that operations write into."""
+        return {self.storage(target) for targets in self.writes.values() for target in targets}
 
 
-def call_node(node: Node, args: Any, kwargs: Any) -> Any:
-    """Call a node's operation."""
-    target: Any = node.target
-    return target(*args, **kwargs)
+def first_run(exported: Exported, tensors: Sequence[torch.Tensor]) -> FirstRun:
+    """Run the graph as exported, without gradients, and see what it writes; values are freed after their last use.
+
+    Raises:
+        StateWritten: the forward writes into a parameter.
+    """
+    known: dict[int, StorageWeakRef] = {}  # while a reference is there, no other storage is at its address
+    storages: dict[str, tuple[int | None, ...]] = {}
+    sizes: dict[str, list[torch.Size] | None] = {}
+    refusing = _refusing_writes(exported)
+
+    def note(name: str, value: Any) -> None:
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        storages[name] = tuple(_numbered(part, known) for part in parts)
+        sizes[name] = [part.shape for part in parts] if all(map(torch.is_tensor, parts)) else None
+
+    def call(node: Node, args: Any, kwargs: Any) -> Any:
+        value = refusing(node, args, kwargs)
+        note(node.name, value)
+        return value
+
+    placeholders = [node.name for node in exported.module.graph.nodes if node.op != "call_function"]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        buffers = [(name, role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"]
+        before = {name: None if tensor is None else tensor.clone() for name, tensor in buffers}
+        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], call, keep=placeholders)
+    for name, value in values.items():
+        note(name, value)
+    run = FirstRun(storages, sizes, writes, frozenset())
+    written = run.touched | {number for name in _statistics(exported) for number in storages[name]}
+    changed = (name for name, _ in buffers if not _same(before[name], values[name]) or storages[name][0] in written)
+    return replace(run, mutated=frozenset(exported.roles[name].name for name in changed))
 
 
-def run_nodes(
-    exported: Exported,
-    tensors: Sequence[torch.Tensor],
-    call: Call = call_node,
-) -> tuple[dict[str, Any], Writes]:
-    """Run the graph node by node, on copies of buffers and constants.
+def _numbered(value: Any, known: dict[int, StorageWeakRef]) -> int | None:
+    """The number of a tensor's storage, from a weak reference to it, which is kept."""
+    if _storage(value) is None:
+        return None
+    reference = StorageWeakRef(value.untyped_storage())
+    return known.setdefault(reference.cdata, reference).cdata  # type: ignore[no-any-return]
+
+
+def clean(exported: Exported, run: FirstRun) -> Cleaned:
+    """Rewrite the graph in place, as the module's docstring describes.
 
     Args:
         exported: the model.
-        tensors: the call's tensors.
-        call: runs an operation: node, args and kwargs -> its value.
-
-    Returns:
-        Every node's value by name, placeholders included; and for each operation that writes the nodes written into.
-    """
-    env: dict[Node, Any] = {}
-    writes: Writes = {}
-    for node in exported.module.graph.nodes:
-        if node.op == "placeholder":
-            role = exported.roles.get(node.name)
-            if role is None:
-                env[node] = RngKey(0, 0)
-            elif role.kind == "input":
-                env[node] = tensors[int(role.name)]
-            else:
-                env[node] = role.tensor if role.tensor is None else _weight(role.tensor, copy=role.kind != "parameter")
-        elif node.op == "get_attr":
-            env[node] = getattr(exported.module, str(node.target))
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-            before = {n: _version(env[n]) for n in node.all_input_nodes}
-            env[node] = call(node, args, kwargs)
-            declared = _declared_writes(node.target, node.args, node.kwargs)
-            written = tuple(n for n, version in before.items() if n in declared or _version(env[n]) != version)
-            writes |= {node: written} if written else {}
-    return {node.name: value for node, value in env.items()}, writes
-
-
-def _weight(weight: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """The weight that a graph run uses: a copy, or the weight itself, detached where gradients are disabled."""
-    if copy:
-        return weight.clone()
-    return weight if torch.is_grad_enabled() else weight.detach()
-
-
-def is_mutable(target: Any) -> bool:
-    """Whether it is an operator that writes into an argument according to its schema."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _declared_writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes into according to its schema."""
-    if not is_mutable(target):
-        return []
-    arguments = target._schema.arguments
-    passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [value for a, value in passed if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) else 0
-
-
-def clean(exported: Exported, tensors: Sequence[torch.Tensor]) -> Cleaned:
-    """Rewrite the graph in place, as the module's docstring describes.
+        run: of its graph, after :func:`drop_assertions`.
 
     Raises:
-        CaptureError: the forward writes into a parameter, or into a tensor that is neither parameter nor buffer.
+        StateWritten: the forward writes into a tensor that is neither parameter nor buffer.
     """
+    touched = run.touched
+    inputs = frozenset(
+        int(role.name)
+        for name, role in exported.roles.items()
+        if role.kind == "input" and run.storages[name][0] is not None and run.storages[name][0] in touched
+    )
+    spans = (*_writes_out_of_place(exported, run), *_buffer_spans(exported, run))
+    return Cleaned(run.mutated, spans, frozenset(node.name for node in run.writes), inputs)
+
+
+def drop_assertions(exported: Exported) -> None:
+    """Remove assertions on metadata from the graph."""
     graph = exported.module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
             graph.erase_node(node)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        buffers = [(name, role.tensor) for name, role in exported.roles.items() if role.kind == "buffer"]
-        before = {name: None if tensor is None else tensor.clone() for name, tensor in buffers}
-        values, writes = run_nodes(exported, [tensor.clone() for tensor in tensors], _refusing_writes(exported))
-    touched = {_storage(values[target.name]) for targets in writes.values() for target in targets}
-    mutated = frozenset(
-        role.name
-        for name, role in exported.roles.items()
-        if role.kind == "buffer" and (not _same(before[name], values[name]) or _storage(values[name]) in touched)
-    )
-    inputs = frozenset(
-        int(role.name)
-        for name, role in exported.roles.items()
-        if role.kind == "input" and _storage(values[name]) in touched and values[name].numel()
-    )
-    spans = (*_writes_out_of_place(exported, values, writes), *_buffer_spans(exported, values, writes, mutated))
-    return Cleaned(mutated, spans, frozenset(node.name for node in writes), inputs)
+
+
+def _statistics(exported: Exported) -> set[str]:
+    """Names of the placeholders into which a BatchNorm writes statistics, which neither schema nor counter shows."""
+    return {
+        arg.name
+        for node in exported.module.graph.nodes
+        if node.op == "call_function" and takes_statistics(node.target, node.args) and _momentum(node) != 0
+        for arg in node.args[3:5]
+        if isinstance(arg, Node)
+    }
+
+
+def _momentum(node: Node) -> Any:
+    return None if node.target is cumulative_batch_norm else node.args[6]
 
 
 def _refusing_writes(exported: Exported) -> Call:
@@ -165,17 +185,17 @@ def _refusing_writes(exported: Exported) -> Call:
     parameters: dict[int | None, Node] = {storage: node for storage, node in owned if storage is not None}
 
     def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for value in tree_leaves(_declared_writes(node.target, args, kwargs)):
+        for value in tree_leaves(declared_writes(node.target, args, kwargs)):
             if _storage(value) in parameters:
                 raise _writes_state(exported, [parameters[_storage(value)]])
         leaves = tree_leaves((args, kwargs))
         if not any(map(_writes_within, leaves)):
             return call_node(node, args, kwargs)
-        copies = [(value, value.clone(), _version(value)) for value in leaves if _storage(value) in parameters]
+        copies = [(value, value.clone(), version_of(value)) for value in leaves if _storage(value) in parameters]
         try:
             return call_node(node, args, kwargs)
         finally:  # restore all of them before refusing
-            changed = [(value, copy) for value, copy, version in copies if _version(value) != version]
+            changed = [(value, copy) for value, copy, version in copies if version_of(value) != version]
             for value, copy in changed:
                 value.copy_(copy)
             if changed:
@@ -207,16 +227,17 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr()
 
 
-def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Writes) -> list[tuple[str, ...]]:
+def _writes_out_of_place(exported: Exported, run: FirstRun) -> list[tuple[str, ...]]:
     """Replace in-place operations by out-of-place ones where that is sound; return the spans where it is not.
 
-    Operations that are replaced are removed from ``writes``.
+    Operations that are replaced are removed from the run's writes.
     """
+    writes = run.writes
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
-    aliases_of = _aliases(exported, values)
+    aliases_of = _aliases(exported, run)
     spans: dict[int, list[Node]] = {}
     for node, written in [(node, target) for node, targets in list(writes.items()) for target in targets]:
-        storage = _storage(values[written.name])
+        storage = run.storage(written)
         if storage is None:
             continue
         aliases = [member for member in aliases_of[storage] if member is not node]
@@ -238,13 +259,11 @@ def _writes_out_of_place(exported: Exported, values: dict[str, Any], writes: Wri
     return [tuple(node.name for node in span) for span in _unalias_inputs(exported, spans)]
 
 
-def _aliases(exported: Exported, values: dict[str, Any]) -> dict[int, list[Node]]:
+def _aliases(exported: Exported, run: FirstRun) -> dict[int, list[Node]]:
     """Map every storage to the nodes whose values it holds, in order."""
     aliases_of: dict[int, list[Node]] = {}
     for node in exported.module.graph.nodes:
-        value = values.get(node.name)
-        storages = {_storage(part) for part in (value if isinstance(value, (tuple, list)) else [value])}
-        for storage in storages - {None}:
+        for storage in set(run.storages.get(node.name, ())) - {None}:
             aliases_of.setdefault(storage, []).append(node)  # type: ignore[arg-type]
     return aliases_of
 
@@ -320,20 +339,18 @@ def write_error(role: Role, line: str) -> CaptureError:
     )
 
 
-def _buffer_spans(
-    exported: Exported, values: dict[str, Any], writes: Writes, mutated: frozenset[str]
-) -> list[tuple[str, ...]]:
+def _buffer_spans(exported: Exported, run: FirstRun) -> list[tuple[str, ...]]:
     """The spans of the mutated buffers: all that reads or writes one, under any alias, must stay in one segment."""
     order = {node: i for i, node in enumerate(exported.module.graph.nodes)}
     writers: dict[int | None, list[Node]] = {}
-    for node, targets in writes.items():
+    for node, targets in run.writes.items():
         for target in targets:
-            writers.setdefault(_storage(values[target.name]), []).append(node)
+            writers.setdefault(run.storage(target), []).append(node)
     spans = []
     for node in order:
         role = exported.roles.get(node.name)
-        if role is not None and role.kind == "buffer" and role.name in mutated:
-            users = sorted({*node.users, *writers.get(_storage(values[node.name]), [])}, key=lambda user: order[user])
+        if role is not None and role.kind == "buffer" and role.name in run.mutated:
+            users = sorted({*node.users, *writers.get(run.storage(node), [])}, key=lambda user: order[user])
             spans.append(tuple(user.name for user in users))
     return spans
 

@@ -27,8 +27,26 @@ from roundelay.frontend.source_lines import users_line_of
 from roundelay.frontend.trace_guards import refusing_grad
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The whole sample micro-batch, of which a loss is observed on the first rows.
+
+    Args:
+        batch: the sample.
+        sizes: of every output leaf on it; None where they are not known.
+    """
+
+    batch: Batch
+    sizes: Sequence[Sequence[Sequence[int]] | None]
+
+
 def observe_loss(
-    loss: LossFunction, model: torch.nn.Module, seen: Seen, outputs: Sequence[torch.Tensor], batch: Batch
+    loss: LossFunction,
+    model: torch.nn.Module,
+    seen: Seen,
+    outputs: Sequence[torch.Tensor],
+    batch: Batch,
+    sample: Sample | None = None,
 ) -> tuple[LossCall, tuple[Change, ...]]:
     """Run the loss on real outputs and record what it reads; a second time if it reads weights of the model.
 
@@ -37,7 +55,8 @@ def observe_loss(
         model: the model.
         seen: layout of the model's result, and of what its forward leaves elsewhere.
         outputs: tensor leaves of both.
-        batch: the sample micro-batch.
+        batch: the sample micro-batch, or its first rows.
+        sample: the whole sample, if these are its first rows; its labels are counted, too.
 
     Returns:
         The loss as a function of what it reads, and the slots that it has changed (and that have been restored).
@@ -45,11 +64,12 @@ def observe_loss(
     Raises:
         JobError: the loss raises, or does not return a differentiable scalar (or a pair of scalars), or reads what a
             stage cannot provide.
+        OtherLossError: the first rows do not show what it reads on the whole sample.
     """
     assert seen.shape is not None
     state = ReachableState([("model", model), ("loss", loss)])
     own = dict((*model.named_parameters(), *model.named_buffers()))
-    trial = _Trial(loss, model, seen.shape, ClosureSlots(seen.left, (), seen.shape.num_tensors), own, batch)
+    trial = _Trial(loss, model, seen.shape, ClosureSlots(seen.left, (), seen.shape.num_tensors), own, batch, sample)
     reads, changed = _observe(trial, outputs, state)
     if reads.weights:
         weights = {name: own[name] for name in reads.weights}
@@ -64,7 +84,12 @@ def observe_loss(
                 remedy="Let the loss read it from the model, as in model.head.weight, or let forward return it.",
             )
         reads = replace(again, weights=reads.weights)
-    return _with_unobserved_reads(LossCall(loss, reads, seen.shape, trial.places, batch), outputs), changed
+    call = LossCall(loss, reads, seen.shape, trial.places, batch)
+    before_call = ReachableState(state.roots, model)
+    try:
+        return _with_unobserved_reads(call, outputs), changed
+    finally:
+        before_call.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +102,50 @@ class _Trial:
     places: ClosureSlots
     own: Mapping[str, torch.Tensor]
     batch: Batch
+    sample: Sample | None
+
+
+class OtherLossError(Exception):
+    """Raised when a loss on the first rows of the sample may not be what it is on all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of the loss returns and does.
+
+    Args:
+        value: its result.
+        outputs: the output leaves that it was called with.
+        fields: the batch's tensors that it was called with, by path.
+        seen: names of the tensors that it was seen to read.
+        terms: its number of labels if it is a mean over labels.
+        writes: whether it writes into what it reads.
+        draws: whether it draws random numbers.
+        changed: the slots that it changes.
+    """
+
+    value: Any
+    outputs: Sequence[torch.Tensor]
+    fields: Mapping[str, torch.Tensor]
+    seen: set[str]
+    terms: torch.Tensor | None
+    writes: bool
+    draws: bool
+    changed: tuple[Change, ...]
+
+    @property
+    def labels(self) -> Labels | None:
+        """Where the number of labels may come from, if the loss is a cross entropy of its own or the model's."""
+        loss = without_metrics(self.value)[0]
+        returned = [i for i, output in enumerate(self.outputs) if loss is output]
+        return Labels(terms=float(self.terms)) if self.terms is not None else Labels(returned[0]) if returned else None
+
+    def structure(self) -> tuple[Any, ...]:
+        """All that must be the same on the first rows as on the whole sample."""
+        counts, metrics = checked(self.value)[1] is not None, layout(without_metrics(self.value)[1])
+        places = {change.slot.place for change in self.changed}
+        labels = None if self.labels is None else self.labels.output
+        return self.seen, self.writes, self.draws, counts, metrics, places, labels
 
 
 class _ReadWatch(TorchFunctionMode):
@@ -112,9 +181,31 @@ def _observe(
     first = tuple(next(i for i, same in enumerate(results) if same is leaf) for leaf in results)
     entry = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in results]
     copies = [leaf.clone() for leaf in entry]  # a loss may write into what it reads; autograd forbids it for leaves
-    outputs = [copies[i] for i in first]
+    call = _called(trial, [copies[i] for i in first], state)
+    scalar, metrics, count = _checked_result(call.value)
+    labels = call.labels
+    if trial.sample is not None:
+        labels = _labels_of_sample(trial, trial.sample, call, [results[i] for i in first], state)
+    seen = call.seen | _through_gradients(scalar, [entry[i] for i in first], call.fields, trial.own, call.seen)
+    reads = LossReads(
+        outputs=tuple(i for i in range(len(first)) if f"o{i}" in seen),
+        batch=tuple(path for path in call.fields if f"b{path}" in seen),
+        counts=count is not None,
+        writes=call.writes,
+        draws=call.draws,
+        first=first,
+        weights=tuple(name for name in trial.own if f"w{name}" in seen),
+        metrics=metrics,
+        labels=labels,
+    )
+    return reads, call.changed
+
+
+def _called(trial: _Trial, outputs: Sequence[torch.Tensor], state: ReachableState) -> _Call:
+    """Call the loss once on a copy of the batch, and restore what it changes."""
     fields = {path: leaf.clone() for path, leaf in leaves(trial.batch).items()}  # apart from outputs, too
-    watched = {id(outputs[i]): f"o{i}" for i in first} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
+    first = {id(output): i for i, output in reversed(list(enumerate(outputs)))}
+    watched = {own: f"o{i}" for own, i in first.items()} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
     watched |= {id(tensor): f"w{name}" for name, tensor in trial.own.items()}
     buffers = {name: tensor for name, tensor in trial.own.items() if not isinstance(tensor, torch.nn.Parameter)}
     before = [leaf._version for leaf in (*outputs, *fields.values())]
@@ -122,24 +213,53 @@ def _observe(
     rng_state = torch.random.get_rng_state()
     with trial.places.filled(outputs.__getitem__):
         before_call = ReachableState(state.roots, trial.model)
-        value, seen, terms = _call_watched(trial, outputs, with_tensors(trial.batch, fields.__getitem__), watched)
-        changed = tuple(before_call.changes())
-        before_call.restore()
+        try:
+            value, seen, terms = _call_watched(trial, outputs, with_tensors(trial.batch, fields.__getitem__), watched)
+            changed = tuple(before_call.changes())
+        finally:
+            before_call.restore()
     _refuse_buffer_writes(buffers, versions)
-    scalar, metrics, count = _checked_result(value)
-    seen |= _through_gradients(scalar, [entry[i] for i in first], fields, trial.own, seen)
-    reads = LossReads(
-        outputs=tuple(i for i in range(len(outputs)) if f"o{i}" in seen),
-        batch=tuple(path for path in fields if f"b{path}" in seen),
-        counts=count is not None,
-        writes=before != [leaf._version for leaf in (*outputs, *fields.values())],
-        draws=not torch.equal(rng_state, torch.random.get_rng_state()),
-        first=first,
-        weights=tuple(name for name in trial.own if f"w{name}" in seen),
-        metrics=metrics,
-        labels=_labels(value, outputs, terms),
-    )
-    return reads, changed
+    writes = before != [leaf._version for leaf in (*outputs, *fields.values())]
+    draws = not torch.equal(rng_state, torch.random.get_rng_state())
+    return _Call(value, outputs, fields, seen, terms, writes, draws, changed)
+
+
+def _labels_of_sample(
+    trial: _Trial, sample: Sample, call: _Call, results: Sequence[torch.Tensor], state: ReachableState
+) -> Labels | None:
+    """The labels of the whole sample, on which the loss is called with the outputs of the first rows repeated.
+
+    Raises:
+        OtherLossError: there it reads, changes or returns something else; or the first rows have no labels, or no
+            finite loss.
+    """
+    loss, count = checked(call.value)
+    if not bool(loss.isfinite()) or (count is not None and not count) or (call.terms is not None and not call.terms):
+        raise OtherLossError
+    places = {f"o{i}" for i in range(len(results))} & call.seen
+    repeated = dict[int, torch.Tensor]()
+    for i, leaf in enumerate(results):
+        if id(leaf) not in repeated:
+            sizes = sample.sizes[i] if i < len(sample.sizes) else [leaf.shape]
+            repeated[id(leaf)] = _repeated(leaf.detach(), sizes, read=f"o{i}" in places)
+    outputs = [repeated[id(leaf)] for leaf in results]
+    on_sample = _called(replace(trial, batch=sample.batch), outputs, state)
+    if on_sample.structure() != call.structure():
+        raise OtherLossError
+    return on_sample.labels
+
+
+def _repeated(leaf: torch.Tensor, sizes: Sequence[Sequence[int]] | None, *, read: bool) -> torch.Tensor:
+    """An output of the first rows, repeated to the sizes that it has on the sample; zeros if it is not read."""
+    if sizes is None or len(sizes) != 1 or len(sizes[0]) != leaf.ndim:
+        raise OtherLossError
+    if not read:
+        return leaf.new_zeros(()).expand(sizes[0])
+    result = leaf
+    for dim, (size, few) in enumerate(zip(sizes[0], leaf.shape, strict=True)):
+        if size != few:
+            result = result.index_select(dim, torch.arange(size, device=leaf.device) % few)
+    return leaf.clone() if result is leaf else result
 
 
 def _checked_result(value: Any) -> tuple[torch.Tensor, Metrics, torch.Tensor | None]:
@@ -174,12 +294,6 @@ def _refuse_buffer_writes(buffers: Mapping[str, torch.Tensor], versions: Mapping
                 remedy="Move the write into forward; instead of calling the model a second time in the loss, let its "
                 "forward compute and return both results.",
             )
-
-
-def _labels(value: Any, outputs: Sequence[torch.Tensor], terms: torch.Tensor | None) -> Labels | None:
-    """Where the number of labels may come from, if the loss is a cross entropy of its own or the model's."""
-    returned = [i for i, output in enumerate(outputs) if without_metrics(value)[0] is output]
-    return Labels(terms=float(terms)) if terms is not None else Labels(returned[0]) if returned else None
 
 
 def _call_watched(

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 
 from roundelay.frontend.batch import Batch, num_rows, rows_between
 from roundelay.frontend.capture import Captured
-from roundelay.frontend.describe_graph import takes_statistics
-from roundelay.frontend.export_substitutes import cumulative_batch_norm
+from roundelay.frontend.export_substitutes import cumulative_batch_norm, takes_statistics
 from roundelay.frontend.keyed_rng import RngKey, keyed_attention, keyed_dropout
 
 DRAWS = 16

@@ -13,7 +13,7 @@ import torch.fx
 
 from roundelay.frontend.compiled_segment import CompiledSegment
 from roundelay.frontend.export import Exported
-from roundelay.frontend.graph_passes import DRAW, run_nodes
+from roundelay.frontend.graph_run import DRAW, run_nodes
 from roundelay.frontend.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.local_graph import ONLY, Part, take_part
 from roundelay.frontend.loss import LossCall
@@ -86,7 +86,8 @@ class StageBuilder:
             return each(order[node.name], partial(target, *args, **kwargs))
 
         with torch.enable_grad(), autocast(self.precision, CPU):
-            results, _ = run_nodes(self.exported, [values[name] for name in self.graph.inputs], call=call)
+            tensors = [values[name] for name in self.graph.inputs]
+            results, _ = run_nodes(self.exported, tensors, call, keep=self.graph.outputs)
             every = {**values, **{name: results[name] for name in self.graph.outputs if name in order}}
             reads = [every[name] for name in (*self.graph.outputs, *self.graph.batch)]
             loss: list[torch.Tensor] = each(len(order), partial(self._loss_call(CPU), *reads, RngKey(0, 0)))

@@ -1,0 +1,11 @@
+"""GPT-2 of 6 layers, on 4 rows of 512 tokens."""
+
+from __future__ import annotations
+
+from benchmarks.before_first_update.jobs.gpt2 import made
+from roundelay import Job
+
+
+def job(seed: int) -> Job:
+    """6 layers."""
+    return made(6, 4, 512)
