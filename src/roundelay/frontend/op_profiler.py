@@ -5,8 +5,9 @@ are not made, which is most of the time of an operation of a few microseconds. S
 stage: the forward is timed operation by operation, the backward from when autograd enters a node to when it enters the
 next. A node belongs to the operation whose forward created it.
 
-Seconds are this thread's CPU time, so that other programs on a busy machine do not count. The minimum over a few runs
-is kept: disturbances only make a measurement longer.
+Seconds are this thread's CPU time, so that other programs on a busy machine do not count; with several intra-op
+threads, for which this one waits, they are those of the clock. The minimum over a few runs is kept: disturbances only
+make a measurement longer.
 """
 
 from __future__ import annotations
@@ -45,15 +46,21 @@ def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5)
     return Profile(*(tuple(map(min, zip(*part, strict=True))) for part in zip(*runs, strict=True)))
 
 
+def _clock() -> Callable[[], float]:
+    """The clock by which operations are timed."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each operation's forward, backward and update; the loss is the last one."""
     forward = [0.0] * (len(captured.graph.ops) + 1)
+    now = _clock()
     owners: dict[Any, int] = {}  # also keeps the nodes alive: autograd creates a new Python object for a dropped one
 
     def each(i: int, call: Callable[[], Any]) -> Any:
-        start = time.thread_time()
+        start = now()
         output = call()
-        forward[i] = time.thread_time() - start
+        forward[i] = now() - start
         _assign_nodes(output, i, owners)
         return output
 
@@ -71,15 +78,16 @@ def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
 def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) -> list[float]:
     seconds = [0.0] * (len(captured.graph.ops) + 1)
     entered: list[tuple[float, int]] = []
+    now = _clock()
 
     def enter(i: int, _: Any) -> None:
-        entered.append((time.thread_time(), i))
+        entered.append((now(), i))
 
     for node, i in owners.items():
         node.register_prehook(partial(enter, i))
     leaves = [p for p in captured.parameters().values() if p.requires_grad]
     torch.autograd.grad(loss, leaves, allow_unused=True)
-    for (start, i), (end, _) in pairwise((*entered, (time.thread_time(), -1))):
+    for (start, i), (end, _) in pairwise((*entered, (now(), -1))):
         seconds[i] += end - start
     return seconds
 
@@ -88,5 +96,5 @@ def _updates(captured: Captured) -> Iterator[float]:
     """Seconds of a stand-in for the optimizer, over the parameters that each operation is the first to use."""
     parameters = captured.parameters()
     for op in captured.graph.ops:
-        yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], time.thread_time)
+        yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], _clock())
     yield 0.0

@@ -21,6 +21,9 @@ from roundelay.frontend.stage_function import Mode, StageFunction, StageTape, de
 from roundelay.ir.graph import LOSS
 from roundelay.ir.stage import Partition, StageSpec
 
+BUDGET_S = 1.5
+"""Seconds after which no further run begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
@@ -66,7 +69,7 @@ def profile(
         micro_batch: of the size that will be trained on.
         mode: backward mode.
         devices: where each stage runs; by default the CPU.
-        repeats: runs measured, after a warm-up run.
+        repeats: runs measured after a warm-up run, at most; :data:`BUDGET_S` may end them earlier.
         halved: split every backward in two halves.
     """
     stage_devices = devices or [CPU] * len(partition.stages)
@@ -77,7 +80,11 @@ def profile(
     ]
     for spec, function in zip(partition.stages, functions, strict=True):
         captured.flatten_recurrent(spec, function.parameters)
-    runs = [_once(captured, functions, micro_batch, mode, halved=halved) for _ in range(repeats + 1)][1:]
+    began, once = time.perf_counter(), partial(_once, captured, functions, micro_batch, mode, halved=halved)
+    once()
+    runs = [once()]
+    while len(runs) < repeats and time.perf_counter() - began < BUDGET_S:
+        runs.append(once())
     profiles = []
     for k, function in enumerate(functions):
         forward_s = statistics.median(run[k].forward_s for run in runs)
