@@ -23,6 +23,7 @@ def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypa
     def finishes_or_stops(task: Task, worker: int, endpoint: Endpoint, report: Reporter) -> None:
         if worker == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1.0)  # another thread may have taken the signal, and stops this one a moment later
         report(Report("finished", worker, {}))
 
     monkeypatch.setattr(forked_workers, "work", finishes_or_stops)
