@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,12 +161,18 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="one depth, one seed, few updates")
     parser.add_argument("--anyway", action="store_true", help="nothing here depends on how busy the machine is")
     parser.add_argument("--out", type=Path, help="write every number there, as JSON")
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS, help="numbers of workers")
+    parser.add_argument("--seeds", type=int, default=2, help="how many")
     asked = parser.parse_args()
-    steps, seeds, depths = (10, (0,), (2,)) if asked.short else (STEPS, (0, 1), DEPTHS)
+    seeds: Sequence[int] = range(1 if asked.short else asked.seeds)
+    steps, depths = (10, (2,)) if asked.short else (STEPS, asked.depths)
     exact = [plain(steps, seed) for seed in seeds]
     rows, numbers = [], {}
     for depth in depths:
-        found = {n: trained(rule, depth, count(depth), steps, seeds) for n, (rule, count) in RULES.items()}
+        found = {}
+        for name, (rule, count) in RULES.items():
+            found[name] = trained(rule, depth, count(depth), steps, seeds)
+            print(f"D = {depth}, {name}: {found[name].losses}", file=sys.stderr, flush=True)
         rows += rows_of(depth, found, exact)
         numbers[depth] = {name: (one.losses, one.rate, one.tapes, one.versions) for name, one in found.items()}
     columns = ["D", "rule", "M", "held-out loss", "rate", "activations", "versions"]

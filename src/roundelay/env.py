@@ -82,12 +82,12 @@ _MOST_CORES = 4096
 
 
 def omp_threads(environment: Mapping[str, str] | None = None) -> int | None:
-    """``OMP_NUM_THREADS``; None if it is no number, or the 1 that a launcher sets where the person has set nothing."""
+    """``OMP_NUM_THREADS``; None if it is no number, or the 1 that torchrun sets where the person has set nothing."""
     now = os.environ if environment is None else environment
     text = now.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_CORES):
         return None
-    return None if text == "1" and launchers.is_launched(now) else int(text)
+    return None if text == "1" and launchers.is_torchrun(now) else int(text)
 
 
 def _unknown(name: str, text: str, expected: str) -> UsageError:

@@ -133,8 +133,9 @@ def processes_here(now: Environment) -> int:
     launcher = _launcher_of(now)
     if launcher is None:
         return 1
+    size = _number(now.get(launcher.size, ""))
     told = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
-    return max(1, told or _number(now.get(launcher.size, "")))
+    return max(1, told if told > 0 else -(-size // _num_hosts({"MASTER_ADDR": "127.0.0.1", **now}, launcher, size)))
 
 
 def rank_of(now: Environment) -> str | None:

@@ -247,7 +247,9 @@ def test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on(capsys: Cap
     assert said.code == 0, said.err
     before = Plan.parse(Path("one/plan.toml").read_text())
     assert before.deadline_s == 70
-    said = here(capsys, "train", MLP, "--no-baseline", "--from", "one", "--steps", 2, "--deadline-s", 80, "--out", "two")
+    said = here(
+        capsys, "train", MLP, "--no-baseline", "--from", "one", "--steps", 2, "--deadline-s", 80, "--out", "two"
+    )
     assert said.code == 0, said.err
     assert "dropped" not in said.err
     assert Plan.parse(Path("two/plan.toml").read_text()) == replace(before, deadline_s=80.0)

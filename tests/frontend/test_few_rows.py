@@ -187,3 +187,36 @@ def test_values_are_freed_after_their_last_use() -> None:
     captured = capture(Layered(), entropy, batch())
     values = run_nodes(captured.builder.exported, [batch()[0]], keep={"linear_1"})[0]
     assert list(values) == ["linear_1"]
+
+
+class Selected(nn.Module):
+    """Rows that a mask selects, written into by a view of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Selected rows x 4."""
+        rows = torch.relu(self.first(x))[mask]
+        rows[:, :8].mul_(5.0)
+        made: Tensor = self.last(rows)
+        return made
+
+
+def test_rows_that_select_nothing_do_not_show_what_is_written() -> None:
+    found = []
+    for empty in (0, 20):
+        torch.manual_seed(0)
+        mask = torch.arange(ROWS) % 3 != 1
+        mask[:empty] = False
+        batch = {"x": torch.randn(ROWS, WIDTH), "mask": mask, "y": torch.randint(4, (ROWS,))}
+        model = Selected()
+        graph = capture(
+            model,
+            lambda outputs, batch: F.cross_entropy(outputs, batch["y"][batch["mask"]]),
+            batch,
+            lambda batch: ((batch["x"], batch["mask"]), {}),
+        ).graph
+        found.append([graph.ops[cut].name for cut in graph.cuts])
+    assert found[0] == found[1]

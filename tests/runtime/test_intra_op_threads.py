@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -162,10 +163,29 @@ def test_what_the_person_has_set_is_shared_and_what_a_launcher_has_set_is_not(mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert threads_each(4, lambda: 6) == 6  # each process of a launcher has what was set
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun does
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a script's own word, unless torchrun starts the processes
+    assert threads_each(4, lambda: 1) == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     assert (all_threads(lambda: 1), threads_each(4, lambda: 1)) == (16, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert threads_each(4, lambda: 1) == 8
+
+
+def test_a_process_that_has_a_host_of_its_own_has_all_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ROUNDELAY_CORES", "16")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0"}.items():  # as in Kubernetes
+        monkeypatch.setenv(name, value)
+    assert threads_each(4, lambda: 16) == 16
+
+
+def test_a_training_leaves_torch_s_settings_as_they_were() -> None:
+    made = dataclasses.replace(job("by index"), evaluate=lambda model: {"one": 1.0})
+    threads = torch.get_num_threads()
+    roundelay.train(made, workers=2, threads=2, epochs=2, check="off")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert torch.get_num_threads() == threads
 
 
 def test_two_processors_of_one_core_count_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from roundelay.api.torch_scope import on_threads
+from roundelay.runtime.determinism import use_threads
 
 Work = Callable[[], None]
 
@@ -58,11 +58,11 @@ class Background:
             self._thread.join(seconds)
 
     def _main(self) -> None:
-        with on_threads(self._threads):
-            while (work := self._waiting.get()) is not None:
-                if self._dropping or self._error is not None:
-                    continue
-                try:
-                    work()
-                except BaseException as error:  # raised again in the caller's thread
-                    self._error = error
+        use_threads(self._threads)  # its own; torch's deterministic forms are the process's, and the run's to ask for
+        while (work := self._waiting.get()) is not None:
+            if self._dropping or self._error is not None:
+                continue
+            try:
+                work()
+            except BaseException as error:  # raised again in the caller's thread
+                self._error = error

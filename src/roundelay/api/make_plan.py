@@ -193,7 +193,7 @@ def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, .
         devices: where each computes.
         threads: of each, as given; by default those on the CPU share this host's cores, and one leads a GPU.
     """
-    shared = threads_each(len(devices), torch.get_num_threads)
+    shared = threads_each(list(devices).count(CPU), torch.get_num_threads)
     counts = [(shared if device == CPU else 1) if threads is None else threads for device in devices]
     named = enumerate(zip(devices, counts, strict=True))
     return tuple(WorkerPlan(name=f"w{k}", device=device, threads=count) for k, (device, count) in named)

@@ -27,7 +27,8 @@ JobFile = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="Number of workers (of each replica), with one stage each, or two with zb-v. [default: cores, at most 2]"
+        help="Number of workers (of each replica), with one stage each, or two with zb-v. [default: one per GPU; on "
+        "the CPU one with all threads or two with half of them each, whichever is faster]"
     ),
 ]
 Layout = Annotated[

@@ -6,13 +6,9 @@ entries of dicts, the contents of lists, cells of closures, and globals that a f
 call in between has changed, and it can be undone. Values of tensors and arrays are compared on request: copies are
 kept, up to :data:`MOST_BYTES`.
 
-Globals and classes of installed packages and of Python's own library are not visited, since a package may hold hundreds
-of thousands of objects. What the user's code holds of them is: instances, containers, and what the closure of one of
-their functions has, which may be a function that it decorates.
-
 Python's own iterators, such as ``itertools.count``, are compared and restored as copies. Not found: frames of
-generators, the contents of objects of torch and NumPy, containers of more than :data:`MOST` items, and state that only
-C code reaches.
+generators, the contents of library objects, containers of more than :data:`MOST` items, and state that only C code
+reaches.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
-from roundelay.frontend.installed_code import is_installed
 from roundelay.frontend.slot_values import (
     GENERATORS,
     ITERATORS,
@@ -289,7 +284,7 @@ def _slots(path: str, value: Any) -> Iterator[tuple[StateSlot, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from _of_function(path, value)
     elif isinstance(value, type):
-        if not is_library(value) and not is_installed(value):
+        if not is_library(value):
             yield from _of_class(path, value)
     elif _is_plain(value):
         entries = vars(value)
@@ -321,7 +316,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[Stat
         content = in_cell(cell)
         yield StateSlot(cell, "cell", name, name), content
     used = function.__globals__
-    for name in () if is_installed(function) else sorted(_names(function.__code__)):
+    for name in sorted(_names(function.__code__)):
         if name in used and not isinstance(used[name], (types.ModuleType, type)):
             yield StateSlot(used, "item", name, name), used[name]
 
