@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -297,15 +298,17 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         with recording_checkpoints(model) as checkpointed:
             exported = _export(model, loss, call)
         move_buffer_writes_up(exported)
-        cleaned, steps = _clean(model, exported, call, list(row_steps(batch, call, exported, sample)))
-        loss_call, by_loss, few = _observed(model, loss, exported, steps)
+        whole = Rows(sample, call.tensors, num_rows(sample), whole=True)
+        steps = row_steps(batch, call, exported, whole)
+        cleaned, few = _clean(model, exported, call, steps)
+        loss_call, by_loss, few = _observed(model, loss, exported, chain([few], steps), sample)
         by_forward = tuple(path for i in cleaned.inputs if (path := call.fields[i]) is not None)
         refuse_written(by_forward, loss_call.reads.batch, leaves(batch))
         loss_call, cleaned = _finish(exported, cleaned, loss_call)
         draws = key_draws(exported)
 
         def describe(own: Exported) -> Graph:
-            return describe_graph(own, cleaned, draws, loss_call.reads, (few, steps[-1]))
+            return describe_graph(own, cleaned, draws, loss_call.reads, (few, whole))
 
         graph = describe(exported)
     changed = (exported.seen.changed, by_loss)
@@ -351,20 +354,18 @@ def _export(model: torch.nn.Module, loss: LossFunction, call: SampleCall) -> Exp
     return exported
 
 
-def _clean(
-    model: torch.nn.Module, exported: Exported, call: SampleCall, steps: Sequence[Rows]
-) -> tuple[Cleaned, Sequence[Rows]]:
+def _clean(model: torch.nn.Module, exported: Exported, call: SampleCall, steps: Iterator[Rows]) -> tuple[Cleaned, Rows]:
     """Clean the graph, which runs it on values for the first time; export has only seen shapes.
 
     Returns:
-        What cleaning has found, and the steps from the one that it was found on.
+        What cleaning has found, and the rows that it was found on.
     """
     drop_assertions(exported)
-    for i, rows in enumerate(steps):
+    for rows in steps:
         try:
             run = first_run(exported, rows.tensors)
             if rows.whole or same_small_sizes(exported, run.sizes):
-                return clean(exported, run), steps[i:]
+                return clean(exported, run), rows
         except RoundelayError:
             raise
         except StateWritten as error:
@@ -377,7 +378,7 @@ def _clean(
 
 
 def _observed(
-    model: torch.nn.Module, loss: LossFunction, exported: Exported, steps: Sequence[Rows]
+    model: torch.nn.Module, loss: LossFunction, exported: Exported, steps: Iterator[Rows], sample: Batch
 ) -> tuple[LossCall, tuple[Change, ...], Rows]:
     """The loss as a function of what it reads, the slots that it changes, and the rows on which that was observed."""
     nodes = wrap_outputs(exported)
@@ -386,11 +387,9 @@ def _observed(
         try:
             with torch.enable_grad():
                 results, _ = run_nodes(exported, rows.tensors, keep={node.name for node in nodes})
-            outputs, sample = (
-                [results[node.name] for node in nodes],
-                None if rows.whole else Sample(steps[-1].batch, sizes),
-            )
-            return (*observe_loss(loss, model, exported.seen, outputs, rows.batch, sample), rows)
+            outputs = [results[node.name] for node in nodes]
+            others = None if rows.whole else Sample(sample, sizes)
+            return (*observe_loss(loss, model, exported.seen, outputs, rows.batch, others), rows)
         except Exception:  # raised by an operation or the loss; the whole sample decides
             if rows.whole:
                 raise

@@ -41,26 +41,26 @@ class Rows:
     whole: bool = False
 
 
-def row_steps(batch: Batch, call: SampleCall, exported: Exported, sample: Batch) -> Iterator[Rows]:
+def row_steps(batch: Batch, call: SampleCall, exported: Exported, whole: Rows) -> Iterator[Rows]:
     """Few rows, then more, at last the sample; only those on which the model is called as on the sample.
 
     Args:
         batch: the sample before ``inputs`` was called on it.
         call: the model's call on the sample.
         exported: the model; sizes for which it does not hold are left out.
-        sample: the sample.
+        whole: the sample.
     """
-    rows, count = num_rows(sample), LEAST
-    while in_step(batch) and GROWTH * count <= 2 * rows:
-        tensors = _called(rows_between(batch, 0, count), call)
-        if tensors is not None and _holds(exported, tensors[0]):
-            yield Rows(tensors[1], tensors[0], count)
+    count = LEAST
+    while in_step(batch) and GROWTH * count <= 2 * whole.count:
+        few = _called(rows_between(batch, 0, count), call)
+        if few is not None and _holds(exported, few.tensors):
+            yield few
         count *= GROWTH
-    yield Rows(sample, call.tensors, rows, whole=True)
+    yield whole
 
 
-def _called(batch: Batch, call: SampleCall) -> tuple[list[torch.Tensor], Batch] | None:
-    """The tensors of the model's call on a batch, and the batch as ``inputs`` leaves it; None if it is another call."""
+def _called(batch: Batch, call: SampleCall) -> Rows | None:
+    """The model's call on some rows, and these as ``inputs`` leaves them; None if it is another call."""
     roots = [("inputs", call.inputs)] if call.kept else []
     state = ReachableState([*roots, *DEFAULT_GENERATORS], torch.nn.Module() if call.kept else None)
     copied = copy_batch(batch)
@@ -71,7 +71,7 @@ def _called(batch: Batch, call: SampleCall) -> tuple[list[torch.Tensor], Batch] 
     finally:
         state.restore()
     same = shape.spec == call.shape.spec and len(tensors) == len(call.tensors) and not shape.differing(call.shape)
-    return (tensors, copied) if same else None
+    return Rows(copied, tensors, num_rows(batch)) if same else None
 
 
 def _holds(exported: Exported, tensors: Sequence[torch.Tensor]) -> bool:
