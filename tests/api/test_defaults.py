@@ -148,6 +148,7 @@ def test_whole_batches_are_computed_by_one_worker_and_two_are_not_measured(monke
     found = plan_with_reasons(job("BatchNorm"))
     assert [plan.num_workers for plan in measured] == [1]
     assert "--micro-batches 4 takes them over parts" in found.notices[0]
+    assert found.notices[1].endswith(": several would compute whole batches in turns")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from roundelay.api.recompute_choice import choose_modules, describe_savings
 from roundelay.api.statelessness import preserving_state
 from roundelay.api.torch_scope import in_child, on_threads, user_code
 from roundelay.cores import threads_each
+from roundelay.errors import counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.stage_profiler import StageProfile, profile
@@ -46,6 +47,9 @@ from roundelay.schedules import PIPELINE, Schedule, schedule_for
 
 DIGITS = 6
 """Decimals of measured seconds in a plan: microseconds."""
+
+
+_IN_TURNS = "several would compute whole batches in turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,9 @@ def faster_of(wish: Wish) -> Planned:
     two = drafted(wish, None)
     if two.plan.micro_batches == 1:  # two workers would take turns
         one = drafted(wish, 1)
-        return measured_plan(wish, replace(one, notices=(*two.notices, *one.notices)))
+        why = f"1 worker of {counted(one.plan.threads, 'thread')}: {_IN_TURNS}"
+        told = [why] if two.plan.num_workers > 1 else []
+        return measured_plan(wish, replace(one, notices=(*two.notices, *one.notices, *told)))
     several = measured_plan(wish, two)
     one_planned = measured_plan(wish, drafted(wish, 1))
     taken, why = faster(one_planned.plan, several.plan)

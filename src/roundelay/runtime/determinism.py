@@ -62,7 +62,8 @@ def deterministic(wanted: bool = True, *, strict: bool = True, threads: int = 1)
     of_torch: Any = torch.utils.deterministic
     benchmark, filled = torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory
     fused = _fused_attentions()
-    lenient = not strict if wanted else before != (True, False)
+    asked_strictly = before == (True, False)  # by a context around this one, which stays so
+    lenient = not strict if wanted else not asked_strictly
     torch.use_deterministic_algorithms(True, warn_only=lenient)
     torch.backends.cudnn.benchmark, of_torch.fill_uninitialized_memory = False, False
     if wanted and not strict:
