@@ -14,6 +14,7 @@ import roundelay
 from roundelay.api.check_here import check_here
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.errors import PlanError, UsageError
+from roundelay.ir import rule
 from tests.cli.harness import environment, here, one_screen
 from tests.equivalence.cells import bench
 
@@ -189,7 +190,10 @@ roundelay.register_rule(roundelay.UpdateRule(
 """
 
 
-def test_a_rule_that_the_job_registers_is_waited_for(capsys: Capture, workplace: Path) -> None:
+def test_a_rule_that_the_job_registers_is_waited_for(
+    capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "_RULES", dict(rule._RULES))  # what the job registers is forgotten after the test
     before = "def test_early_checks_fresh(i, j, d):\n    return False\n" + OWN_RULE
     (workplace / "rules_of_mine.py").write_text(before)
     (workplace / "job.py").write_text("import mlp\nimport rules_of_mine\n\ndef job(seed):\n    return mlp.make()\n")
