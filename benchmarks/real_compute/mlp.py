@@ -11,7 +11,7 @@ WIDTH, ROWS, LAYERS = 1024, 128, 6
 
 def job(seed: int) -> roundelay.Job:
     """Fixed random data."""
-    data = [(torch.randn(ROWS, WIDTH), torch.randint(10, (ROWS,))) for _ in range(20)]
+    data = [(torch.randn(ROWS, WIDTH), torch.randint(10, (ROWS,))) for _ in range(20)] * 50  # no checkpoint in between
     hidden = [layer for _ in range(LAYERS - 1) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return roundelay.Job(
         model=nn.Sequential(*hidden, nn.Linear(WIDTH, 10)),

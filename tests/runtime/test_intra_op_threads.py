@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from roundelay.errors import PlanError, RunError, UsageError
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.determinism import deterministic, use_threads
 from roundelay.runtime.forked_call import isolated
+from roundelay.runtime.openmp import end_idle_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,3 +258,74 @@ def test_processes_of_a_launcher_compute_what_threads_do(model: str, tmp_path: P
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     for name in runs:
         assert "threads = 2" in (tmp_path / name / "plan.toml").read_text()
+
+
+AS_SET = """
+import sys, torch
+own = torch.get_num_threads()
+from roundelay.cli import main
+sys.argv = ["roundelay", "plan", "job.py", "--workers", "1", "--cuts", "equal", "--output", "plan.toml"]
+code = 0
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print(own, code, file=sys.stderr)
+"""
+
+
+def test_the_command_computes_on_what_torch_would_use_by_itself(tmp_path: Path) -> None:
+    bare = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ROUNDELAY_CORES")}
+    (tmp_path / "job.py").write_text((ROOT / "tests" / "cli" / "jobs" / "mlp.py").read_text())
+    for program in (AS_SET, AS_SET.replace("import sys, torch", "import sys").replace("torch.get_num_threads()", "0")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env=bare | {"PYTHONPATH": str(ROOT / "src"), "ROUNDELAY_MALLOC": "keep"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        own, code = map(int, done.stderr.split()[-2:])
+        assert code == 0, done.stderr
+        (planned,) = re.findall(r"^threads = (\d+)$", (tmp_path / "plan.toml").read_text(), re.MULTILINE)
+        assert int(planned) == min(usable_cores_undeclared(), own or usable_cores_undeclared())
+
+
+def usable_cores_undeclared() -> int:
+    """What this machine has, whatever the tests declare."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ROUNDELAY_CORES", raising=False)
+        return usable_cores()
+
+
+def test_threads_made_after_a_run_compute_on_as_many_as_before() -> None:
+    seen: list[int] = []
+    with undone_threads(2):
+        roundelay.train(job("by index"), workers=2, steps=2, threads=1, check="off")
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert torch.get_num_threads() == 2
+    assert seen == [2]
+
+
+@contextmanager
+def undone_threads(count: int) -> Iterator[None]:
+    """This thread computes with so many within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_team_waits_while_workers_compute() -> None:
+    with undone_threads(2):
+        torch.randn(512, 512) @ torch.randn(512, 512)
+        team = len(os.listdir("/proc/self/task"))
+        end_idle_threads()
+        assert len(os.listdir("/proc/self/task")) == team - 1
+        torch.randn(512, 512) @ torch.randn(512, 512)
+        assert len(os.listdir("/proc/self/task")) == team

@@ -12,20 +12,16 @@ from roundelay.errors import UsageError
 
 
 def load(module: str) -> Any:
-    """Import a module of ours that imports torch; after the first one torch computes in one thread.
+    """Import a module of ours that may import torch.
 
     Raises:
         UsageError: it cannot be imported.
     """
-    first = "torch" not in sys.modules
     try:
-        with SIGNALS.ending_at_once() if first else nullcontext():
-            loaded = importlib.import_module(f"roundelay.{module}")
+        with nullcontext() if "torch" in sys.modules else SIGNALS.ending_at_once():
+            return importlib.import_module(f"roundelay.{module}")
     except Exception as error:
         raise cannot_load(error) from error
-    if first and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
-    return loaded
 
 
 def cannot_load(error: Exception) -> UsageError:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from roundelay.errors import RunError
 from roundelay.runtime.loader_processes import end_loaders, forget_loaders
+from roundelay.runtime.openmp import end_idle_threads
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -43,6 +44,7 @@ def fork(main: Callable[[], None], ignored: Collection[signal.Signals] = ()) -> 
     """
     libc, parent, random_state = ctypes.CDLL(None), os.getpid(), random.getstate()
     flush_output()  # otherwise the child would write buffered output again
+    end_idle_threads()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 where there are OpenMP's threads

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from roundelay.errors import UsageError
 from roundelay.ir.transports import transport_named
 from roundelay.runtime.failure_tracker import Listener
 from roundelay.runtime.forked_workers import run_forked
 from roundelay.runtime.gc_policy import frozen_gc
 from roundelay.runtime.loader_processes import without_sigchld_handler
+from roundelay.runtime.openmp import end_idle_threads
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.threaded_workers import run_threads
 from roundelay.runtime.torchrun_worker import run_leader
@@ -53,8 +56,12 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
         RoundelayError: the first cause, if a worker failed.
     """
     around = wrap or unchanged
-    with frozen_gc(), without_sigchld_handler():
-        if party is not None:
-            run_leader(task, listen, around, party)
-        else:
-            LAUNCHERS[transport_named(task.plan.transport).workers](task, listen, around)
+    end_idle_threads()
+    try:
+        with frozen_gc(), without_sigchld_handler():
+            if party is not None:
+                run_leader(task, listen, around, party)
+            else:
+                LAUNCHERS[transport_named(task.plan.transport).workers](task, listen, around)
+    finally:
+        torch.set_num_threads(torch.get_num_threads())  # new threads get the last number that any thread has set
