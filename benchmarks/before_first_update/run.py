@@ -1,10 +1,11 @@
 """What comes before the first update: seconds and memory of capture and planning, beside plain training of the job.
 
 For every job of ``jobs/``, each in processes of its own: the first five updates in plain PyTorch;
-``roundelay.capture(job)`` alone; and ``roundelay train --workers 1 --rule 1f1b`` up to its first update, with 1 and 4
-micro-batches. Memory is the largest sum of what the processes of the tree have for themselves (Private_Clean and
-Private_Dirty of ``smaps_rollup``), looked at every 20 ms; torch's libraries and the weights are in it. Seconds are
-those of the updates, of the capture, and of the whole command.
+``roundelay.capture(job)`` alone; and ``roundelay train`` up to its first update, without options, and on one worker
+with 1 and 4 micro-batches. All compute on every core. Memory is the largest sum of what the processes of the tree have
+for themselves (Private_Clean and Private_Dirty of ``smaps_rollup``), looked at every 20 ms; torch's libraries and the
+weights are in it. Seconds are those of the updates, of the capture, and of the whole command; behind them how many
+times plain training's the memory is, and, of the whole command less its imports, the seconds.
 
     .venv/bin/python -m benchmarks.before_first_update.run [--jobs NAME ...] [--ways NAME ...]
 """
@@ -18,11 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import roundelay
 from benchmarks.common import machine, table
@@ -59,7 +58,7 @@ def capture(job: roundelay.Job) -> float:
 
 
 INNER: dict[str, Callable[[roundelay.Job], float]] = {"plain": plain, "capture": capture}
-TRAIN = {f"first update, {count} micro-batches": count for count in (1, 4)}
+TRAIN = {"no options": (), **{f"1 worker, M = {m}": ("--workers", "1", "--micro-batches", str(m)) for m in (1, 4)}}
 WAYS = (*INNER, *TRAIN)
 
 
@@ -112,44 +111,51 @@ def inside(way: str, job: str) -> tuple[float, int]:
         return float(json.loads(result.read_text())), peak
 
 
-def typed(job: str, micro_batches: int) -> tuple[float, int]:
+def typed(job: str, options: Sequence[str]) -> tuple[float, int]:
     """Seconds and bytes of ``roundelay train`` up to the first update."""
     with tempfile.TemporaryDirectory() as folder:
-        told, path = Path(folder) / "run" / "metrics.jsonl", HERE / "jobs" / f"{job}.py"
-        how = ["--workers", "1", "--rule", "1f1b", "--micro-batches", str(micro_batches), "--steps", "1000"]
-        command = [
-            sys.executable,
-            "-m",
-            "roundelay",
-            "train",
-            str(path),
-            *how,
-            "--no-baseline",
-            "--out",
-            str(told.parent),
-        ]
+        told = Path(folder) / "run" / "metrics.jsonl"
+        command = [sys.executable, "-m", "roundelay", "train", str(HERE / "jobs" / f"{job}.py"), *options]
+        command += ["--steps", "1000", "--no-baseline", "--out", str(told.parent)]
         return measured(command, folder, lambda: told.exists() and told.stat().st_size > 0)
+
+
+def imports(job: str) -> float:
+    """Seconds of what any program with such a job imports: torch, Roundelay, and what the job's file does."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"import runpy, roundelay.cli.train_command; runpy.run_path({str(HERE / 'jobs' / f'{job}.py')!r})"
+        return min(measured([sys.executable, "-c", program], folder, lambda: False)[0] for _ in range(3))
+
+
+def row(job: str, ways: Sequence[str]) -> list[str]:
+    """The job's line of the table."""
+    seconds, peak = inside("plain", job)
+    base = imports(job)
+    found = [job, f"{base:.1f} s", f"{seconds:.1f} s, {peak / MIB:.0f} MiB"]
+    for way in ways:
+        own_s, own_peak = typed(job, TRAIN[way]) if way in TRAIN else inside(way, job)
+        times = f" ({(own_s - base) / seconds:.1f} x)" if way in TRAIN else ""
+        found.append(f"{own_s:.1f} s{times}, {own_peak / MIB:.0f} MiB ({own_peak / peak:.2f} x)")
+    return found
 
 
 def main() -> None:
     """Measure every job in every way, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
     parser.add_argument("--inner", choices=INNER)
     parser.add_argument("--result", type=Path)
     what = parser.parse_args()
     if what.inner:
-        torch.set_num_threads(1)
         job = load_job(HERE / "jobs" / f"{what.jobs[0]}.py", 0)
         what.result.write_text(json.dumps(INNER[what.inner](job)))
         return
     rows = []
     for job in what.jobs:
-        found = [typed(job, TRAIN[way]) if way in TRAIN else inside(way, job) for way in what.ways]
-        rows.append([job, *(f"{seconds:.1f} s, {peak / MIB:.0f} MiB" for seconds, peak in found)])
+        rows.append(row(job, what.ways))
         print("\t".join(rows[-1]), file=sys.stderr, flush=True)
-    print(table(["", *what.ways], rows))
+    print(table(["", "imports", "plain", *what.ways], rows))
     print(f"\n{machine()}; {time.strftime('%Y-%m-%d')}")
 
 

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 import roundelay
 from roundelay import Job
 from roundelay.cores import all_threads, num_cores, threads_each, usable_cores
+from roundelay.env import MALLOC
 from roundelay.errors import PlanError, RunError, UsageError
 from roundelay.runtime.child_process import fork
 from roundelay.runtime.determinism import deterministic, use_threads
 from roundelay.runtime.forked_call import isolated
-from roundelay.runtime.openmp import end_idle_threads
+from roundelay.runtime.idle_resources import end_idle_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -329,3 +330,28 @@ def test_no_team_waits_while_workers_compute() -> None:
         assert len(os.listdir("/proc/self/task")) == team - 1
         torch.randn(512, 512) @ torch.randn(512, 512)
         assert len(os.listdir("/proc/self/task")) == team
+
+
+FREED = """
+import torch
+from pathlib import Path
+from roundelay.runtime.idle_resources import give_back_idle
+own = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+blocks = [torch.ones(1 << 18) for _ in range(256)]
+del blocks
+kept = own()
+give_back_idle()
+print(kept - own())
+"""
+
+
+def test_free_memory_of_planning_is_given_back_before_workers_start() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREED],
+        env=os.environ | MALLOC | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert int(done.stdout) >= 200  # of 256 MiB

@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from roundelay.errors import RunError
+from roundelay.runtime.idle_resources import end_idle_threads
 from roundelay.runtime.loader_processes import end_loaders, forget_loaders
-from roundelay.runtime.openmp import end_idle_threads
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 

@@ -14,8 +14,8 @@ from roundelay.ir.transports import transport_named
 from roundelay.runtime.failure_tracker import Listener
 from roundelay.runtime.forked_workers import run_forked
 from roundelay.runtime.gc_policy import frozen_gc
+from roundelay.runtime.idle_resources import give_back_idle
 from roundelay.runtime.loader_processes import without_sigchld_handler
-from roundelay.runtime.openmp import end_idle_threads
 from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.runtime.threaded_workers import run_threads
 from roundelay.runtime.torchrun_worker import run_leader
@@ -56,7 +56,7 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
         RoundelayError: the first cause, if a worker failed.
     """
     around = wrap or unchanged
-    end_idle_threads()
+    give_back_idle()
     try:
         with frozen_gc(), without_sigchld_handler():
             if party is not None:

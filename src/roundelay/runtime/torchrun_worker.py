@@ -17,7 +17,7 @@ from roundelay.runtime.control_channel import NEWS_S, ControlChannel
 from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.gc_policy import frozen_gc
-from roundelay.runtime.openmp import end_idle_threads
+from roundelay.runtime.idle_resources import give_back_idle
 from roundelay.runtime.rendezvous import TICK_S, ProcessGroup
 from roundelay.runtime.threaded_workers import take_reports
 from roundelay.runtime.user_errors import out_of_memory, unexpected
@@ -173,7 +173,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     lost: list[RoundelayError] = []
     gone = threading.Event()
     device = _device_of(task, party)
-    end_idle_threads()
+    give_back_idle()
 
     def on_lost(rank: int, error: RoundelayError) -> None:
         lost.append(error)
