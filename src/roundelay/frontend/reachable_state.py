@@ -7,8 +7,8 @@ call in between has changed, and it can be undone. Values of tensors and arrays 
 kept, up to :data:`MOST_BYTES`.
 
 Python's own iterators, such as ``itertools.count``, are compared and restored as copies. Not found: frames of
-generators, the contents of library objects, containers of more than :data:`MOST` items, and state that only C code
-reaches.
+generators, the contents of objects of torch and NumPy, containers of more than :data:`MOST` items, state that only C
+code reaches, and what lies deeper in installed packages than the next :data:`MOST_INSTALLED` objects.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
+from roundelay.frontend.installed_code import is_installed
 from roundelay.frontend.slot_values import (
     GENERATORS,
     ITERATORS,
@@ -43,6 +44,11 @@ from roundelay.frontend.slot_values import (
 
 MOST = 10_000
 """Containers with more items are not walked through."""
+
+MOST_INSTALLED = 2_000
+"""Objects visited that only the code of installed packages reaches, the nearest first: some packages hold 100,000 in
+tables of everything that they can build. Of transformers' models fewer than 250 are.
+"""
 
 _LIBRARIES = ("torch", "numpy", "builtins", "roundelay", "functools", "collections", "typing", "logging", "threading")
 """Packages whose objects and functions are not walked into, except containers and partials."""
@@ -63,6 +69,8 @@ MOST_BYTES = 1 << 31
 
 Kind = Literal["attribute", "class", "buffer", "parameter", "item", "contents", "cell", "state", "values"]
 
+
+_Queue = deque[tuple[str, Any]]
 
 SlotId = tuple[int, str, Any]
 """The id of a slot's holder, the slot's kind and its key."""
@@ -250,8 +258,10 @@ def _walk(
     Unless ``excluded`` is None, values of tensors and arrays outside these addresses are slots as well; the yielded
     value is the tensor itself.
     """
-    queue = deque((path, value) for path, value in roots)
-    while queue:
+    own, installed = deque(roots), deque[tuple[str, Any]]()
+    left = MOST_INSTALLED
+    while own or (installed and left):
+        queue = own or installed
         path, value = queue.popleft()
         if id(value) in holders or isinstance(value, (str, bytes, int, float, type(None))):
             continue
@@ -264,7 +274,15 @@ def _walk(
         if slots or isinstance(value, (tuple, *_CONTAINERS)) or _is_plain(value):
             holders[id(value)] = value
         yield from slots
-        queue.extend(_below(path, value, slots))
+        left -= queue is installed
+        _queue_below(value, queue, own, installed).extend(_below(path, value, slots))
+
+
+def _queue_below(value: Any, queue: _Queue, own: _Queue, installed: _Queue) -> _Queue:
+    """Where what an object of a queue reaches is put: code says whose it is, other objects are their holder's."""
+    if isinstance(value, (types.FunctionType, type)):
+        return installed if is_installed(value) else own
+    return queue
 
 
 _CONTAINERS = (list, dict, set, deque)
