@@ -193,6 +193,24 @@ def test_a_head_of_zeros_hides_nothing() -> None:
     assert classed(own, labels, lambda o, _: o["loss"] * 1.0).kind == "other"  # its gradient is 1 in any case
 
 
+class Gated(nn.Module):
+    """Adds to every row something of the others, by a gate that is closed at first."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(6, 4), nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of (N, 6): (N, 4)."""
+        hidden: Tensor = self.layer(x)
+        return hidden + self.gate * (hidden - hidden.mean(0)) / hidden.std(0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_a_gate_of_zero_hides_nothing(shape: tuple[int, ...]) -> None:
+    assert classed(Gated(*shape), rows()).kind == "other"
+
+
 def test_unevenness_is_seen_where_losses_are_nearly_alike() -> None:
     """By the gradients: the losses differ by less than what counts as rounding."""
     model = Layered()

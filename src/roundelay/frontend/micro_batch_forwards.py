@@ -199,8 +199,11 @@ def _as_leaf(value: Any) -> Any:
 
 
 def _is_constant(parameter: torch.Tensor) -> bool:
-    if parameter.is_meta or parameter.numel() < 2 or not parameter.is_floating_point():
+    """Whether all of its numbers are the same; a single one only if it is 0, as a gate that lets nothing through."""
+    if not _is_movable(parameter):
         return False
+    if parameter.numel() == 1:
+        return not bool(parameter.detach())
     least, most = torch.aminmax(parameter.detach())
     return bool(least == most)
 
