@@ -96,8 +96,8 @@ def all_threads(default: Callable[[], int]) -> int:
         default: torch's own number for the calling thread.
     """
     told = env.omp_threads()
-    if told is not None:
-        return told
+    if told is not None:  # torch has read it, and knows what the person has said since
+        return told if env.is_launched() else max(1, default())
     if env.cores() is not None or env.is_launched():
         return usable_cores()
     return max(1, min(default(), usable_cores()))
@@ -113,5 +113,8 @@ def threads_each(workers: int, default: Callable[[], int]) -> int:
     told, launched = env.omp_threads(), env.is_launched()
     if launched and told is not None:  # a launcher's processes have each what was set
         return told
+    own = env.own_processors()
+    if own is not None:
+        return max(1, min(all_threads(default), own))
     here = env.processes_here() if launched else workers
     return max(1, all_threads(default) // max(1, here))

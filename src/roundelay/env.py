@@ -182,6 +182,11 @@ def processes_here(environment: Mapping[str, str] | None = None) -> int:
     return launchers.processes_here(os.environ if environment is None else environment)
 
 
+def own_processors(environment: Mapping[str, str] | None = None) -> int | None:
+    """How many processors a launcher has given this process for itself; None if it does not say."""
+    return launchers.own_processors(os.environ if environment is None else environment)
+
+
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
     """The name of this process among a launcher's, such as "worker 1"; None if it was started by hand."""
     number = launchers.rank_of(os.environ if environment is None else environment)

@@ -61,6 +61,7 @@ class _Launcher:
         size: variable of the number of processes.
         local_size: variables of the number of processes on this host.
         nodes: variable of the number of hosts.
+        processors: variable of the number of processors that each process has for itself.
         line: remedy where variables are missing.
     """
 
@@ -69,6 +70,7 @@ class _Launcher:
     size: str
     local_size: tuple[str, ...] = ()
     nodes: str = ""
+    processors: str = ""
     line: str = ""
 
     def started(self, now: Environment) -> bool:
@@ -91,6 +93,7 @@ _KNOWN = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",  # of the step: SLURM_NTASKS is also set in the batch script
         nodes="SLURM_STEP_NUM_NODES",
+        processors="SLURM_CPUS_PER_TASK",  # set where --cpus-per-task is given
         line='Type `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500` '
         "before srun; for one process, `srun --ntasks 1 roundelay ...`.",
     ),
@@ -136,6 +139,13 @@ def processes_here(now: Environment) -> int:
     size = _number(now.get(launcher.size, ""))
     told = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
     return max(1, told if told > 0 else -(-size // _num_hosts({"MASTER_ADDR": "127.0.0.1", **now}, launcher, size)))
+
+
+def own_processors(now: Environment) -> int | None:
+    """How many processors the launcher has given this process for itself; None if it does not say."""
+    launcher = None if is_torchrun(now) else _launcher_of(now)
+    count = 0 if launcher is None else _number(now.get(launcher.processors, ""))
+    return count if count > 0 else None
 
 
 def rank_of(now: Environment) -> str | None:

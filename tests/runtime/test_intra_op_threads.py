@@ -185,6 +185,23 @@ def test_a_process_that_has_a_host_of_its_own_has_all_of_its_cores(monkeypatch: 
     assert threads_each(4, lambda: 16) == 16
 
 
+def test_what_slurm_gives_each_task_is_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ROUNDELAY_CORES", "16")
+    for name, value in {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert threads_each(4, lambda: 16) == 4
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert threads_each(4, lambda: 16) == 8
+    monkeypatch.setenv("ROUNDELAY_CORES", "6")  # it counts processors
+    assert threads_each(4, lambda: 6) == 6
+
+
+def test_the_last_word_on_threads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert all_threads(lambda: 3) == 3  # torch.set_num_threads(3), after torch had read 6
+
+
 def test_a_training_leaves_torch_s_settings_as_they_were() -> None:
     made = dataclasses.replace(job("by index"), evaluate=lambda model: {"one": 1.0})
     threads = torch.get_num_threads()
