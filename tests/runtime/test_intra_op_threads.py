@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,14 +100,32 @@ def test_a_run_on_several_threads_is_bit_equal_to_plain_pytorch_and_to_its_refer
 def test_workers_of_different_numbers_of_threads_compute_what_the_reference_does() -> None:
     made = job("attention")
     plan = roundelay.plan(made, workers=2, micro_batches=2)
-    workers = tuple(
-        type(worker)(name=worker.name, device=worker.device, threads=count)
-        for worker, count in zip(plan.workers, (1, 2), strict=True)
-    )
-    uneven = type(plan)(**{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"workers": workers})
+    uneven = with_threads(plan, (1, 2))
     result = roundelay.verify(made, plan=uneven, steps=3)
     assert result.equal
     assert [report["threads"] for _, report in sorted(result.workers.items())] == [1, 2]
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_workers_of_one_process_compute_each_on_its_own_number(counts: tuple[int, int], tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def loss(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with seen.open("a") as file:
+            file.write(f"{threading.current_thread().name} {torch.get_num_threads()}\n")
+        return F.cross_entropy(outputs, batch[1])
+
+    made = dataclasses.replace(job("attention"), loss=loss)
+    plan = with_threads(roundelay.plan(made, workers=2, cuts="equal", micro_batches=2), counts)
+    roundelay.train(made, plan=plan, steps=3, check="off")
+    in_the_run = [line.split()[-1] for line in seen.read_text().splitlines() if line.startswith("roundelay")]
+    assert in_the_run == [str(counts[1])] * 6
+
+
+def with_threads(plan: roundelay.Plan, counts: Sequence[int]) -> roundelay.Plan:
+    """The plan with these numbers of threads of its workers."""
+    workers = [dataclasses.replace(worker, threads=n) for worker, n in zip(plan.workers, counts, strict=True)]
+    return dataclasses.replace(plan, workers=tuple(workers))
 
 
 def test_gradients_by_index_are_added_in_one_order() -> None:

@@ -1,4 +1,4 @@
-"""GPT-2 of 6 layers, on 4 rows of 512 tokens."""
+"""GPT-2 of 12 layers, on 4 rows of 512 tokens."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from roundelay import Job
 
 
 def job(seed: int) -> Job:
-    """6 layers."""
-    return made(6, 4, 512)
+    """12 layers."""
+    return made(12, 8, 512)

@@ -1,4 +1,4 @@
-"""ResNet-50 on 16 images of 224 x 224."""
+"""ResNet-50 on 64 images of 224 x 224."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def job(seed: int) -> Job:
     torch.manual_seed(0)
     draws = torch.Generator().manual_seed(0)
     batches = [
-        (torch.randn(16, 3, 224, 224, generator=draws), torch.randint(1000, (16,), generator=draws)) for _ in range(4)
+        (torch.randn(64, 3, 224, 224, generator=draws), torch.randint(1000, (64,), generator=draws)) for _ in range(4)
     ]
     return Job(
         model=resnet(50, 1000),
