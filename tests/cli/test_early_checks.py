@@ -15,7 +15,7 @@ from roundelay.api.check_here import check_here
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
-from tests.cli.harness import environment, here, one_screen
+from tests.cli.harness import MLP, environment, here, one_screen
 from tests.equivalence.cells import bench
 
 Capture = pytest.CaptureFixture[str]
@@ -264,3 +264,10 @@ def test_functions_check_lengths_and_comparisons_before_capture(tmp_path: Path) 
             function(Untouched(), steps=0)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="Did you mean memory"):
         roundelay.compare(lambda seed: Untouched(), out=tmp_path, transport="memry")  # type: ignore[arg-type, return-value]
+
+
+def test_more_threads_than_cores_are_told_of_when_they_are_asked_for(capsys: Capture) -> None:
+    plan = ("plan", MLP, "--workers", "2", "--cuts", "equal", "--threads")
+    told = here(capsys, *plan, "2").told
+    assert "the plan has 4 threads on 2 cores here, where they wait for one another." in told
+    assert "on 2 cores here" not in here(capsys, *plan, "1").told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,19 @@ def _make_plan(
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    return planned
+    of_threads = spare_cores(planned.plan, _workers_here(planned.plan)) if "threads" in given else ""
+    return replace(planned, notices=(*planned.notices, of_threads)) if of_threads else planned
 
 
 def _notices(job: Job, captured: Captured, plan: Plan, seed: int, source: PlanSource) -> tuple[str, ...]:
     """What a person should know of a plan that was made elsewhere, or is continued."""
-    here = () if env.is_launched() else range(plan.num_workers)
     of_parts = micro_batch_notice(job, captured, plan, seed) if source.plan_file is not None else ""
-    return tuple(notice for notice in (of_parts, spare_cores(plan, here)) if notice)
+    return tuple(notice for notice in (of_parts, spare_cores(plan, _workers_here(plan))) if notice)
+
+
+def _workers_here(plan: Plan) -> Sequence[int]:
+    """Numbers of the workers that are known to run on this host: under a launcher none."""
+    return () if env.is_launched() else range(plan.num_workers)
 
 
 def _compile_apart(job: Job, captured: Captured, plan: Plan, seed: int, *, quiet: bool) -> None:
