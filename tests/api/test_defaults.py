@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import roundelay
 from roundelay import Job
 from roundelay.api import make_plan as making
-from roundelay.api.default_choices import spare_cores, staleness
+from roundelay.api.default_choices import cores_notice, staleness
 from roundelay.api.explain_plan import plan_notices
 from roundelay.api.make_plan import Planned
 from roundelay.api.planning import plan_with_reasons
@@ -121,7 +121,7 @@ def test_a_replica_has_one_part_and_batch_norm_its_rows_as_in_ddp() -> None:
 
 
 @pytest.mark.parametrize(("slower", "workers"), [(1, 2), (2, 1)])
-def test_the_faster_of_one_worker_and_two_is_taken_and_the_line_says_why(
+def test_the_plan_one_or_two_workers_one_worker_and_two_is_taken_and_the_line_says_why(
     slower: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {slower: 0.2, 3 - slower: 0.1}
@@ -177,11 +177,11 @@ def test_threads_that_do_not_fit_this_host_are_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("ROUNDELAY_CORES", "16")
     plan = roundelay.plan(job("a perceptron"), workers=2, threads=4)
-    assert spare_cores(plan, range(2)) == "the plan uses 8 of 16 cores here; a new plan, or --threads, uses more"
+    assert cores_notice(plan, range(2)) == "the plan uses 8 of 16 cores here; a new plan, or --threads, uses more"
     monkeypatch.setenv("ROUNDELAY_CORES", "9")
-    assert spare_cores(plan, range(2)) == ""
+    assert cores_notice(plan, range(2)) == ""
     monkeypatch.setenv("ROUNDELAY_CORES", "6")
-    assert spare_cores(plan, range(2)) == "the plan has 8 threads on 6 cores here, where they wait for one another"
+    assert cores_notice(plan, range(2)) == "the plan has 8 threads on 6 cores here, where they wait for one another"
 
 
 def test_an_arrangement_names_replicas_stages_mesh_and_split_states() -> None:

@@ -48,7 +48,7 @@ def batch_s(plan: Plan) -> float:
     return simulated.makespan_s / _BATCHES
 
 
-def faster(one: Plan, several: Plan) -> tuple[Plan, str]:
+def choose_faster(one: Plan, several: Plan) -> tuple[Plan, str]:
     """The plan that takes less time for a batch, and why, in words."""
     times = {plan.num_workers: batch_s(plan) for plan in (one, several)}
     taken = several if times[several.num_workers] < _NO_FASTER * times[one.num_workers] else one
@@ -74,7 +74,7 @@ def staleness(plan: Plan) -> str:
     return f"rule {plan.rule} reads weights up to {counted(updates, 'update')} old{ahead}"
 
 
-def spare_cores(plan: Plan, workers: Sequence[int]) -> str:
+def cores_notice(plan: Plan, workers: Sequence[int]) -> str:
     """What it costs that some workers share this host with other threads than it has cores for; empty if nothing.
 
     Args:

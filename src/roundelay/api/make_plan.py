@@ -11,7 +11,7 @@ import torch
 
 from roundelay.api.compile_stages import compile_stages, for_plan
 from roundelay.api.cuts import Cut, CutRequest, Stages, cut
-from roundelay.api.default_choices import faster
+from roundelay.api.default_choices import choose_faster
 from roundelay.api.draft_plan import TENSOR, draft_plan
 from roundelay.api.given_layout import has_size, owners_of
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
@@ -69,7 +69,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """What is asked of a plan.
 
     Args:
@@ -110,36 +110,36 @@ class Draft:
     notices: tuple[str, ...]
 
 
-def faster_of(wish: Wish) -> Planned:
+def plan_one_or_two_workers(request: PlanRequest) -> Planned:
     """One worker with all threads, or two with half of them, whichever is predicted to take less time."""
-    two = drafted(wish, None)
+    two = drafted(request, None)
     if two.plan.micro_batches == 1:  # two workers would take turns
-        one = drafted(wish, 1)
+        one = drafted(request, 1)
         why = f"1 worker of {counted(one.plan.threads, 'thread')}: {_IN_TURNS}"
         told = [why] if two.plan.num_workers > 1 else []
-        return measured_plan(wish, replace(one, notices=(*two.notices, *one.notices, *told)))
-    several = measured_plan(wish, two)
-    one_planned = measured_plan(wish, drafted(wish, 1))
-    taken, why = faster(one_planned.plan, several.plan)
+        return measured_plan(request, replace(one, notices=(*two.notices, *one.notices, *told)))
+    several = measured_plan(request, two)
+    one_planned = measured_plan(request, drafted(request, 1))
+    taken, why = choose_faster(one_planned.plan, several.plan)
     planned = one_planned if taken is one_planned.plan else several
     return replace(planned, reasons=(why, *planned.reasons), notices=(why, *planned.notices))
 
 
-def drafted(wish: Wish, workers: int | None) -> Draft:
+def drafted(request: PlanRequest, workers: int | None) -> Draft:
     """Choose everything but the cuts, and measure nothing yet."""
-    given, rule, captured = wish.given, rule_named(wish.rule), wish.captured
-    sized, staged = has_size(wish.asked), "stages" in wish.asked
+    given, rule, captured = request.given, rule_named(request.rule), request.captured
+    sized, staged = has_size(request.asked), "stages" in request.asked
     replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = num_stages_of(captured.graph, workers, wish.given_cut, rule.name, given, requested=staged)
+    num_stages, fewer = num_stages_of(captured.graph, workers, request.given_cut, rule.name, given, requested=staged)
     schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
     draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, given), captured, given)
-    with preserving_state(wish.job):
+    with preserving_state(request.job):
         choice = choose_micro_batches(
             captured,
             rule,
             draft.micro_batches,
-            lambda: first_batches(wish.job.batches, wish.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
+            lambda: first_batches(request.job.batches, request.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
             requested="micro_batches" in given and sized,
             replicas=replicas,
             dealt=not sized,
@@ -169,13 +169,13 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> s
         ).notice
 
 
-def measured_plan(wish: Wish, draft_of: Draft) -> Planned:
+def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     """Choose the cuts, and measure the stages."""
-    job, given, draft, owners = wish.job, wish.given, draft_of.plan, draft_of.owners
-    whole = for_plan(wish.captured, replace(draft, mesh={}, parameters={}, outputs={}))
-    sample = partial(_sample, job, whole.graph, draft, wish.seed, wish.tell)
+    job, given, draft, owners = request.job, request.given, draft_of.plan, draft_of.owners
+    whole = for_plan(request.captured, replace(draft, mesh={}, parameters={}, outputs={}))
+    sample = partial(_sample, job, whole.graph, draft, request.seed, request.tell)
     with preserving_state(job):
-        chosen = wish.given_cut or cut(whole, draft, str(wish.cuts), len(owners), sample)
+        chosen = request.given_cut or cut(whole, draft, str(request.cuts), len(owners), sample)
     captured = on_mesh(whole, draft)
     if zero_of(given):
         given_states = split_states(captured, draft.replicas)
@@ -186,7 +186,7 @@ def measured_plan(wish: Wish, draft_of: Draft) -> Planned:
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
     names = [[draft.workers[worker].name for worker in own] for own in owners]
     draft = replace(draft, stages=_unmeasured(ends, names))
-    result, savings = _measure(job, captured, draft, wish.seed, wish.tell, requested="recompute" in given)
+    result, savings = _measure(job, captured, draft, request.seed, request.tell, requested="recompute" in given)
     if (limit := given.get("memory_limit")) is not None:
         check_memory(job, whole, result, limit)
     return Planned(result, (*draft_of.notices, *chosen.reasons, *savings), draft_of.notices)

@@ -63,20 +63,8 @@ def choose_micro_batches(
     if divisibility.kind == "mean":
         return MicroBatchChoice(micro_batches)
     whole_batches = not requested and not dealt and not needs_micro_batches(rule)
-    if divisibility.kind == "statistics" and whole_batches and micro_batches > 1:
-        of = "the rows of a replica" if replicas > 1 else "whole batches"
-        like = "DistributedDataParallel" if replicas > 1 else "plain PyTorch"
-        return MicroBatchChoice(
-            1,
-            f"1 micro-batch for each batch, not {micro_batches}, so that BatchNorm takes its statistics over {of}, as "
-            f"in {like}; --micro-batches {micro_batches} takes them over parts, and {_gain(rule, micro_batches)}",
-        )
     if divisibility.kind == "statistics":
-        like = "data parallelism does" if replicas > 1 else "gradient accumulation in plain PyTorch does"
-        whole = "" if replicas > 1 else "; --micro-batches 1 takes them over the whole batch"
-        return MicroBatchChoice(
-            micro_batches, f"BatchNorm takes its statistics over each of {parts} micro-batches, as {like}{whole}"
-        )
+        return _of_statistics(rule, micro_batches, replicas, whole=whole_batches and micro_batches > 1)
     if divisibility.kind == "whole" and replicas > 1:
         raise PlanError(
             f"--data-parallel {replicas}",
@@ -98,6 +86,24 @@ def choose_micro_batches(
     remedy = "" if divisibility.kind == "whole" else f": {_remedy(divisibility, micro_batches)}"
     remedy += "" if divisibility.kind == "whole" else f", and {_gain(rule, micro_batches)}"
     return MicroBatchChoice(1, f"1 micro-batch for each batch, not {micro_batches}, as {divisibility.why}{remedy}")
+
+
+def _of_statistics(rule: UpdateRule, micro_batches: int, replicas: int, *, whole: bool) -> MicroBatchChoice:
+    """For a model whose BatchNorms take statistics over rows: over all of a replica's (``whole``), or over parts."""
+    if whole:
+        of = "the rows of a replica" if replicas > 1 else "whole batches"
+        like = "DistributedDataParallel" if replicas > 1 else "plain PyTorch"
+        return MicroBatchChoice(
+            1,
+            f"1 micro-batch for each batch, not {micro_batches}, so that BatchNorm takes its statistics over {of}, as "
+            f"in {like}; --micro-batches {micro_batches} takes them over parts, and {_gain(rule, micro_batches)}",
+        )
+    like = "data parallelism does" if replicas > 1 else "gradient accumulation in plain PyTorch does"
+    instead = "" if replicas > 1 else "; --micro-batches 1 takes them over the whole batch"
+    parts = micro_batches * replicas
+    return MicroBatchChoice(
+        micro_batches, f"BatchNorm takes its statistics over each of {parts} micro-batches, as {like}{instead}"
+    )
 
 
 def _gain(rule: UpdateRule, micro_batches: int) -> str:

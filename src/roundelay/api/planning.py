@@ -15,7 +15,7 @@ from roundelay.api.cuts import MEASURED, CutRequest, cut_by_names
 from roundelay.api.default_choices import workers_are_open
 from roundelay.api.draft_plan import default_rule
 from roundelay.api.given_layout import in_layout
-from roundelay.api.make_plan import Planned, Wish, drafted, faster_of, measured_plan
+from roundelay.api.make_plan import Planned, PlanRequest, drafted, measured_plan, plan_one_or_two_workers
 from roundelay.api.num_micro_batches import check_counts
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.api.plan_signatures import on_mesh
@@ -202,10 +202,10 @@ def plan_with_reasons(
     given_cut = cut_by_names(captured.graph, cuts)
     if workers is not None:
         given["workers"] = workers
-    wish = Wish(job, captured, rule, seed, cuts, given_cut, tell, in_layout(given), given)
+    request = PlanRequest(job, captured, rule, seed, cuts, given_cut, tell, in_layout(given), given)
     if not workers_are_open(rule, given if given_cut is None else given | {"cuts": cuts}):
-        return measured_plan(wish, drafted(wish, workers))
-    return faster_of(wish)
+        return measured_plan(request, drafted(request, workers))
+    return plan_one_or_two_workers(request)
 
 
 def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:

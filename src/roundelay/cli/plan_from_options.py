@@ -11,7 +11,7 @@ from roundelay import env
 from roundelay.api import capture
 from roundelay.api.check_here import check_here
 from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.default_choices import spare_cores
+from roundelay.api.default_choices import cores_notice
 from roundelay.api.draft_plan import parse_names
 from roundelay.api.explain_plan import plan_notices
 from roundelay.api.holder_choices import parts_of, read_signatures
@@ -131,14 +131,14 @@ def _make_plan(
     steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
         planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    of_threads = spare_cores(planned.plan, _workers_here(planned.plan)) if "threads" in given else ""
+    of_threads = cores_notice(planned.plan, _workers_here(planned.plan)) if "threads" in given else ""
     return replace(planned, notices=(*planned.notices, of_threads)) if of_threads else planned
 
 
 def _notices(job: Job, captured: Captured, plan: Plan, seed: int, source: PlanSource) -> tuple[str, ...]:
     """What a person should know of a plan that was made elsewhere, or is continued."""
     of_parts = micro_batch_notice(job, captured, plan, seed) if source.plan_file is not None else ""
-    return tuple(notice for notice in (of_parts, spare_cores(plan, _workers_here(plan))) if notice)
+    return tuple(notice for notice in (of_parts, cores_notice(plan, _workers_here(plan))) if notice)
 
 
 def _workers_here(plan: Plan) -> Sequence[int]:
