@@ -66,7 +66,8 @@ def tried(call: Callable[[], Found]) -> Found:
     try:
         return call()
     except RoundelayError as error:
-        return {"refused": re.sub("0x[0-9a-f]+", "0x", f"{type(error).__name__}: {error}")}
+        words = f"{type(error).__name__}: {error}".replace(f"{Path.cwd()}/", "")  # of another commit's folder
+        return {"refused": re.sub("0x[0-9a-f]+", "0x", words)}
     except Exception as error:
         return {"fails": re.sub("0x[0-9a-f]+", "0x", f"{type(error).__name__}: {error!s:.200}")}
 
