@@ -83,7 +83,8 @@ def _children(task: Path) -> list[str]:
 def measured(command: list[str], folder: str, ended: Callable[[], bool]) -> tuple[float, int]:
     """Seconds of a command and the peak of its memory, until it has ended or the function says so."""
     start, peak = time.perf_counter(), 0
-    environment = {**os.environ, "ROUNDELAY_CACHE": "none"}  # else operations are measured once
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = kept | {"ROUNDELAY_CACHE": "none"}  # else operations are measured once
     log = Path(folder) / "stderr"
     with log.open("w") as stderr:
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
@@ -144,6 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
+    parser.add_argument("--short", action="store_true", help="the smallest job without options")
+    parser.add_argument("--anyway", action="store_true", help="memory does not depend on how busy the machine is")
     parser.add_argument("--inner", choices=INNER)
     parser.add_argument("--result", type=Path)
     what = parser.parse_args()
@@ -151,11 +154,12 @@ def main() -> None:
         job = load_job(HERE / "jobs" / f"{what.jobs[0]}.py", 0)
         what.result.write_text(json.dumps(INNER[what.inner](job)))
         return
+    jobs, ways = (["linears"], ["no options"]) if what.short else (what.jobs, what.ways)
     rows = []
-    for job in what.jobs:
-        rows.append(row(job, what.ways))
+    for job in jobs:
+        rows.append(row(job, ways))
         print("\t".join(rows[-1]), file=sys.stderr, flush=True)
-    print(table(["", "imports", "plain", *what.ways], rows))
+    print(table(["", "imports", "plain", *ways], rows))
     print(f"\n{machine()}; {time.strftime('%Y-%m-%d')}")
 
 

@@ -23,6 +23,7 @@ from roundelay.env import MALLOC
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
+STEPS, SHORT_STEPS = 60, 30
 JOBS = {"char_gpt": ROOT / "examples" / "char_gpt.py", "GPT-2": HERE / "gpt2.py", "MLP": HERE / "mlp.py"}
 PLAIN = """
 import sys
@@ -76,7 +77,9 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     rows = []
     for name in names:
-        own = alternate(candidates_of(name, JOBS[name], 30 if what.short else 60), what.repeats)
+        own = alternate(
+            candidates_of(name, JOBS[name], SHORT_STEPS if what.short or name == "GPT-2" else STEPS), what.repeats
+        )
         base = statistics.median(next(values for each, values in own.items() if each.endswith("threads")))
         rows += [[each, spread(values), f"{statistics.median(values) / base:.2f}"] for each, values in own.items()]
         found |= own
