@@ -17,7 +17,7 @@ from roundelay.api.given_layout import has_size, owners_of
 from roundelay.api.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.api.layout_choices import num_stages_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
-from roundelay.api.num_micro_batches import EXAMINED_BATCHES, choose_micro_batches
+from roundelay.api.num_micro_batches import EXAMINED_BATCHES, MicroBatchChoice, choose_micro_batches
 from roundelay.api.plan_exchanges import plan_exchanges
 from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
@@ -61,11 +61,13 @@ class Planned:
         reasons: all of them.
         notices: those that are always shown to the user: fewer workers or micro-batches than the default, or training
             that differs from that of whole batches.
+        warnings: those of the notices that say that something else than whole batches is trained.
     """
 
     plan: Plan
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,13 @@ class Draft:
         plan: with its workers.
         owners: for each stage, the numbers of the workers that hold it.
         notices: for the user.
+        warnings: those that say that something else than whole batches is trained.
     """
 
     plan: Plan
     owners: Sequence[Sequence[int]]
     notices: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def plan_one_or_two_workers(request: PlanRequest) -> Planned:
@@ -149,11 +153,11 @@ def drafted(request: PlanRequest, workers: int | None) -> Draft:
     owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
     placed = _workers(resolve_devices(given.get("devices"), size, draft.transport), given.get("threads"))
     notices = tuple(notice for notice in (fewer, choice.notice) if notice)
-    return Draft(replace(draft, workers=placed), owners, notices)
+    return Draft(replace(draft, workers=placed), owners, notices, (choice.notice,) if choice.otherwise else ())
 
 
-def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> str:
-    """What it changes that a plan cuts batches into micro-batches; empty if nothing.
+def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> MicroBatchChoice:
+    """What it changes that a plan cuts batches into micro-batches.
 
     Raises:
         PlanError: the plan has replicas, and the first batch cannot be dealt out to them.
@@ -166,7 +170,7 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> s
             lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, plan.deadline_s, budget_s=1.0),
             requested=True,
             replicas=plan.replicas,
-        ).notice
+        )
 
 
 def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
@@ -189,7 +193,8 @@ def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     result, savings = _measure(job, captured, draft, request.seed, request.tell, requested="recompute" in given)
     if (limit := given.get("memory_limit")) is not None:
         check_memory(job, whole, result, limit)
-    return Planned(result, (*draft_of.notices, *chosen.reasons, *savings), draft_of.notices)
+    reasons = (*draft_of.notices, *chosen.reasons, *savings)
+    return Planned(result, reasons, draft_of.notices, draft_of.warnings)
 
 
 def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, ...]:

@@ -9,7 +9,7 @@ from roundelay.api.draft_plan import needs_micro_batches
 from roundelay.api.torch_scope import in_child, user_code
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
-from roundelay.frontend.batch import Batch
+from roundelay.frontend.batch import Batch, in_step, part_rows
 from roundelay.frontend.batch_divisibility import Divisibility, batch_divisibility, counts_add_up
 from roundelay.frontend.loss_metrics import no_count
 from roundelay.ir.rule import UpdateRule
@@ -23,10 +23,17 @@ EXAMINED_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """M, and a notice for the user, if any."""
+    """M, and what to say of it.
+
+    Args:
+        micro_batches: M.
+        notice: for the user, if any.
+        otherwise: whether it says that this M trains something else than whole batches.
+    """
 
     micro_batches: int
     notice: str = ""
+    otherwise: bool = False
 
 
 def choose_micro_batches(
@@ -62,9 +69,10 @@ def choose_micro_batches(
         divisibility = in_child(lambda: batch_divisibility(captured, batches, parts), _EXAMINING, result=Divisibility)
     if divisibility.kind == "mean":
         return MicroBatchChoice(micro_batches)
+    run = _parts_of(captured, batches[0], parts)
     whole_batches = not requested and not dealt and not needs_micro_batches(rule)
     if divisibility.kind == "statistics":
-        return _of_statistics(rule, micro_batches, replicas, whole=whole_batches and micro_batches > 1)
+        return _of_statistics(rule, micro_batches, replicas, run, whole=whole_batches and micro_batches > 1)
     if divisibility.kind == "whole" and replicas > 1:
         raise PlanError(
             f"--data-parallel {replicas}",
@@ -72,24 +80,42 @@ def choose_micro_batches(
             expected="batches that can be dealt out to the replicas by rows",
             remedy="Give larger batches whose tensors have the batch dimension first, or no --data-parallel.",
         )
+    if requested and run == 1:
+        return MicroBatchChoice(micro_batches, f"{divisibility.why}: each such batch is trained whole")
     if requested:
         return MicroBatchChoice(
             micro_batches,
-            f"warning: {divisibility.why}; {parts} micro-batches, as asked for, train the mean of their losses",
+            f"warning: {divisibility.why}; {run} micro-batches, as asked for, train the mean of their losses",
+            otherwise=True,
         )
     if needs_micro_batches(rule) or (dealt and replicas > 1):
         raise _not_the_mean(rule, divisibility, parts, (parts if dealt else micro_batches), dealt=dealt)
     if replicas > 1:
         return MicroBatchChoice(
-            1, f"warning: {divisibility.why}; {replicas} replicas, as asked for, train the mean of their losses"
+            1,
+            f"warning: {divisibility.why}; {replicas} replicas, as asked for, train the mean of their losses",
+            otherwise=True,
         )
     remedy = "" if divisibility.kind == "whole" else f": {_remedy(divisibility, micro_batches)}"
     remedy += "" if divisibility.kind == "whole" else f", and {_gain(rule, micro_batches)}"
     return MicroBatchChoice(1, f"1 micro-batch for each batch, not {micro_batches}, as {divisibility.why}{remedy}")
 
 
-def _of_statistics(rule: UpdateRule, micro_batches: int, replicas: int, *, whole: bool) -> MicroBatchChoice:
-    """For a model whose BatchNorms take statistics over rows: over all of a replica's (``whole``), or over parts."""
+def _parts_of(captured: Captured, batch: Batch, parts: int) -> int:
+    """Into how many parts a batch is cut that is to be cut into so many."""
+    return len(part_rows(batch, parts, captured.graph.min_rows)) if in_step(batch) else 1
+
+
+def _of_statistics(rule: UpdateRule, micro_batches: int, replicas: int, run: int, *, whole: bool) -> MicroBatchChoice:
+    """For a model whose BatchNorms take statistics over rows: over all of a replica's (``whole``), or over parts.
+
+    Args:
+        rule: the update rule.
+        micro_batches: M.
+        replicas: R.
+        run: into how many parts the first batch is cut.
+        whole: whether M may be 1 instead.
+    """
     if whole:
         of = "the rows of a replica" if replicas > 1 else "whole batches"
         like = "DistributedDataParallel" if replicas > 1 else "plain PyTorch"
@@ -100,9 +126,10 @@ def _of_statistics(rule: UpdateRule, micro_batches: int, replicas: int, *, whole
         )
     like = "data parallelism does" if replicas > 1 else "gradient accumulation in plain PyTorch does"
     instead = "" if replicas > 1 else "; --micro-batches 1 takes them over the whole batch"
-    parts = micro_batches * replicas
     return MicroBatchChoice(
-        micro_batches, f"BatchNorm takes its statistics over each of {parts} micro-batches, as {like}{instead}"
+        micro_batches,
+        f"BatchNorm takes its statistics over each of {run} micro-batches, as {like}{instead}",
+        otherwise=True,
     )
 
 

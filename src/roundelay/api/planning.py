@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -140,7 +141,8 @@ def plan(
         PlanError: the choices cannot be combined.
         DeadlineError: a batch did not come within ``deadline_s``.
     """
-    return plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices).plan
+    planned = plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
+    return _with_warnings(planned, stacklevel=3)
 
 
 def captured_and_planned(
@@ -166,7 +168,7 @@ def captured_and_planned(
     refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
     if plan is None:
         captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
-        return captured, plan_with_reasons(job, captured=captured, seed=seed, **given).plan
+        return captured, _with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
     if given:
         names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
@@ -176,6 +178,13 @@ def captured_and_planned(
             remedy=f"Leave {names} out, or leave the plan out, or make the plan by roundelay.plan(job, {call}).",
         )
     return capture(job, seed=seed, deadline_s=plan.deadline_s), plan
+
+
+def _with_warnings(planned: Planned, stacklevel: int) -> Plan:
+    """The plan; Python's warnings tell the caller where it trains something else than whole batches."""
+    for text in planned.warnings:
+        warnings.warn(text.removeprefix("warning: "), stacklevel=stacklevel)
+    return planned.plan
 
 
 def plan_with_reasons(

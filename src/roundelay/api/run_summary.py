@@ -18,7 +18,12 @@ from roundelay.observe.trace import Gap, Span, write_trace
 
 
 def write_results(
-    session: Session, trained: Trained, folder: RunFolder, baselines: Mapping[int, float], checked: str
+    session: Session,
+    trained: Trained,
+    folder: RunFolder,
+    baselines: Mapping[int, float],
+    checked: str,
+    notices: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write summary and trace; returns the summary.
 
@@ -28,13 +33,15 @@ def write_results(
         folder: the run's folder.
         baselines: samples per second of plain PyTorch by number of threads, if measured.
         checked: how the captured job was compared with plain PyTorch, in one line; empty if it was not.
+        notices: what the user is told of the plan.
 
     Raises:
         RunError: they cannot be written.
     """
     spans = spans_of(trained)
     gaps = gaps_between(spans, trained.plan)
-    summary = _summary(trained, baselines, folder) | utilization(session, trained, spans, gaps) | {"check": checked}
+    told = {"check": checked, "notices": list(notices)}
+    summary = _summary(trained, baselines, folder) | utilization(session, trained, spans, gaps) | told
     folder.write_summary(summary)  # before the trace, which is larger and may not fit on the disk
     loads = [load for _, loads in sorted(trained.loads.items()) for load in loads]
     write_trace(folder.trace, spans, gaps=gaps, loads=loads, names=stage_names(session))

@@ -40,7 +40,8 @@ def plan_command(
     lines = physical_graph(planned.captured, plan) if graph else None
     if as_json:
         path = str(output) if output else None
-        show_json({"plan": text, "path": path, "workers": plan.num_workers, "rule": plan.rule, "graph": lines})
+        found = {"plan": text, "path": path, "workers": plan.num_workers, "rule": plan.rule, "graph": lines}
+        show_json(found | {"notices": list(planned.notices)})
     elif lines is not None:
         sys.stdout.write("\n".join(lines) + "\n")
     elif output is None:

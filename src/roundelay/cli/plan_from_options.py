@@ -17,6 +17,7 @@ from roundelay.api.explain_plan import plan_notices
 from roundelay.api.holder_choices import parts_of, read_signatures
 from roundelay.api.make_plan import Planned, micro_batch_notice
 from roundelay.api.memory_limit import check_memory
+from roundelay.api.num_micro_batches import MicroBatchChoice
 from roundelay.api.planning import fitted, plan_with_reasons, read_plan
 from roundelay.cli.launched_choices import spread
 from roundelay.cli.options import Choices
@@ -67,12 +68,13 @@ class PlanSource:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job with its captured model, its plan, and the reasons for the plan's cuts."""
+    """A job with its captured model, its plan, the reasons for the plan's choices, and what the user is told of it."""
 
     job: Job
     captured: Captured
     plan: Plan
     reasons: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def plan_job(
@@ -100,15 +102,16 @@ def plan_job(
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
     else:
-        planned = Planned(existing, notices=_notices(job, captured, existing, seed, source))
+        planned = _told(job, captured, existing, seed, source)
         if choices.memory_limit is not None:
             fitted(for_plan(captured, existing), existing)
             check_memory(job, captured, existing, choices.memory_limit)
         if existing.compile and party is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
-    for line in (*planned.notices, *plan_notices(planned.plan)):
-        announce(f"{line}.", quiet)
+    notices = (*planned.notices, *plan_notices(planned.plan))
+    for line in notices:
+        announce(f"{line}.", quiet and party is None and line not in planned.warnings)
     if party is not None and planned.plan.num_workers != party.size:
         raise UsageError(
             "the processes that the launcher has started",
@@ -120,7 +123,7 @@ def plan_job(
         )
     if party is not None:
         party.publish("plan", planned.plan.text())
-    return PlannedJob(job, captured, planned.plan, planned.reasons)
+    return PlannedJob(job, captured, planned.plan, planned.reasons, notices)
 
 
 def _make_plan(
@@ -135,10 +138,12 @@ def _make_plan(
     return replace(planned, notices=(*planned.notices, of_threads)) if of_threads else planned
 
 
-def _notices(job: Job, captured: Captured, plan: Plan, seed: int, source: PlanSource) -> tuple[str, ...]:
-    """What a person should know of a plan that was made elsewhere, or is continued."""
-    of_parts = micro_batch_notice(job, captured, plan, seed) if source.plan_file is not None else ""
-    return tuple(notice for notice in (of_parts, cores_notice(plan, _workers_here(plan))) if notice)
+def _told(job: Job, captured: Captured, plan: Plan, seed: int, source: PlanSource) -> Planned:
+    """A plan that was made elsewhere, or is continued, with what a person should know of it."""
+    read = source.plan_file is not None
+    parts = micro_batch_notice(job, captured, plan, seed) if read else MicroBatchChoice(plan.micro_batches)
+    notices = tuple(notice for notice in (parts.notice, cores_notice(plan, _workers_here(plan))) if notice)
+    return Planned(plan, notices=notices, warnings=(parts.notice,) if parts.otherwise else ())
 
 
 def _workers_here(plan: Plan) -> Sequence[int]:

@@ -105,7 +105,7 @@ def train_job(
             folder.discard()  # nothing was trained
         raise
     _show_debug(trained)
-    summary = write_results(session, trained, folder, baselines, checked)
+    summary = write_results(session, trained, folder, baselines, checked, planned.notices)
     if not quiet:
         _show(plan, summary)
         _show_utilization(summary)

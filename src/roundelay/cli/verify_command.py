@@ -46,7 +46,7 @@ def verify_command(job_file: Path, choices: Choices, options: VerifyOptions, *, 
         error.exit_code = UNPROVED
         raise
     if as_json:
-        show_json(verification_json(plan, result))
+        show_json(verification_json(plan, result) | {"notices": list(planned.notices)})
     else:
         show_verification(plan, result)
     return result.exit_code

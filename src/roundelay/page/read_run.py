@@ -70,6 +70,11 @@ class Run:
         """Seconds from the first update to an update or evaluation; NaN if unknown."""
         return record.time - self.updates[0].time
 
+    def notices(self) -> list[str]:
+        """What the user was told of the plan before the run."""
+        told = self.summary.get("notices")
+        return [text for text in told if isinstance(text, str)] if isinstance(told, list) else []
+
     def plain(self) -> dict[str, float]:
         """Samples per second of plain PyTorch, by number of threads."""
         return {name: rate for name, rate in numbers(self.summary.get("plain_samples_per_second")).items() if rate > 0}

@@ -66,6 +66,7 @@ def _heading(run: Run) -> str:
     warning = (
         "" if ended else s.note("There is no summary.json: the run has failed, was interrupted, or is still running.")
     )
+    warning += "".join(s.note(notice) for notice in run.notices())
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run))
     return (
         f"<header><h1>{escape(run.name)}{state}</h1>{s.note(about) if about else ''}{warning}</header>"
