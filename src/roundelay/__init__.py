@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from roundelay.api import Updated, capture, compare, empty_weights, load, plan, simulate, train, verify
-    from roundelay.errors import RoundelayError
+    from roundelay.errors import PlanWarning, RoundelayError
     from roundelay.global_tensor import (
         GlobalTensor,
         Placement,
@@ -51,6 +51,7 @@ _HOMES = {
     "simulate": "roundelay.api",
     "train": "roundelay.api",
     "verify": "roundelay.api",
+    "PlanWarning": "roundelay.errors",
     "RoundelayError": "roundelay.errors",
     "Plan": "roundelay.ir.plan",
     "UpdateRule": "roundelay.ir.rule",
@@ -74,6 +75,7 @@ __all__ = [
     "Job",
     "Placement",
     "Plan",
+    "PlanWarning",
     "RoundelayError",
     "StopTraining",
     "UpdateRule",

@@ -108,6 +108,10 @@ class InternalError(RoundelayError):
     """A law of the house was broken: a bug in Roundelay itself."""
 
 
+class PlanWarning(UserWarning):
+    """A plan trains something else than whole batches in plain PyTorch do, as was asked for."""
+
+
 _FEW = 4
 
 

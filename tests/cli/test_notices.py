@@ -59,6 +59,13 @@ def test_the_report_tells(job: Path, capsys: Capture) -> None:
     assert TOLD in page.read_text()
 
 
+def test_a_comparison_tells_once(job: Path, capsys: Capture) -> None:
+    said = here(
+        capsys, "compare", job, *CHOICES, "--rules", "1f1b", "--steps", "2", "--seeds", "1", "--out", "c", "--json"
+    )
+    assert " ".join(said.err.split()).count(TOLD) == 1
+
+
 def test_python_warns() -> None:
     data = [(torch.randn(8, 8), torch.randint(4, (8,)))]
     made = roundelay.Job(
@@ -69,11 +76,11 @@ def test_python_warns() -> None:
     )
     for call in (roundelay.plan, roundelay.train, roundelay.verify):
         length = {} if call is roundelay.plan else {"steps": 1}
-        with pytest.warns(UserWarning, match=TOLD) as caught:
+        with pytest.warns(roundelay.PlanWarning, match=TOLD) as caught:
             call(made, workers=2, micro_batches=4, cuts="equal", **length)  # type: ignore[operator]
         assert [warning.filename for warning in caught if TOLD in str(warning.message)] == [__file__]
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("error", roundelay.PlanWarning)
             call(made, workers=2, cuts="equal", **length)  # type: ignore[operator]
 
 

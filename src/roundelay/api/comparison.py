@@ -19,7 +19,7 @@ from roundelay.api.cuts import default_workers
 from roundelay.api.events import Event, Observer, Updated, samples_per_second
 from roundelay.api.explain_plan import explain
 from roundelay.api.observers import RunFolderObserver
-from roundelay.api.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan
+from roundelay.api.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan, with_warnings
 from roundelay.api.restarts import rest_of
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_results import RunResult, read_progress
@@ -230,7 +230,7 @@ class _Comparison:
         if not self._folder.settings.exists():
             self._folder.begin(self._settings)
         write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
-        return planned.plan
+        return with_warnings(planned, stacklevel=2)
 
     def plans(self, compared: Sequence[Variant]) -> tuple[dict[str, Plan], dict[str, str]]:
         """Plans by rule, and by refused rule the reason."""

@@ -24,7 +24,7 @@ from roundelay.api.statelessness import check_metrics, check_sharing, check_stat
 from roundelay.api.torch_scope import on_all_threads, without_dumps
 from roundelay.api.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.api.weights_file import check_filled, fill
-from roundelay.errors import PlanError, UsageError
+from roundelay.errors import PlanError, PlanWarning, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch
@@ -142,7 +142,7 @@ def plan(
         DeadlineError: a batch did not come within ``deadline_s``.
     """
     planned = plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
-    return _with_warnings(planned, stacklevel=3)
+    return with_warnings(planned, stacklevel=3)
 
 
 def captured_and_planned(
@@ -168,7 +168,7 @@ def captured_and_planned(
     refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
     if plan is None:
         captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
-        return captured, _with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
+        return captured, with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
     if given:
         names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
@@ -180,10 +180,15 @@ def captured_and_planned(
     return capture(job, seed=seed, deadline_s=plan.deadline_s), plan
 
 
-def _with_warnings(planned: Planned, stacklevel: int) -> Plan:
-    """The plan; Python's warnings tell the caller where it trains something else than whole batches."""
+def with_warnings(planned: Planned, stacklevel: int) -> Plan:
+    """The plan; a :class:`PlanWarning` tells the caller where it trains something else than whole batches.
+
+    Args:
+        planned: the plan and what to say of it.
+        stacklevel: of the caller; as in :func:`warnings.warn`.
+    """
     for text in planned.warnings:
-        warnings.warn(text.removeprefix("warning: "), stacklevel=stacklevel)
+        warnings.warn(text.removeprefix("warning: "), PlanWarning, stacklevel=stacklevel)
     return planned.plan
 
 

@@ -20,7 +20,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.job_file import job_maker
 from roundelay.cli.options import CommonChoices
-from roundelay.cli.screen import announce, show_json, stderr, stdout, table
+from roundelay.cli.screen import announce, plan_warnings_as_lines, show_json, stderr, stdout, table
 from roundelay.errors import RunError
 
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
@@ -42,7 +42,7 @@ def compare_command(job_file: Path, options: CompareOptions, choices: CommonChoi
     check_here({**choices.given(), "rule": rule_of_cuts(choices.layout)})
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
-    with _resumable(absolute), _live(as_json) as notify:
+    with _resumable(absolute), plan_warnings_as_lines(), _live(as_json) as notify:
         compared = compare(
             make,
             out=absolute,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
-from roundelay.errors import RoundelayError
+from roundelay.errors import PlanWarning, RoundelayError
 
 if TYPE_CHECKING:  # torch would be imported with it, and `roundelay doctor` must work without
     from roundelay.runtime.prefetch import OnWait
@@ -114,6 +115,24 @@ def announce(what: str, quiet: bool) -> None:
     """Print a line, where a spinner's thread must not be alive because processes are forked."""
     if not quiet:
         stderr.print(what)
+
+
+@contextmanager
+def plan_warnings_as_lines() -> Iterator[None]:
+    """Print each :class:`PlanWarning` of the block as a line, once, where Python would show the line that warned."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, PlanWarning):
+            shown(message, category, *where, **more)
+        elif str(message) not in told:
+            told.add(str(message))
+            stderr.print(f"warning: {message}.", markup=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PlanWarning)
+        shown, warnings.showwarning = warnings.showwarning, show
+        yield
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
