@@ -19,7 +19,16 @@ def is_installed(what: Any) -> bool:
     """
     if isinstance(what, types.FunctionType):
         return _is_installed_file(what.__code__.co_filename)
-    return _is_installed_module(getattr(what, "__module__", None) or "")
+    return _is_installed_module(module_of(what))
+
+
+def module_of(what: Any) -> str:
+    """The name of the module of a class or a function; empty if it has none.
+
+    Types that Cython makes have a descriptor for their instances in its place: they are functions of compiled modules.
+    """
+    name = getattr(what, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 def _is_installed_module(name: str) -> bool:

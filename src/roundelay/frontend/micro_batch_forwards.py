@@ -115,9 +115,9 @@ class MicroBatchForwards:
 
     def _loss(self, call: Any, rows: int) -> ForwardResult:
         *reads, draw = call.args
-        outputs = len(self.captured.graph.outputs)
-        outputs = 0 if self.deep or not self.gradients else outputs
-        arguments = [_as_leaf(value) if i < outputs else value for i, value in enumerate(reads)]
+        graph = self.captured.graph
+        flows = [] if self.deep or not self.gradients else [graph.values[name].requires_grad for name in graph.outputs]
+        arguments = [_as_leaf(value) if i < len(flows) and flows[i] else value for i, value in enumerate(reads)]
         draws = [RngKey(0, g) for g in range(DRAWS)] if self.draws else [draw]
         with torch.set_grad_enabled(self.gradients):
             results = [call.func(*arguments, one) for one in draws]
@@ -129,7 +129,6 @@ class MicroBatchForwards:
         gradients: tuple[torch.Tensor | None, ...] = ()
         if leaves:
             gradients = torch.autograd.grad(results[0][0], leaves, allow_unused=True)
-        graph = self.captured.graph
         count = float(results[0][1].detach()) if graph.loss_counts or graph.labels_per_row else None
         if count is not None and not graph.loss_counts:  # turn a mean over labels into a sum
             losses, gradients = losses * count, tuple(g if g is None else g * count for g in gradients)

@@ -28,7 +28,7 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
-from roundelay.frontend.installed_code import is_installed
+from roundelay.frontend.installed_code import is_installed, module_of
 from roundelay.frontend.slot_values import (
     GENERATORS,
     ITERATORS,
@@ -421,6 +421,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_library(what: Any) -> bool:
-    """Whether a class or a function belongs to a package that is not walked into."""
-    module = getattr(what, "__module__", None) or ""
-    return module.split(".")[0] in _LIBRARIES
+    """Whether a class or a function belongs to a package that is not walked into, or to compiled code."""
+    if isinstance(what, type) and not isinstance(what.__dict__.get("__module__", ""), str):
+        return True
+    return module_of(what).split(".")[0] in _LIBRARIES
