@@ -135,6 +135,20 @@ def test_an_evaluation_may_end_it() -> None:
     assert trained.updates[-1].epoch <= 4
 
 
+def test_an_evaluation_may_end_it_without_the_number() -> None:
+    said = iter(SAID)
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        number = next(said)
+        if number < 1.0:
+            raise roundelay.StopTraining("good enough")
+        return {"loss": number}
+
+    trained = roundelay.train(job(evaluate=evaluate), plan=planned("1f1b"), epochs=50)
+    assert trained.stopped == "good enough"
+    assert all(number >= 1.0 for number in trained.numbers)
+
+
 @pytest.mark.parametrize(
     ("evaluate", "monitor", "number"),
     [

@@ -186,8 +186,8 @@ class Checkpointer:
         self._events.put(evaluated)
         if reason is not None:
             self._events.put(Stopping(reason))
-        if self._session.waits and header.ends_epoch:
-            self.numbers.append(monitored(job, evaluated.metrics))
+        if self._session.waits and header.ends_epoch and (reason is None or evaluated.metrics):
+            self.numbers.append(monitored(job, evaluated.metrics))  # a loop that was left has stepped no scheduler
 
     def _complete(self, snapshot: Snapshot, parts: CheckpointParts, at: Position) -> None:
         """Complete a checkpoint, or report that it cannot be written.

@@ -19,8 +19,9 @@ from roundelay.api.layout_choices import num_stages_of, slots_in_layout
 from roundelay.api.memory_limit import check_memory
 from roundelay.api.num_micro_batches import EXAMINED_BATCHES, MicroBatchChoice, choose_micro_batches
 from roundelay.api.plan_exchanges import plan_exchanges
-from roundelay.api.plan_signatures import on_mesh, split_states, tensor_parallel
+from roundelay.api.plan_signatures import on_mesh, tensor_parallel
 from roundelay.api.recompute_choice import choose_modules, describe_savings
+from roundelay.api.split_states import split_states
 from roundelay.api.statelessness import preserving_state
 from roundelay.api.torch_scope import in_child, on_threads, user_code
 from roundelay.cores import threads_each
@@ -29,7 +30,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.graph import Graph
-from roundelay.ir.plan import REPLICAS, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
@@ -180,11 +181,10 @@ def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     sample = partial(_sample, job, whole.graph, draft, request.seed, request.tell)
     with preserving_state(job):
         chosen = request.given_cut or cut(whole, draft, str(request.cuts), len(owners), sample)
-    captured = on_mesh(whole, draft)
+    captured, notices = on_mesh(whole, draft), draft_of.notices
     if zero_of(given):
-        given_states = split_states(captured, draft.replicas)
-        draft = replace(draft, states={name: ((REPLICAS, str(split)),) for name, split in given_states.items()})
-        captured = on_mesh(whole, draft)
+        draft, left_whole = split_states(job, captured, draft)
+        captured, notices = on_mesh(whole, draft), (*notices, *left_whole)
     ends = chosen.stages
     if captured.sharding is not None:
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
@@ -193,8 +193,7 @@ def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     result, savings = _measure(job, captured, draft, request.seed, request.tell, requested="recompute" in given)
     if (limit := given.get("memory_limit")) is not None:
         check_memory(job, whole, result, limit)
-    reasons = (*draft_of.notices, *chosen.reasons, *savings)
-    return Planned(result, reasons, draft_of.notices, draft_of.warnings)
+    return Planned(result, (*notices, *chosen.reasons, *savings), notices, draft_of.warnings)
 
 
 def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, ...]:

@@ -89,10 +89,10 @@ def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
             remedy="Give --data-parallel, or say in the plan's `parameters` what is to be split.",
         )
     names = {place: name for name, place in places.items()}
-    return _with_patterns({names[place]: signature for place, signature in found.items()}, list(graph.parameters))
+    return with_patterns({names[place]: signature for place, signature in found.items()}, list(graph.parameters))
 
 
-def _with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
+def with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
     """Signatures by pattern, with ``*`` in place of numbers, where all that match a pattern have the same one."""
     result: dict[str, Signature] = {}
     for name, signature in found.items():
@@ -139,20 +139,6 @@ def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
     for name, signature in found.items():
         _check_signature(graph, name, signature, plan.replicas)
     return {name: signature for name, signature in found.items() if isinstance(signature, Split)}
-
-
-def split_states(captured: Captured, replicas: int) -> dict[str, Signature]:
-    """A split of every parameter's optimizer state over replicas, by name or pattern (ZeRO): of its longest dimension.
-
-    Left out are dimensions that the mesh splits, and parameters without one that is as long as there are replicas.
-    """
-    found: dict[str, Signature] = {}
-    for name, parameter in captured.graph.parameters.items():
-        taken = captured.sharding.parameters.get(name) if captured.sharding is not None else None
-        dims = [d for d, size in enumerate(parameter.shape) if size >= replicas and (taken is None or d != taken.dim)]
-        if dims and parameter.trainable:
-            found[name] = Split(max(dims, key=lambda dim: parameter.shape[dim]))
-    return _with_patterns(found, list(captured.graph.parameters))
 
 
 def _matched(

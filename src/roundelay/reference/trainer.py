@@ -6,7 +6,7 @@ The runtime has one optimizer per stage instead; comparing the two also shows th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
 
 from roundelay.reference.mesh import Division
 from roundelay.reference.predict import Past
@@ -207,26 +208,34 @@ class Trainer:
 
     def rejoin(self) -> None:
         """Let the optimizer have whole parameters again, with their states: at the end, for who made it."""
+        each = _states(self._optimizer)
         for name, parameter in self._named:
             if name in self._divisions:
-                state, parts = self._state(name), self._parts[name]
+                parts = self._parts[name]
+                whole = [self._joined(name, state) for state in each]
                 _put(self._optimizer, parts, [parameter])
-                for part in parts:
-                    self._optimizer.state.pop(part, None)
-                if state:
-                    self._optimizer.state[parameter] = state
+                for state, own in zip(each, whole, strict=True):
+                    for part in parts:
+                        state.pop(part, None)
+                    if own:
+                        state[parameter] = own
         self._divisions, self._parts = {}, {name: [parameter] for name, parameter in self._named}
 
     def _state(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter, in the parameter's shape where it is in that of its parts."""
+        return self._joined(name, self._optimizer.state)
+
+    def _joined(self, name: str, state: MutableMapping[Any, Any]) -> dict[str, Any]:
         parts = self._parts[name]
-        first, *others = [self._optimizer.state.get(part, {}) for part in parts]
-        return {
-            key: self._divisions[name].joined([value, *(other[key] for other in others)])
-            if name in self._divisions and isinstance(value, torch.Tensor) and value.shape == parts[0].shape
-            else value
-            for key, value in first.items()
-        }
+        each = [state.get(part, {}) for part in parts]
+        if name not in self._divisions:
+            return dict(each[0])
+
+        def whole(*own: Any) -> Any:
+            of_parts = all(isinstance(v, torch.Tensor) and v.shape == p.shape for v, p in zip(own, parts, strict=True))
+            return self._divisions[name].joined(own) if of_parts else own[0]
+
+        return dict(tree_map(whole, each[0], *each[1:]))
 
     def _divided(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
         return self._divisions[name].parts(whole) if name in self._divisions else [whole]
@@ -260,16 +269,46 @@ def _divided(
         return [parameter]
     parts = [torch.nn.Parameter(part.clone(), parameter.requires_grad) for part in division.parts(parameter.detach())]
     _put(optimizer, [parameter], parts)
-    for key, value in optimizer.state.pop(parameter, {}).items():
-        whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        for part, own in zip(parts, division.parts(value) if whole else [value] * len(parts), strict=True):
-            optimizer.state[part][key] = copy.deepcopy(own)
+    for state in _states(optimizer):
+        whole = state.pop(parameter, None)
+        for i, part in enumerate(parts if whole else ()):
+
+            def own(value: Any, i: int = i) -> Any:
+                is_whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                return copy.deepcopy(division.parts(value)[i] if is_whole else value)
+
+            state[part] = tree_map(own, whole)
     return parts
+
+
+def _optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those that it wraps, each once."""
+    found: list[Optimizer] = []
+    waiting: list[Any] = [optimizer]
+    while waiting:
+        one = waiting.pop(0)
+        if isinstance(one, Optimizer) and not any(one is other for other in found):
+            found.append(one)
+            waiting += [value for key, value in vars(one).items() if key not in ("state", "param_groups", "defaults")]
+        elif isinstance(one, (list, tuple, dict)):
+            waiting += list(one.values() if isinstance(one, dict) else one)
+    return found
+
+
+def _states(optimizer: Optimizer) -> list[MutableMapping[Any, Any]]:
+    """Their states by parameter, each once; not what a property makes of them."""
+    states: list[MutableMapping[Any, Any]] = []
+    for one in _optimizers(optimizer):
+        state = vars(one).get("state")
+        if state is not None and not any(state is other for other in states):
+            states.append(state)
+    return states
 
 
 def _put(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], others: Sequence[torch.nn.Parameter]) -> None:
     """Put others in the place of an optimizer's parameters, which stand side by side in a group."""
-    for group in optimizer.param_groups:
-        at = next((i for i, p in enumerate(group["params"]) if p is parameters[0]), None)
+    lists = {id(group["params"]): group["params"] for one in _optimizers(optimizer) for group in one.param_groups}
+    for own in lists.values():
+        at = next((i for i, p in enumerate(own) if p is parameters[0]), None)
         if at is not None:
-            group["params"][at : at + len(parameters)] = others
+            own[at : at + len(parameters)] = others

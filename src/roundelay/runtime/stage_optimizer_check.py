@@ -59,7 +59,7 @@ def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], 
             hook changes outside of the optimizer.
     """
     optimizer = build_optimizer(job.optimizer, _apart(named))
-    if not always and _is_ordinary(optimizer):
+    if not always and is_ordinary(optimizer):
         return
 
     def try_in_child() -> None:
@@ -103,7 +103,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, Callable[..., 
     return hooks
 
 
-def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
+def is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer and its step are torch's own."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is kind
