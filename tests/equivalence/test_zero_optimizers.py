@@ -1,4 +1,4 @@
-"""ZeRO-1 with optimizers of a person's own: what may be split is, the rest is left whole or refused, bits and resume."""
+"""ZeRO-1 with optimizers of a person's own: what may be split is, the rest is left whole or refused."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_what_looks_at_more_than_an_element_needs_the_whole(update: Update, name
     found = needs_whole(by(update), named(), DIMS)
     assert sorted(found) == names
     assert all(re.search(why, text) for text in found.values()), found
-    with pytest.raises(JobError, match="Own: got .* for matrix, other"):
+    with pytest.raises(JobError, match=r"Own: got .* for matrix, other"):
         check_split(by(update), named(), DIMS)
 
 

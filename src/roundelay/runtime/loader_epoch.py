@@ -24,6 +24,7 @@ from roundelay.errors import JobError, RoundelayError, UserCodeError
 from roundelay.frontend.batch import copy_batch, leaves
 from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK
 from roundelay.job import Batches, Peekable
+from roundelay.runtime.loader_generators import seed_own_generators, seed_reachable
 from roundelay.runtime.prefetch import note_request, set_held_up
 from roundelay.runtime.user_errors import loading_failed
 
@@ -102,11 +103,12 @@ class OpenEpoch:
         self._opener = _process_and_thread()
         generators.seed(seed, epoch)
         with translate_loader_errors(f"batches({epoch})"), generators.active():
+            seed_reachable(batches.batches if isinstance(batches, Peekable) else batches, seed * 1_000_003 + epoch)
             self.source = batches(epoch)
             _refuse_used(batches, self.source, epoch)
             _leave_to_parent(self.source)
             _start_processes(self.source, seed * 1_000_003 + epoch)
-            _seed_own_generators(self.source, seed * 1_000_003 + epoch)
+            seed_own_generators(self.source, seed * 1_000_003 + epoch)
             self._iterator = iter(self.source)
 
     @property
@@ -302,16 +304,6 @@ def _start_processes(source: Any, seed: int) -> None:
 
 _INHERITED: list[Any] = []
 """Iterators of a parent process; destroying them would end its loader processes."""
-
-
-def _seed_own_generators(source: Any, seed: int) -> None:
-    """Seed the generators held by a DataLoader and its samplers like the process-wide ones."""
-    batch_sampler = getattr(source, "batch_sampler", None)
-    holders = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed & (2**63 - 1))
 
 
 @contextmanager
