@@ -20,6 +20,7 @@ from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, Reach
 from roundelay.frontend.source_lines import users_line
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
+from roundelay.runtime.discarded_writes import discarding_writes
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, without_gradients
 
@@ -48,11 +49,12 @@ def preserving_state(job: Job) -> Iterator[None]:
     """Restore the user's objects after the block, except for buffers that a first forward has created.
 
     Calls by capture and profiling leave no trace: not in the model's attributes, in counters of the loss, in tensors
-    and lists that functions fill, nor in random number generators. The block must not read a batch.
+    and lists that functions fill, nor in random number generators, nor in open files. The block must not read a batch.
     """
     state = reachable_state_of(job)
     try:
-        yield
+        with discarding_writes(state.files()):
+            yield
     finally:
         state.restore(except_kinds=("buffer", "parameter"))
 

@@ -14,8 +14,10 @@ code reaches, and what lies deeper in installed packages than the next :data:`MO
 from __future__ import annotations
 
 import copy
+import csv
 import dis
 import functools
+import gc
 import inspect
 import random
 import re
@@ -23,6 +25,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from io import IOBase, StringIO
 from typing import Any, Literal, final
 
 import numpy as np
@@ -63,6 +66,8 @@ PYTHON_GENERATORS = (("random", random._inst), ("numpy.random", np.random.mtrand
 
 DEFAULT_GENERATORS = (*PYTHON_GENERATORS, ("torch", torch.default_generator))
 """These and torch's."""
+
+_CSV_WRITER = type(csv.writer(StringIO()))
 
 MOST_BYTES = 1 << 31
 """Bytes of tensors and arrays that are copied for comparison; further ones are not compared."""
@@ -230,6 +235,13 @@ class ReachableState:
             read |= names
             assigned |= _assigned_names(function.__code__)
         return read, assigned
+
+    def files(self) -> list[IOBase]:
+        """The files that the roots can reach, also those that a ``csv.writer`` writes into."""
+        writers = [value for value in self._values.values() if isinstance(value, _CSV_WRITER)]
+        methods = [method for writer in writers for method in gc.get_referents(writer)]
+        found = [*self._holders.values(), *(getattr(method, "__self__", None) for method in methods)]
+        return list({id(file): file for file in found if isinstance(file, IOBase)}.values())
 
     def holding(self, wanted: Any) -> list[StateSlot]:
         """The slots that hold an object, including containers that hold it among others."""

@@ -23,6 +23,7 @@ from roundelay.errors import RoundelayError, RunError, UsageError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
 from roundelay.ir.transports import transport_named
 from roundelay.runtime.child_process import fork
+from roundelay.runtime.discarded_writes import discard_open_files
 from roundelay.runtime.forked_workers import END_S, Child
 from roundelay.runtime.user_errors import out_of_memory, unexpected
 from roundelay.runtime.worker_messages import Report, ReportAssembler, error_of, failure, write_report
@@ -33,7 +34,7 @@ _TICK_S = 1.0
 def isolated(
     call: Callable[[], Any], what: str, *, threads: int | None = None, limit_s: float = math.inf, quiet: bool = False
 ) -> Any:
-    """Call a function in a forked child.
+    """Call a function in a forked child, in which nothing is written into files that are open now.
 
     Args:
         call: returns plain data (numbers, strings, lists, dicts).
@@ -55,6 +56,7 @@ def isolated(
     def main() -> None:
         torch.set_num_threads(count)
         os.close(reading)
+        discard_open_files(except_for=writing)
         _hide_lost_devices()
         if quiet:
             devnull = os.open(os.devnull, os.O_WRONLY)
