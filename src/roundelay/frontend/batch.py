@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from roundelay.errors import JobError
+from roundelay.frontend.batch_objects import attributes_of, with_attributes
 
 Batch = Any
 
@@ -30,10 +31,8 @@ def leaves(batch: Batch) -> dict[str, torch.Tensor]:
         raise JobError(
             "the batch",
             got=f"a {type(batch).__name__} without any tensor",
-            expected="a mapping, tuple or list of tensors, batch dimension first",
-            remedy="Let batches(epoch) yield dicts or tuples of tensors: vars(batch), for an object with attributes."
-            if hasattr(batch, "__dict__")
-            else "Let batches(epoch) yield dicts or tuples of tensors, for example from a DataLoader.",
+            expected="a mapping, tuple, list or object that holds tensors, batch dimension first",
+            remedy="Let batches(epoch) yield dicts, tuples or objects of tensors, for example from a DataLoader.",
         )
     return tensors
 
@@ -41,12 +40,46 @@ def leaves(batch: Batch) -> dict[str, torch.Tensor]:
 def _collect(part: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:
     if isinstance(part, torch.Tensor):
         tensors[path] = part
-    elif isinstance(part, Mapping):
-        for key, value in part.items():
-            _collect(value, f"{path}.{key}" if path else str(key), tensors)
-    elif isinstance(part, (tuple, list)):
-        for i, value in enumerate(part):
-            _collect(value, f"{path}.{i}" if path else str(i), tensors)
+        return
+    for key, value in _items(part):
+        _collect(value, f"{path}.{key}" if path else str(key), tensors)
+
+
+def _items(part: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container or an object holds, with the key, index or attribute of each."""
+    if isinstance(part, Mapping):
+        return part.items()
+    if isinstance(part, (tuple, list)):
+        return enumerate(part)
+    return attributes_of(part).items()
+
+
+def numbers(batch: Batch) -> dict[str, float]:
+    """A batch's numbers by path, such as mixup's share; not those within containers without tensors."""
+    found: dict[str, float] = {}
+    replace(batch, lambda _, leaf: leaf, lambda path, leaf: _note_number(found, path, leaf), whole=without_tensors)
+    return found
+
+
+def _note_number(found: dict[str, float], path: str, leaf: Any) -> Any:
+    if is_number(leaf):
+        found[path] = leaf
+    return leaf
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether it is a number of Python's, or of NumPy's."""
+    return isinstance(leaf, (int, float, np.integer, np.floating, np.bool_))
+
+
+def as_tensor(number: float) -> torch.Tensor:
+    """A number as a tensor without dimensions, from which ``item()`` gives it back."""
+    return torch.tensor(number, dtype=torch.float64 if type(number) is float else None)
+
+
+def fields(batch: Batch) -> dict[str, torch.Tensor]:
+    """All that a loss can read of a batch, by path: its tensors, and its numbers as tensors without dimensions."""
+    return leaves(batch) | {path: as_tensor(number) for path, number in numbers(batch).items()}
 
 
 def replace(
@@ -86,6 +119,11 @@ def replace(
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*items)
         return type(batch)(items)
+    if own := attributes_of(batch):
+        named = {
+            k: replace(value, make, other, f"{path}.{k}" if path else str(k), whole=whole) for k, value in own.items()
+        }
+        return with_attributes(batch, named)
     return batch if other is None else other(path, batch)
 
 
@@ -238,7 +276,7 @@ _PLAIN = {str, int, float, bool, bytes}
 def _no_tensor(part: Any) -> bool:
     if isinstance(part, (Mapping, tuple, list)):
         return without_tensors(part)
-    return not isinstance(part, torch.Tensor)
+    return not isinstance(part, torch.Tensor) and not attributes_of(part)
 
 
 def layout(batch: Batch) -> Any:
@@ -252,4 +290,6 @@ def layout(batch: Batch) -> Any:
         return ...
     if isinstance(batch, Mapping):
         return {str(key): layout(value) for key, value in batch.items()}
-    return [layout(value) for value in batch] if isinstance(batch, (tuple, list)) else ...
+    if isinstance(batch, (tuple, list)):
+        return [layout(value) for value in batch]
+    return {key: layout(value) for key, value in attributes_of(batch).items()} or ...

@@ -13,7 +13,7 @@ from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.errors import CaptureError, RoundelayError, counted
 from roundelay.frontend import batch as batches
 from roundelay.frontend.activation_checkpointing import recording_checkpoints
-from roundelay.frontend.batch import Batch, layout, leaves, num_rows, twice
+from roundelay.frontend.batch import Batch, fields, layout, num_rows, twice
 from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.export_adapter import Inputs, LazyBuffer
@@ -303,7 +303,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         cleaned, few = _clean(model, exported, call, steps)
         loss_call, by_loss, few = _observed(model, loss, exported, chain([few], steps), sample)
         by_forward = tuple(path for i in cleaned.inputs if (path := call.fields[i]) is not None)
-        refuse_written(by_forward, loss_call.reads.batch, leaves(batch))
+        refuse_written(by_forward, loss_call.reads.batch, fields(batch))
         loss_call, cleaned = _finish(exported, cleaned, loss_call)
         draws = key_draws(exported)
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from roundelay.frontend.batch import leaves
+from roundelay.frontend.batch import fields
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_substitutes import takes_statistics
 from roundelay.frontend.few_rows import Rows
@@ -50,11 +50,11 @@ def describe_graph(
         sample: the rows of the sample micro-batch on which operations compute, and all of them.
     """
     few, whole = sample
-    tensors, fields, rows = whole.tensors, leaves(whole.batch), whole.count
+    tensors, own, rows = whole.tensors, fields(whole.batch), whole.count
     values, flops = _on_sample(exported, cleaned, few, whole)
     nodes = [node for node in exported.module.graph.nodes if node.op == "call_function"]
     values |= {INPUT + str(i): described(INPUT + str(i), tensor) for i, tensor in enumerate(tensors)}
-    values |= {BATCH + path: described(BATCH + path, fields[path]) for path in reads.batch}
+    values |= {BATCH + path: described(BATCH + path, own[path]) for path in reads.batch}
     ops = tuple(_op(exported, node, flops[node.name], draws.get(node.name, -1)) for node in nodes)
     outputs = tuple(value_name(exported, node) for node in exported.module.graph.output_node().args[0])  # type: ignore[union-attr, arg-type]
     parameters, roles = _parameters(exported), exported.roles.values()

@@ -27,6 +27,7 @@ from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse
 from roundelay.frontend.export_substitutes import substitute
 from roundelay.frontend.recurrent import StandingIn
 from roundelay.frontend.source_lines import users_line_of
+from roundelay.frontend.traced_numbers import TracedNumbers
 
 PREFIX = "model."
 
@@ -91,7 +92,9 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
             StandingIn(interrupts.handle),  # it may raise where an operation may
         ):
             try:
-                program = torch.export.export(adapter, tuple(tensors), strict=False, dynamic_shapes=dynamic)
+                program = _with_traced_numbers(
+                    partial(torch.export.export, adapter, tuple(tensors), strict=False, dynamic_shapes=dynamic)
+                )
             except (CaptureError, LazyBuffer):
                 raise
             except Exception as error:  # whatever the user's forward raises
@@ -111,9 +114,23 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
     raise _not_exportable(model, where, failures[-1]) from failures[-1]
 
 
+def _with_traced_numbers(call: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+    """Call again for as long as a further ``int`` or ``float`` of a tensor is found that can be traced."""
+    with TracedNumbers() as numbers:
+        while True:
+            try:
+                return call()
+            except Exception as error:  # whatever the user's forward raises
+                if not numbers.add(error):
+                    raise
+
+
 _FILTERS: dict[str, Callable[[logging.LogRecord], bool]] = {
     # a long message on an inequality of sizes that torch cannot simplify, and checks as it is
-    "torch.fx.experimental.symbolic_shapes": lambda r: not r.getMessage().startswith("Failed to reduce inequalities"),
+    # and on sizes that are fixed, and on numbers read from tensors
+    "torch.fx.experimental.symbolic_shapes": lambda r: (
+        r.levelno >= logging.ERROR and not r.getMessage().startswith("Failed to reduce inequalities")
+    ),
     # the traceback of an operation's error, which is raised as well
     "torch._subclasses.fake_tensor": lambda r: r.exc_info is None,
 }

@@ -26,6 +26,7 @@ from roundelay.frontend.reachable_state import Change, ReachableState, StateSlot
 from roundelay.frontend.slot_values import MISSING
 from roundelay.frontend.source_lines import set_at
 from roundelay.frontend.trace_guards import guarded_trace, owners_of
+from roundelay.frontend.traced_checks import Check
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -208,12 +209,14 @@ class Seen:
         left: slots in which the forward leaves tensors; their leaves follow the result's in this order.
         changed: every slot that the forward changes, except buffers, with its value before.
         replaced: names of buffers that it replaces.
+        checks: what it asks of tensors' values; these follow all other leaves.
     """
 
     shape: OutputShape | None = None
     left: tuple[SideOutput, ...] = ()
     changed: tuple[Change, ...] = ()
     replaced: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
 
 
 Roots = Sequence[tuple[str, Any]]
@@ -236,14 +239,17 @@ class ExportAdapter(torch.nn.Module):
         args, kwargs = self._call.unflatten(list(leaves))
         state = ReachableState(self._roots)
         try:
-            with refusing_draws(), refusing_tensor_hooks(), guarded_trace(self._owners):
+            with refusing_draws(), refusing_tensor_hooks(), guarded_trace(self._owners) as truths:
                 result = self.model(*args, **kwargs)
                 changes = state.changes()
                 self.seen.replaced = _write_buffers(changes)
         finally:
             state.restore()
         _refuse_parameters(changes)
-        return self._leaves(result, [change for change in changes if change.slot.kind not in ("buffer", "parameter")])
+        self.seen.checks = tuple(check for _, check in truths.checks)
+        asked = [value.bool().detach() for value, _ in truths.checks]
+        kept = [change for change in changes if change.slot.kind not in ("buffer", "parameter")]
+        return [*self._leaves(result, kept), *asked]
 
     def _leaves(self, result: Any, changes: list[Change]) -> list[torch.Tensor]:
         """Tensor leaves of the result and of changed slots; stores their layouts in :attr:`seen`."""
@@ -340,16 +346,20 @@ def _is_container(leaf: Any) -> bool:
         return False
     if is_dataclass(leaf) and all(field.init for field in fields(leaf)):
         return True
-    return any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
+    return any(isinstance(value, torch.Tensor) or _is_container(value) for value in vars(leaf).values())
 
 
-def _attributes(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    return list(vars(value).values()), tuple(vars(value))
+def _attributes(value: Any) -> tuple[list[Any], tuple[tuple[str, bool], ...]]:
+    """Attributes, and of each its name and whether it is a size, whose numbers may depend on the input's."""
+    own = vars(value)
+    sized = {name: isinstance(item, torch.Size) for name, item in own.items()}
+    return [tuple(item) if sized[name] else item for name, item in own.items()], tuple(sized.items())
 
 
 def _with_attributes(kind: type, values: Any, names: Any) -> Any:
     rebuilt: Any = object.__new__(kind)
-    rebuilt.__dict__.update(zip(names, values, strict=True))
+    pairs = zip(names, values, strict=True)
+    rebuilt.__dict__.update({name: torch.Size(item) if sized else item for (name, sized), item in pairs})
     return rebuilt
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, copy_batch, fresh, layout, leaves, num_rows
+from roundelay.frontend.batch import Batch, copy_batch, fields, fresh, layout, num_rows
 from roundelay.frontend.export import Exported
 from roundelay.frontend.export_adapter import CallShape, Inputs
 from roundelay.frontend.model_call import call_inputs
@@ -63,8 +63,8 @@ class GraphInputs:
             )
         self._check_sizes(tensors)
         named = {INPUT + str(i): tensor for i, tensor in enumerate(tensors)}
-        fields = self._fields(batch)
-        return named | {name: fields[name.removeprefix(BATCH)] for name in self.graph.batch}
+        found = self._fields(batch)
+        return named | {name: found[name.removeprefix(BATCH)] for name in self.graph.batch}
 
     def check_numbers(self, micro_batch: Batch) -> None:
         """Refuse a micro-batch whose call differs in a number or another constant, or has sizes that do not fit.
@@ -93,12 +93,12 @@ class GraphInputs:
 
     def _fields(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Tensors of a batch by path."""
-        fields = leaves(batch)
-        missing = [name.removeprefix(BATCH) for name in self.graph.batch if name.removeprefix(BATCH) not in fields]
+        found = fields(batch)
+        missing = [name.removeprefix(BATCH) for name in self.graph.batch if name.removeprefix(BATCH) not in found]
         if missing:
             raise JobError(
                 "the batch",
-                got=f"no tensor {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, fields))}",
+                got=f"no tensor {' and no '.join(map(repr, missing))}, only {', '.join(map(repr, found))}",
                 expected="every tensor that the loss read on the first batch",
                 remedy="Let batches(epoch) yield the same fields in every batch.",
             )
@@ -109,7 +109,7 @@ class GraphInputs:
                 expected=f"{_described(self.layout)}, as in the first batch: keys, lengths of lists, what is None",
                 remedy="Let batches(epoch) yield the same fields in every batch, with tensors for what varies.",
             )
-        return fields
+        return found
 
     def _check_constants(self, call: CallShape) -> None:
         if (difference := call.differing(self.call)) is None:

@@ -292,12 +292,23 @@ def _out_of_place(node: Node) -> Any:
         return None
     name = target._schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    overload = getattr(packet, target._overloadname or "default", None)
-    if overload is None or len(overload._schema.arguments) != len(target._schema.arguments):
+    overload = None if packet is None else _overload_like(packet, target)
+    if overload is None:
         return None
     if name == "copy_":  # autograd has no formula for its counterpart
         return None
     return overload
+
+
+def _overload_like(packet: Any, target: torch._ops.OpOverload) -> Any:
+    """The operator of a packet with the same arguments: mostly of the same name, but ``pow_.Scalar`` has another."""
+    types = [argument.type for argument in target._schema.arguments]
+    same = getattr(packet, target._overloadname or "default", None)
+    if same is not None and [argument.type for argument in same._schema.arguments] == types:
+        return same
+    others = [getattr(packet, name) for name in packet.overloads()]
+    pointwise = [other for other in others if torch.Tag.pointwise in other.tags]
+    return next((one for one in pointwise if [arg.type for arg in one._schema.arguments] == types), None)
 
 
 class StateWritten(Exception):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, replace, without_tensors
+from roundelay.frontend.batch import Batch, is_number, replace, without_tensors
 from roundelay.frontend.export_adapter import Opaque, OutputShape
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss_closure import ClosureSlots, unread
@@ -73,7 +73,10 @@ def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             got=f"{' and '.join(got)}",
             expected="one floating-point scalar (the mean over the micro-batch's rows), or the pair (sum, count); or "
             "a dict with such a 'loss' and metrics",
-            remedy="Reduce it with .mean(), or return (loss.sum(), number_of_terms).",
+            remedy="Reduce it with .mean(), or return (loss.sum(), number_of_terms)."
+            if value is not None
+            else "A Hugging Face model computes its loss where its call has labels: "
+            'Job(inputs=lambda batch: ((), {**batch, "labels": batch["input_ids"]})).',
         )
     first = parts[0].reshape(())
     if first.dtype.itemsize < torch.float32.itemsize:  # it is summed, and a count would be rounded
@@ -81,12 +84,22 @@ def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (first, parts[1].reshape(()).to(first.dtype)) if len(parts) == 2 else (first, None)
 
 
-def with_tensors(batch: Batch, tensor: Callable[[str], Any]) -> Batch:
-    """A batch of the same layout as the loss gets it: tensors by path, stand-ins for all else, which is not sent."""
+def with_tensors(
+    batch: Batch, tensor: Callable[[str], Any], number: Callable[[str, Any], Any] = lambda path, leaf: None
+) -> Batch:
+    """A batch of the same layout as the loss gets it: tensors and numbers by path, stand-ins for what is not sent.
+
+    Args:
+        batch: of the layout.
+        tensor: path to tensor.
+        number: path and the layout's number to the number; None if it is not sent.
+    """
 
     def stand_in(path: str, leaf: Any) -> Any:
         if leaf is None:
             return None
+        if is_number(leaf) and (own := number(path, leaf)) is not None:
+            return own
         how = " (give it as torch.from_numpy(array))" if isinstance(leaf, (np.ndarray, np.generic)) else ""
         return Opaque(f"batch field {path!r}, a {type(leaf).__name__}{how}")
 
@@ -128,7 +141,11 @@ class LossCall:
         labels, num_outputs = self.reads.labels, len(self.reads.outputs)
         counted = labels is not None and labels.output >= 0
         fields = dict(zip(self.reads.batch, values[num_outputs + counted :], strict=True))
-        batch = with_tensors(self.layout, lambda path: fields.get(path, Opaque(f"batch field {path!r}")))
+        batch = with_tensors(
+            self.layout,
+            lambda path: fields.get(path, Opaque(f"batch field {path!r}")),
+            lambda path, leaf: _number(leaf, fields[path]) if path in fields else None,
+        )
         watch = LabelWatch()
         with self.places.filled(lambda i: self._leaf(read, i)), watch if labels and not counted else nullcontext():
             value = self.loss(self.shape.unflatten(outputs), batch)
@@ -145,6 +162,11 @@ class LossCall:
         if one in read:
             return read[one]
         return Opaque(f"output {i}") if i < self.places.start else unread(self.places, i)
+
+
+def _number(like: Any, value: Any) -> Any:
+    """A number as the person's code gets it: of Python's or NumPy's type, as on the first batch."""
+    return type(like)(value.item()) if isinstance(value, torch.Tensor) else value
 
 
 def _of_labels(loss: torch.Tensor, terms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_structure
 
 from roundelay.errors import JobError, RoundelayError
-from roundelay.frontend.batch import Batch, leaves
-from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen
+from roundelay.frontend.batch import Batch, fields, leaves, numbers
+from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen, SideOutput
 from roundelay.frontend.export_checks import autograd_nodes, refusing_draws
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss import LossCall, LossFunction, LossReads, checked, with_tensors
@@ -25,6 +26,7 @@ from roundelay.frontend.loss_metrics import split as without_metrics
 from roundelay.frontend.reachable_state import Change, ReachableState
 from roundelay.frontend.source_lines import users_line_of
 from roundelay.frontend.trace_guards import refusing_grad
+from roundelay.frontend.traced_checks import CheckedLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,19 @@ def observe_loss(
     assert seen.shape is not None
     state = ReachableState([("model", model), ("loss", loss)])
     own = dict((*model.named_parameters(), *model.named_buffers()))
-    trial = _Trial(loss, model, seen.shape, ClosureSlots(seen.left, (), seen.shape.num_tensors), own, batch, sample)
-    reads, changed = _observe(trial, outputs, state)
+    left = seen.left
+    called = loss
+    if seen.checks:
+        called = CheckedLoss(loss, seen.checks)
+        left += tuple(SideOutput(slot, OutputShape(tree_structure(0), {})) for slot in called.slots())
+    trial = _Trial(called, model, seen.shape, ClosureSlots(left, (), seen.shape.num_tensors), own, batch, sample)
+    try:
+        reads, changed = _observe(trial, outputs, state)
+    except JobError:  # perhaps as it uses a number of the batch, which cannot be observed
+        if not numbers(batch):
+            raise
+        trial = replace(trial, numbers=True)
+        reads, changed = _observe(trial, outputs, state)
     if reads.weights:
         weights = {name: own[name] for name in reads.weights}
         trial = replace(trial, places=replace(trial.places, weights=weights_at(state, weights)))
@@ -84,7 +97,7 @@ def observe_loss(
                 remedy="Let the loss read it from the model, as in model.head.weight, or let forward return it.",
             )
         reads = replace(again, weights=reads.weights)
-    call = LossCall(loss, reads, seen.shape, trial.places, batch)
+    call = LossCall(called, reads, seen.shape, trial.places, batch)
     before_call = ReachableState(state.roots, model)
     try:
         return _with_unobserved_reads(call, outputs), changed
@@ -94,7 +107,10 @@ def observe_loss(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A loss, and all that a call of it needs except the outputs."""
+    """A loss, and all that a call of it needs except the outputs.
+
+    ``numbers`` says whether it gets the numbers of the batch, too; then they count as read.
+    """
 
     loss: LossFunction
     model: torch.nn.Module
@@ -103,6 +119,7 @@ class _Trial:
     own: Mapping[str, torch.Tensor]
     batch: Batch
     sample: Sample | None
+    numbers: bool = False
 
 
 class OtherLossError(Exception):
@@ -203,25 +220,30 @@ def _observe(
 
 def _called(trial: _Trial, outputs: Sequence[torch.Tensor], state: ReachableState) -> _Call:
     """Call the loss once on a copy of the batch, and restore what it changes."""
-    fields = {path: leaf.clone() for path, leaf in leaves(trial.batch).items()}  # apart from outputs, too
+    own = {path: leaf.clone() for path, leaf in leaves(trial.batch).items()}  # apart from outputs, too
+    sent = fields(trial.batch).keys() - own.keys() if trial.numbers else set[str]()
     first = {id(output): i for i, output in reversed(list(enumerate(outputs)))}
-    watched = {own: f"o{i}" for own, i in first.items()} | {id(leaf): f"b{path}" for path, leaf in fields.items()}
+    watched = {own: f"o{i}" for own, i in first.items()} | {id(leaf): f"b{path}" for path, leaf in own.items()}
     watched |= {id(tensor): f"w{name}" for name, tensor in trial.own.items()}
     buffers = {name: tensor for name, tensor in trial.own.items() if not isinstance(tensor, torch.nn.Parameter)}
-    before = [leaf._version for leaf in (*outputs, *fields.values())]
+    before = [leaf._version for leaf in (*outputs, *own.values())]
     versions = {name: buffer._version for name, buffer in buffers.items()}
     rng_state = torch.random.get_rng_state()
+    batch = with_tensors(trial.batch, own.__getitem__, lambda path, leaf: leaf if path in sent else None)
     with trial.places.filled(outputs.__getitem__):
         before_call = ReachableState(state.roots, trial.model)
         try:
-            value, seen, terms = _call_watched(trial, outputs, with_tensors(trial.batch, fields.__getitem__), watched)
+            value, seen, terms = _call_watched(trial, outputs, batch, watched)
             changed = tuple(before_call.changes())
         finally:
             before_call.restore()
     _refuse_buffer_writes(buffers, versions)
-    writes = before != [leaf._version for leaf in (*outputs, *fields.values())]
+    writes = before != [leaf._version for leaf in (*outputs, *own.values())]
     draws = not torch.equal(rng_state, torch.random.get_rng_state())
-    return _Call(value, outputs, fields, seen, terms, writes, draws, changed)
+    seen |= {f"b{path}" for path in sent}
+    return _Call(
+        value, outputs, own | {path: fields(trial.batch)[path] for path in sent}, seen, terms, writes, draws, changed
+    )
 
 
 def _labels_of_sample(
@@ -367,14 +389,15 @@ def _with_unobserved_reads(call: LossCall, outputs: Sequence[torch.Tensor]) -> L
         call: the loss, with the reads that were observed.
         outputs: the output leaves.
     """
-    fields = leaves(call.layout)
+    own = fields(call.layout)
+    own = {path: value for path, value in own.items() if path in call.reads.batch or path in leaves(call.layout)}
     labels = call.reads.labels
-    if len(call.reads.batch) == len(fields) or (labels is not None and labels.output >= 0):
+    if len(call.reads.batch) == len(own) or (labels is not None and labels.output >= 0):
         return call
     try:
-        call(*(outputs[i].detach() for i in call.reads.outputs), *(fields[path].clone() for path in call.reads.batch))
+        call(*(outputs[i].detach() for i in call.reads.outputs), *(own[path].clone() for path in call.reads.batch))
     except TypeError:
-        return replace(call, reads=replace(call.reads, batch=tuple(fields)))
+        return replace(call, reads=replace(call.reads, batch=tuple(own)))
     except Exception:  # raised by user code; it will be raised again where it matters
         return call
     return call
@@ -384,8 +407,8 @@ def _failed(error: Exception, batch: Batch) -> JobError:
     if Opaque.__name__ in str(error):
         return JobError(
             f"the loss on the first batch{users_line_of(error)}",
-            got=f"{type(error).__name__}: it reads a part of the batch that is not a tensor",
-            expected="a loss that reads tensors only: nothing else of a batch is sent to the last stage",
+            got=f"{type(error).__name__}: it reads a part of the batch that is neither a tensor nor a number",
+            expected="a loss that reads tensors and numbers only: nothing else of a batch is sent to the last stage",
             remedy="Give it as a tensor in batches(epoch): torch.from_numpy(array), torch.tensor(numbers).",
         )
     names = isinstance(error, (KeyError, IndexError, AttributeError))

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from roundelay.errors import CaptureError, RoundelayError
 from roundelay.frontend.export_substitutes import substituting
 from roundelay.frontend.source_lines import users_line
+from roundelay.frontend.traced_checks import TruthValues
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -70,6 +71,8 @@ class ProxyMode(TorchFunctionMode):
     def __init__(self, owners: Owners) -> None:
         super().__init__()
         self._owners = owners
+        #: the truth of tensors
+        self.truths = TruthValues()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +94,11 @@ class ProxyMode(TorchFunctionMode):
         if name != "__get__":
             args = tuple([self._proxied(arg) for arg in args])
             kwargs = {key: self._proxied(arg) for key, arg in kwargs.items()}
-        return func(*args, **kwargs)
+        if name == "__bool__" and (truth := self.truths.truth(args[0])) is not None:
+            return truth
+        result = func(*args, **kwargs)
+        self.truths.follow(name, args, result)
+        return result
 
     def _data(self, name: str, args: tuple[Any, ...]) -> Any:
         if name == "__get__":
@@ -128,19 +135,22 @@ def _proxy_of(value: torch.Tensor, owner: Owner) -> torch.Tensor:
 
 
 @contextmanager
-def guarded_trace(owners: Owners) -> Iterator[None]:
+def guarded_trace(owners: Owners) -> Iterator[TruthValues]:
     """Apply all guards of this module while a forward is traced.
 
     Args:
         owners: of the model's tensors, found before the trace.
+
+    Yields:
+        what the forward asks of tensors' values.
 
     Raises:
         CaptureError: the forward does something that a stage could not do.
     """
     remedy = "Train this model in plain PyTorch, or predict the gradient by an output of its own."
     no_grad = refusing_grad("the model's forward", CaptureError, remedy)
-    with refusing_seeds(), no_grad, checks_left_out(), substituting(), ProxyMode(owners):
-        yield
+    with refusing_seeds(), no_grad, checks_left_out(), substituting(), ProxyMode(owners) as mode:
+        yield mode.truths
 
 
 @contextmanager
