@@ -11,7 +11,7 @@ import torch
 
 import roundelay
 from roundelay.errors import RoundelayError
-from tests.programs import buffers, calls, losses, results, states, table, weights  # noqa: F401  they fill the table
+from tests.programs import buffers, calls, habits, losses, results, states, table, weights  # noqa: F401  they fill the table
 from tests.programs.launched import launched
 from tests.programs.plain import STEPS, difference, fresh, trained, trained_plainly
 from tests.programs.table import PROGRAMS

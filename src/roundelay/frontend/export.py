@@ -14,14 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+import torch.export._trace
 import torch.fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.deferred_signals import DeferredSignals, hides_interrupt, inside_torch
 from roundelay.errors import CaptureError
+from roundelay.frontend.autocast_regions import open_regions
 from roundelay.frontend.export_adapter import CallShape, ExportAdapter, LazyBuffer, Roots, Seen
 from roundelay.frontend.export_checks import refuse_parts, refuse_sparse, refuse_vmap
 from roundelay.frontend.export_substitutes import substitute
@@ -105,6 +108,7 @@ def export(model: torch.nn.Module, call: CallShape, tensors: list[torch.Tensor],
                 continue
         if adapter.seen.shape is None:
             raise _not_exportable(model, "", RuntimeError("the forward was not called"))
+        open_regions(program.graph_module)
         substitute(program.graph_module)
         refuse_sparse(program.graph)
         refuse_vmap(program.graph)
@@ -142,7 +146,8 @@ def _quiet() -> Iterator[None]:
     for name, accepts in _FILTERS.items():
         logging.getLogger(name).addFilter(accepts)
     try:
-        with warnings.catch_warnings():  # of recurrent layers
+        silent = mock.patch.object(torch.export._trace, "print", lambda *_, **__: None, create=True)  # of failed graphs
+        with silent, warnings.catch_warnings():  # of recurrent layers
             warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
             yield
     finally:

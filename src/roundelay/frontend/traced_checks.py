@@ -7,12 +7,11 @@ every call of the loss checks the value: where it is another, the run stops and 
 
 from __future__ import annotations
 
-import ast
-import inspect
+import dis
+import itertools
 import sys
-import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -104,53 +103,46 @@ def _users_frame() -> types.FrameType | None:
 
 
 def _passing(frame: types.FrameType | None) -> bool | None:
-    """With which truth of the tensor that is now asked for the statement goes on, where with the other it raises."""
-    if frame is None or (span := _span(frame)) is None:
+    """With which truth of the tensor that is now asked for the code goes on, where with the other it raises."""
+    if frame is None:
         return None
-    for node in ast.walk(_parsed(frame.f_code)):
-        if isinstance(node, ast.Assert):
-            test, wanted = node.test, True
-        elif isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
-            test, wanted = node.test, False
+    code = {step.offset: step for step in dis.get_instructions(frame.f_code) if step.opname not in _EMPTY}
+    order = sorted(code)
+    after = dict(itertools.pairwise(order))
+    step, negated = code.get(frame.f_lasti), False
+    while step is not None and step.opname in ("TO_BOOL", "UNARY_NOT"):
+        negated ^= step.opname == "UNARY_NOT"
+        step = code.get(after.get(step.offset, -1))
+    jumps = None if step is None or not step.opname.startswith("POP_JUMP") else _jumps_if(step.opname)
+    if step is None or jumps is None:
+        return None
+    jumped, passed = (_raises(code, after, offset) for offset in (step.argval, after.get(step.offset, -1)))
+    return None if jumped == passed else (jumps != jumped) != negated
+
+
+_EMPTY = {"CACHE", "EXTENDED_ARG", "NOT_TAKEN"}
+
+
+def _jumps_if(name: str) -> bool | None:
+    """For which truth a conditional jump is taken; None if it tests something else."""
+    return True if name.endswith("IF_TRUE") else False if name.endswith("IF_FALSE") else None
+
+
+def _raises(code: Mapping[int, dis.Instruction], after: Mapping[int, int], offset: int) -> bool:
+    """Whether the code from an offset on raises whatever happens."""
+    seen = set[int]()
+    while offset in code and offset not in seen:
+        seen.add(offset)
+        step = code[offset]
+        if step.opname in ("RAISE_VARARGS", "LOAD_ASSERTION_ERROR") or step.argrepr == "AssertionError":
+            return True
+        if step.opname == "JUMP_FORWARD":
+            offset = step.argval
+        elif "JUMP" in step.opname or step.opname.startswith(("RETURN", "FOR_ITER", "SEND", "STORE")):
+            return False
         else:
-            continue
-        if (found := _truth_for(test, wanted, span)) is not None:
-            return found
-    return None
-
-
-def _truth_for(test: ast.expr, wanted: bool, span: tuple[int, int, int, int]) -> bool | None:
-    """Which truth of the part of a test at ``span`` makes the test what is wanted; None if that does not decide."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _truth_for(test.operand, not wanted, span)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if wanted else ast.Or):
-        return next((t for part in test.values if (t := _truth_for(part, wanted, span)) is not None), None)
-    own = (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset)
-    return wanted if own == span else None
-
-
-def _parsed(code: types.CodeType) -> ast.AST:
-    """The syntax of a function, with the positions that it has in its file."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        indent = len(lines[0]) - len(lines[0].lstrip())
-        parsed = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError, IndentationError):
-        return ast.Module([], [])
-    for node in ast.walk(parsed):
-        if hasattr(node, "lineno"):
-            node.lineno += first - 1
-            node.end_lineno += first - 1  # type: ignore[attr-defined]
-            node.col_offset += indent  # type: ignore[attr-defined]
-            node.end_col_offset += indent  # type: ignore[attr-defined]
-    return parsed
-
-
-def _span(frame: types.FrameType) -> tuple[int, int, int, int] | None:
-    """Where the expression stands whose truth the frame asks for."""
-    positions = list(frame.f_code.co_positions())
-    at = positions[frame.f_lasti // 2]
-    return None if None in at else (at[0], at[1], at[2], at[3])  # type: ignore[return-value]
+            offset = after.get(offset, -1)
+    return False
 
 
 _IGNORED: ContextVar[bool] = ContextVar("ignored", default=False)
