@@ -48,7 +48,7 @@ def asserts_what_holds() -> Job:
     class Asserting(Body):
         def forward(self, x: Tensor) -> Any:
             h = self.first(x)
-            assert h.abs().max() < 1e6 and not (h < -1).any()
+            assert h.abs().max() < 1e6 and not (h < -1).any()  # noqa: PT018  both in one
             return self.rest(h)
 
     return job(Asserting())

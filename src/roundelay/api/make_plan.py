@@ -28,6 +28,7 @@ from roundelay.cores import threads_each
 from roundelay.errors import counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.gradient_hooks import uncalled
 from roundelay.frontend.stage_profiler import StageProfile, profile
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import EdgePlan, Plan, StagePlan, WorkerPlan
@@ -139,7 +140,7 @@ def drafted(request: PlanRequest, workers: int | None) -> Draft:
     schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
     draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, given), captured, given)
-    with preserving_state(request.job):
+    with preserving_state(request.job), uncalled(request.job.model):
         choice = choose_micro_batches(
             captured,
             rule,
@@ -163,7 +164,7 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> M
     Raises:
         PlanError: the plan has replicas, and the first batch cannot be dealt out to them.
     """
-    with on_threads(plan.threads), preserving_state(job):
+    with on_threads(plan.threads), preserving_state(job), uncalled(job.model):
         return choose_micro_batches(
             captured,
             rule_named(plan.rule),
@@ -179,7 +180,7 @@ def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     job, given, draft, owners = request.job, request.given, draft_of.plan, draft_of.owners
     whole = for_plan(request.captured, replace(draft, mesh={}, parameters={}, outputs={}))
     sample = partial(_sample, job, whole.graph, draft, request.seed, request.tell)
-    with preserving_state(job):
+    with preserving_state(job), uncalled(job.model):
         chosen = request.given_cut or cut(whole, draft, str(request.cuts), len(owners), sample)
     captured, notices = on_mesh(whole, draft), draft_of.notices
     if zero_of(given):
@@ -253,7 +254,7 @@ def _measure(
 
     def profiles() -> list[StageProfile]:
         compile_stages(job, captured, draft, stages, seed)
-        with on_threads(draft.threads), user_code(what), preserving_state(job):
+        with on_threads(draft.threads), user_code(what), preserving_state(job), uncalled(job.model):
             return profile(captured, stages, sample, draft.backward, devices, halved=schedule.halved)  # type: ignore[arg-type]
 
     measured = profiles() if set(draft.devices) != {CPU} else in_child(profiles, what, list[StageProfile])
@@ -261,7 +262,7 @@ def _measure(
         read: list[Batch] = []
         rows, look = captured.graph.min_rows, read.append
         read_s = reading_s(job.batches, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
-        with preserving_state(job):
+        with preserving_state(job), uncalled(job.model):
             for micro_batch in read:
                 captured.inputs.check_numbers(micro_batch)
     captured.settings.check()  # the loader may have changed the model

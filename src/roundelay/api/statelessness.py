@@ -153,7 +153,8 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
             f"{change.slot.path}, which the model or the loss sets and batches(epoch) can read",
             got="data that depend on the training",
             expected="the same data whatever was trained before: batches are prefetched",
-            remedy="Compute what varies with the training in the loss or in forward, from the batch.",
+            remedy="To watch the training, return what a meter would keep as a metric, {'loss': loss, 'accuracy': a}, "
+            "or give train(on_update=...). Compute what varies with the training in the loss or in forward.",
         )
 
 

@@ -35,8 +35,9 @@ from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import on_threads
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.env import launched_as
-from roundelay.errors import UsageError
+from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
+from roundelay.frontend.gradient_hooks import hooks_of
 from roundelay.ir.plan import Plan
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, StopTraining
@@ -142,6 +143,22 @@ def _check_saving(checkpoint_every: int | None, save_to: str | Path | None) -> N
         )
 
 
+def _refuse_hooks_on_parts(captured: Captured) -> None:
+    """Refuse hooks on the gradients of parameters of which each holder has a part.
+
+    Raises:
+        PlanError: there is one.
+    """
+    split = {*captured.states, *(captured.sharding.parameters if captured.sharding is not None else ())}
+    for name in hooks_of(captured.model).keys() & split:
+        raise PlanError(
+            f"parameter {name!r}",
+            got="a hook on its gradient, of which each holder has a part",
+            expected="a hook on a gradient that one holder has as a whole",
+            remedy="Remove the hook, or leave out --tensor-parallel and --zero.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of a run; all parts but the first start with empty stages."""
@@ -206,6 +223,7 @@ class Session:
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
         sharding = self.captured.sharding
+        _refuse_hooks_on_parts(self.captured)
         for splits in ({} if sharding is None else sharding.parameters, self.captured.states):
             if splits:
                 dims = {name: split.dim for name, split in splits.items()}

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from roundelay.errors import CaptureError
+from roundelay.frontend.gradient_hooks import only_looks
 from roundelay.frontend.reachable_state import PYTHON_GENERATORS, ReachableState
 
 _KEPT = "operations with gradients of torch's own: a stage's backward runs no user code"
@@ -37,7 +38,8 @@ def refuse_parts(model: torch.nn.Module) -> None:
                 remedy=f"Keep it dense: {name} = {name}.to_dense(), with torch.mm in the place of torch.sparse.mm.",
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        changing = [hook for hook in (parameter._backward_hooks or {}).values() if not only_looks(hook, parameter)]
+        if changing or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise _hook(f"parameter {name!r}")
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -146,9 +148,10 @@ def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
 def _hook(where: str) -> CaptureError:
     return CaptureError(
         where,
-        got="a hook on its gradient, which stages do not call",
+        got="a hook on its gradient that is not known to only look at it",
         expected=_KEPT,
-        remedy="Remove the hook; put what it does into the loss, or into the optimizer's step.",
+        remedy="Remove the hook; put what it does into the loss, or into the optimizer's step. A hook on a parameter "
+        "that only looks at its gradient is called before each update.",
     )
 
 

@@ -25,8 +25,9 @@ _REMEDIES = {
     "training": "Put parts of the model in eval mode in job() only; `evaluate` gets the whole model in eval mode.",
 }
 _OTHER_REMEDY = (
-    "Give what varies from update to update as a tensor in the batch, or let forward compute it from a counter in a "
-    "buffer."
+    "Give what varies from update to update as a tensor or a number in the batch, or let forward compute it from a "
+    "counter in a buffer. A progress bar or a meter is not needed: the run shows its progress, metrics are returned with "
+    "the loss, and train(on_update=...) gets both."
 )
 
 

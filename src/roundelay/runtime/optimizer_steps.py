@@ -10,6 +10,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from roundelay.frontend import Captured
+from roundelay.frontend.gradient_hooks import call_hooks, hooks_of
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.runtime.initial_state import Initial
@@ -38,12 +39,16 @@ class OptimizerSteps:
         plan: has the decay of the averages.
         initial: the state to start from.
         owned: what the holder updates.
+        first: whether it is the first of the stage's holders, which shows gradients to the hooks on them.
 
     Raises:
         JobError: optimizer or scheduler cannot be used.
     """
 
-    def __init__(self, captured: Captured, job: Job, plan: Plan, initial: Initial, owned: OwnedWeights) -> None:
+    def __init__(
+        self, captured: Captured, job: Job, plan: Plan, initial: Initial, owned: OwnedWeights, *, first: bool
+    ) -> None:
+        self._hooks = hooks_of(captured.model) if first else {}
         self._weights = owned.weights
         state = {
             n: owned.state(n, entries, initial.parameters[n].shape) if n in initial.parameters else entries
@@ -85,6 +90,7 @@ class OptimizerSteps:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         self.rates.check()
+        call_hooks(self._hooks, self._weights)
         with watched, self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint

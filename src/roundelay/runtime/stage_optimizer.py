@@ -38,12 +38,7 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
         raise _no_optimizer("", f"a {type(optimizer).__name__}", "a torch.optim.Optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise JobError(
-            f"optimizer {type(optimizer).__name__}",
-            got="a step that needs a closure",
-            expected="a step from gradients alone: a stage cannot evaluate the whole model again",
-            remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
-        )
+        raise needs_closure(type(optimizer).__name__)
     known = {id(parameter) for _, parameter in named}
     if any(id(parameter) not in known for _, _, group in all_groups(optimizer) for parameter in group["params"]):
         raise _no_optimizer(
@@ -56,6 +51,16 @@ def build_optimizer(make: OptimizerFactory, named: Named) -> torch.optim.Optimiz
     if has_eval_mode(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def needs_closure(name: str, error: str = "") -> JobError:
+    """The error for an optimizer whose step calls the model, by what it has raised without a closure, if anything."""
+    return JobError(
+        f"optimizer {name}",
+        got=f"a step that needs a closure{f': {error}' if error else ''}",
+        expected="a step from gradients alone: a stage cannot evaluate the whole model again",
+        remedy="Use an optimizer whose step needs no closure, such as torch.optim.SGD, Adam or AdamW.",
+    )
 
 
 def _no_optimizer(which: str, got: str, expected: str) -> JobError:

@@ -24,7 +24,7 @@ from roundelay.runtime.nested_state import same_value
 from roundelay.runtime.optimizer_side_effects import source_location
 from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
 from roundelay.runtime.optimizer_wrappers import all_optimizers
-from roundelay.runtime.stage_optimizer import build_optimizer, narrow, no_group_empty
+from roundelay.runtime.stage_optimizer import build_optimizer, narrow, needs_closure, no_group_empty
 
 LIMIT_S = 60.0
 """Seconds that the check may take; an optimizer that takes longer is not checked."""
@@ -139,6 +139,8 @@ def _try_stages(make: OptimizerFactory, named: Named, partition: Sequence[Sequen
         corners, whole = False, _try(make, named, every, every, False, forbidden)
     if whole.read is not None:
         raise _reads_others(whole)
+    if "closure" in whole.error.lower():
+        raise needs_closure(type(whole.optimizer).__name__, whole.error)
     if whole.error:  # it fails in the run as well, which reports it
         return
     if whole.outside:

@@ -83,7 +83,7 @@ class Stage:
         self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
         flight = initial.flight_of(spec.stage, self.holder)
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
-        self.steps = OptimizerSteps(captured, job, plan, initial, self.owned)
+        self.steps = OptimizerSteps(captured, job, plan, initial, self.owned, first=self.holder == 0)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
