@@ -161,10 +161,6 @@ def to_numpy(h: Tensor) -> Tensor:
     return h + torch.from_numpy(h.detach().numpy() * 2)
 
 
-def asks_for_a_number(h: Tensor) -> Tensor:
-    return h[: int(h.sum().item())]
-
-
 def raises(h: Tensor) -> Tensor:
     raise ValueError(f"{h.ndim} dimensions, too few")
 
@@ -196,7 +192,6 @@ def derives(h: Tensor) -> Tensor:
     [
         (branches, "if h.sum() > 0:", "GuardOnDataDependentSymNode", "torch.where"),
         (to_numpy, "return h + torch.from_numpy(h.detach().numpy() * 2)", "RuntimeError", "torch.where"),
-        (asks_for_a_number, "return h[: int(h.sum().item())]", "", "torch.where"),
         (raises, 'raise ValueError(f"{h.ndim} dimensions, too few")', "ValueError: 2 dimensions", "by hand"),
         (does_not_fit, "return functional.linear(h, torch.ones(3, 77))", "shapes cannot be multiplied", "by hand"),
         (asks_too_much, "return functional.embedding(nine, torch.ones(9, 6)).sum(1)", "IndexError", "by hand"),

@@ -142,7 +142,6 @@ def test_what_was_not_read_on_the_first_batch_is_told_by_name_when_it_is_read_la
 @pytest.mark.parametrize(
     ("loss", "what"),
     [
-        (lambda o, b: o["logits"].mean() * b["temperature"], "batch field 'temperature', a float"),
         (lambda o, b: o["logits"].mean() if b["name"] == "text" else o["other"].mean(), "batch field 'name', a str"),
     ],
 )
@@ -231,3 +230,12 @@ def test_the_loss_runs_on_the_last_stage_with_its_own_gradient_seed() -> None:
     _, halved = last.function.backward(tape, {LOSS: torch.tensor(0.5)}, {})
     assert all(torch.allclose(halved[n] * 2, done.grads[n]) for n in halved)
     assert halved
+
+
+def test_a_loss_may_read_a_number_of_the_batch_which_is_that_of_each_batch() -> None:
+    captured = captured_with(lambda o, b: o["logits"].mean() * b["temperature"])
+    assert "batch.temperature" in captured.graph.batch
+    one, other = batch_of(), {**batch_of(), "temperature": 3.0}
+    cut, weights = cut_after(captured, []), weights_of(captured)
+    first, second = (run(captured, cut, batch, weights).loss for batch in (one, other))
+    assert torch.equal(second, first / one["temperature"] * 3.0)

@@ -26,7 +26,7 @@ _REMEDIES = {
 }
 _OTHER_REMEDY = (
     "Give what varies from update to update as a tensor or a number in the batch, or let forward compute it from a "
-    "counter in a buffer. A progress bar or a meter is not needed: the run shows its progress, metrics are returned with "
+    "counter in a buffer. A progress bar or a meter is not needed: the run shows its progress, metrics are returned by "
     "the loss, and train(on_update=...) gets both."
 )
 
