@@ -35,6 +35,8 @@ class Peekable:
         self.once: Any = None
         #: the first batch that was ever looked at, with its seed
         self.first: tuple[int, Any] | None = None
+        #: batches of the epoch opened last, if what was opened says so
+        self.length: int | None = None
 
     def __call__(self, epoch: int) -> Iterable[Any]:
         """The batches of an epoch."""

@@ -124,6 +124,12 @@ def values_digest(values: Mapping[str, torch.Tensor]) -> str:
     return hashed.hexdigest()[:16]
 
 
+def reads_older(plan: Plan) -> bool:
+    """Whether a run by this plan reads weights that are older than the newest, as one whose stages never empty does."""
+    rule = rule_named(plan.rule)
+    return schedule_named(rule.schedule).window != "batch" and (plan.num_stages > 1 or rule.versions != "newest")
+
+
 def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, seed: int) -> str:
     """A digest of all that determines updates: the plan, and options and rates of the job's optimizer.
 

@@ -10,8 +10,10 @@ from typing import Any
 from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.run_record import Trained
 from roundelay.api.training import Session
+from roundelay.errors import counted
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
+from roundelay.observe.progress_lines import duration
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span, write_trace
@@ -46,6 +48,29 @@ def write_results(
     loads = [load for _, loads in sorted(trained.loads.items()) for load in loads]
     write_trace(folder.trace, spans, gaps=gaps, loads=loads, names=stage_names(session))
     return summary
+
+
+def summary_lines(summary: Mapping[str, Any], plan: Plan) -> list[str]:
+    """A run in a few lines, its loss first.
+
+    Args:
+        summary: of :func:`write_results`.
+        plan: what was run.
+    """
+    pairs = {"loss": (summary["loss_first"], summary["loss_last"])}
+    pairs |= {name: (value, summary["metrics_last"][name]) for name, value in summary["metrics_first"].items()}
+    told = ", ".join(f"{name} {first:.4f} -> {last:.4f}" for name, (first, last) in pairs.items())
+    lines = [f"{told} in {counted(summary['steps'], 'update')}, {duration(summary['wall_s'])}"]
+    if summary["evaluation"]:
+        lines.append("evaluation: " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
+    rate, plain = summary["samples_per_second"], summary["plain_samples_per_second"]
+    of_plain = f": {rate / max(plain.values()):.2f} x plain PyTorch" if plain else ""
+    lines.append(f"{rate:.1f} samples/s{of_plain}, {plan.rule} on {plan.arrangement} over {plan.transport}")
+    if summary["stopped"]:
+        lines.append(f"ended early: {summary['stopped']}")
+    if any(summary["skipped_updates"]):
+        lines.append("updates skipped, by stage: " + ", ".join(map(str, summary["skipped_updates"])))
+    return lines
 
 
 def spans_of(trained: Trained) -> list[Span]:

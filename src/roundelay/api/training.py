@@ -26,6 +26,7 @@ from roundelay.api.resume import (
     initial,
     load_checkpoint,
     order_of,
+    reads_older,
     values_digest,
 )
 from roundelay.api.run_record import RunRecord, Trained
@@ -40,9 +41,10 @@ from roundelay.frontend import Captured
 from roundelay.frontend.gradient_hooks import hooks_of
 from roundelay.ir.plan import Plan
 from roundelay.ir.transports import transport_named
-from roundelay.job import Job, StopTraining
+from roundelay.job import Job, Peekable, StopTraining
 from roundelay.lower.channels import num_updaters
 from roundelay.lower.verify_schedule import programs_of
+from roundelay.observe.progress_lines import RunLength
 from roundelay.runtime.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.determinism import deterministic
 from roundelay.runtime.device import check_devices_exist
@@ -238,6 +240,8 @@ class Session:
         #: the event to report if the stages start empty although the checkpoint has micro-batches in flight
         lost = reason and flight is not None and (flight.micro_batches or flight.older_weights)
         self.drained = Drained(flight.micro_batches, reason) if lost and flight is not None else None
+        if start is not None and flight is None and reads_older(plan):
+            self.drained = Drained(0, "the run that wrote it had ended, and its stages with it")
         self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
         #: whether an epoch's learning rate depends on the evaluation of the epoch before
         rates = self._rates(())
@@ -269,6 +273,13 @@ class Session:
                 mode,
                 launched=party is not None,
             )
+
+    def run_length(self) -> RunLength:
+        """How many updates the run has, as far as is known."""
+        own, batches = self.extent, self.job.batches
+        per_epoch = batches.length if isinstance(batches, Peekable) else None
+        epochs = None if own.epochs is None else own.epochs - own.start_epoch
+        return RunLength(own.start_batch, own.batches, epochs, per_epoch, own.skip)
 
     @property
     def began(self) -> str:

@@ -286,6 +286,7 @@ class RunOptions:
         bool, typer.Option("--tensorboard", help="Also write curves for TensorBoard, in the run's folder.")
     ] = False
     check: Check = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="At the end also show time and memory by worker.")] = False
 
     @property
     def grace(self) -> Grace:

@@ -19,7 +19,7 @@ from roundelay.api.plain_baseline import measure
 from roundelay.api.restarts import rest_of, run_restarting
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.run_record import Trained
-from roundelay.api.run_summary import write_results
+from roundelay.api.run_summary import summary_lines, write_results
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.cli.changed_by_job import PathResolver
@@ -107,11 +107,15 @@ def train_job(
     _show_debug(trained)
     summary = write_results(session, trained, folder, baselines, checked, planned.notices)
     if not quiet:
-        _show(plan, summary)
-        _show_utilization(summary)
+        for line in summary_lines(summary, plan):
+            stdout.print(line, markup=False)
+        if run.verbose:
+            _show(plan, summary)
+            _show_utilization(summary)
         _show_preview(job, planned.captured, trained.snapshot.optimizer)
         link = f" ({runs}/latest points at it)" if run.out is None else ""
-        stderr.print(f"Run folder: {folder.path if run.out is None else run.out}{link}")
+        place = folder.path if run.out is None else run.out
+        stderr.print(f"Run folder: {place}{link}; `roundelay report {place}` draws it", markup=False, soft_wrap=True)
     return summary
 
 
@@ -176,7 +180,7 @@ def _trained(
 ) -> Trained:
     start = session.extent.start_batch
     with ExitStack() as stack:
-        screen = ScreenObserver(session.extent.batches, quiet=quiet)
+        screen = ScreenObserver(session.run_length(), quiet=quiet)
         stack.callback(screen.close)
         metrics = stack.enter_context(folder.open_metrics())
         observers: list[Observer] = [RunFolderObserver(folder, metrics, start), screen]
@@ -195,23 +199,11 @@ def _trained(
 
 
 def _show(plan: Plan, summary: dict[str, Any]) -> None:
-    rows = [
-        ["loss, first and last update", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"],
-        *(
-            [f"{name}, first and last update", f"{value:.4f} -> {summary['metrics_last'][name]:.4f}"]
-            for name, value in summary["metrics_first"].items()
-        ),
-        *([name, f"{value:.4f}"] for name, value in summary["evaluation"].items()),
-        ["samples/s", f"{summary['samples_per_second']:.1f}"],
-    ]
+    rows = []
     plain = summary["plain_samples_per_second"]
     for threads, rate in plain.items():
         ratio = f"  (this run: {summary['samples_per_second'] / rate:.2f} x)" if rate == max(plain.values()) else ""
         rows.append([f"plain PyTorch, {threads} thread" + ("s" if threads != "1" else ""), f"{rate:.1f}{ratio}"])
-    if summary["stopped"]:
-        rows.append(["ended early", summary["stopped"]])
-    if any(summary["skipped_updates"]):
-        rows.append(["updates skipped, by stage", ", ".join(map(str, summary["skipped_updates"]))])
     for k, num_bytes in enumerate(summary["activation_bytes"]):
         rows.append([f"worker {k}, activations", bytes_text(num_bytes)])
     title = f"{plan.rule} on {plan.arrangement} over {plan.transport}, {counted(summary['steps'], 'update')}"

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import final
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from roundelay.api.events import Drained, Evaluated, Event, NotSaved, Restarted, Saved, Skipped, Stopping, Updated
 from roundelay.cli.screen import stderr
+from roundelay.observe.progress_lines import ProgressLines, RunLength
 from roundelay.observe.run_folder import RunFolder
 from roundelay.runtime.checkpoint_schedule import RunControl
 
@@ -18,16 +27,20 @@ _REPORTED_SKIPS = (8, 16, 32, 64, 128)
 
 @final
 class ScreenObserver:
-    """Shows a training on stderr: a progress line, evaluations, and messages.
+    """Shows a training on stderr: progress, evaluations, and messages.
+
+    Progress is a line that changes on a terminal; elsewhere a line every ten seconds.
 
     Args:
-        total: number of updates, if known.
+        length: of the run.
         quiet: show messages only.
     """
 
-    def __init__(self, total: int | None, *, quiet: bool) -> None:
-        self._progress = None if quiet else _progress_line()
-        self._task = None if self._progress is None else self._progress.add_task("...", total=total)
+    def __init__(self, length: RunLength, *, quiet: bool) -> None:
+        self._length, self._quiet = length, quiet
+        self._progress = _progress_line() if stderr.is_terminal and not quiet else None
+        self._task = None if self._progress is None else self._progress.add_task("...", total=length.total)
+        self._lines = ProgressLines(length, _plainly)
         self._reported_left_out = False
 
     def __call__(self, event: Event) -> None:
@@ -39,12 +52,21 @@ class ScreenObserver:
             stderr.print(message, markup=False)
         elif isinstance(event, Saved) and event.left_out:
             self._report_left_out(event)
-        elif isinstance(event, Evaluated) and self._progress is not None:
+        elif isinstance(event, Evaluated) and not self._quiet:
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
-            stderr.print(f"after update {event.updates}: {metrics}", markup=False)
-        elif isinstance(event, Updated) and self._progress is not None and self._task is not None:
-            self._progress.start()  # only now: its thread must not be alive while workers are forked
-            self._progress.update(self._task, advance=1, description=_progress_text(event))
+            _plainly(f"after update {event.updates}: {metrics}")
+        elif isinstance(event, Updated) and not self._quiet:
+            self._length.see(event.epoch)
+            self._show(event)
+
+    def _show(self, event: Updated) -> None:
+        if self._progress is None or self._task is None:
+            self._lines.update(event.update, event.loss, event.metrics, event.samples_per_second)
+            return
+        self._progress.start()  # only now: its thread must not be alive while workers are forked
+        self._progress.update(
+            self._task, completed=event.update + 1, total=self._length.total, description=_progress_text(event)
+        )
 
     def _report_left_out(self, event: Saved) -> None:
         """Say once that checkpoints are left out."""
@@ -62,6 +84,10 @@ class ScreenObserver:
             self._progress.stop()
 
 
+def _plainly(line: str) -> None:
+    stderr.print(line, markup=False, soft_wrap=True)
+
+
 def _progress_line() -> Progress:
     return Progress(
         SpinnerColumn(),
@@ -70,6 +96,7 @@ def _progress_line() -> Progress:
         BarColumn(bar_width=24),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
         console=stderr,
         transient=False,
     )
@@ -87,7 +114,10 @@ def _message(event: Event) -> str:
         case Restarted():
             return f"{event.cause}\nRestart {event.number}: continuing after update {event.updates}."
         case Drained(micro_batches=0):
-            return f"The first batch reads the checkpoint's weights, not those of the update before: {event.reason}."
+            return (
+                "The first batches read the checkpoint's weights, and not older ones, as they would in one run: "
+                f"{event.reason}."
+            )
         case Drained():
             return (
                 f"{event.micro_batches} micro-batches that were in flight are dropped and start again: {event.reason}."

@@ -105,6 +105,8 @@ class OpenEpoch:
         with translate_loader_errors(f"batches({epoch})"), generators.active():
             seed_reachable(batches.batches if isinstance(batches, Peekable) else batches, seed * 1_000_003 + epoch)
             self.source = batches(epoch)
+            if isinstance(batches, Peekable):
+                batches.length = _length_of(self.source)
             _refuse_used(batches, self.source, epoch)
             _leave_to_parent(self.source)
             _start_processes(self.source, seed * 1_000_003 + epoch)
@@ -238,6 +240,13 @@ def forget(batches: Batches) -> None:
     if isinstance(batches, Peekable) and batches.opened is not None:
         batches.opened.close()
         batches.opened = None
+
+
+def _length_of(source: Any) -> int | None:
+    try:
+        return len(source)
+    except Exception:  # a generator, or a loader that does not know
+        return None
 
 
 def _process_and_thread() -> tuple[int, int]:
